@@ -99,6 +99,14 @@ def test_networks_are_ranked_and_scalings_compared(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_segmentation_is_fitted_by_layers(tmp_path):
+    lines = run_script("segmentation", "--tiny", out=tmp_path / "segmentation")
+    assert [line["layers"] for line in lines] == ["last layer", "last block", "all layers"]
+    assert lines[0]["weights"] == 72 < lines[1]["weights"] < lines[2]["weights"]
+    assert all(line["network"] > 0 and line["posterior"] > 0 and line["GB"] >= 0 for line in lines)
+
+
+@pytest.mark.slow
 def test_parts_of_cost_write_lines(tmp_path, monkeypatch):
     small = partial(cost.mlp, rows=60, width=5)
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": small, "cnn": small})

@@ -1,5 +1,7 @@
 """Fits to networks with many outputs keep the outputs of some sites only."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import draw
@@ -8,6 +10,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em.inference.all_sites import AllSites
 from torch_lla_em.problem import sites
 from torch_lla_em.problem.sites import Sites
 
@@ -86,6 +89,38 @@ def test_some_sites_give_the_mean_of_all_and_nearly_their_covariance(parameters,
     # without the weights of sites, the variance would be 64 / 24 times as large
     spread = [fitted.predict(x).variance.mean().log() for fitted in (la, whole)]
     assert abs(spread[0] - spread[1]) < 0.5
+
+
+def test_the_search_for_a_mean_takes_as_many_passes_as_pay():
+    scales, passes = torch.logspace(0, 3, 30).double(), []
+
+    def objective(mean, *_):
+        passes.append(mean)
+        return 0.5 * (scales * (mean - 1) ** 2).sum().item(), scales * (mean - 1)
+
+    def minimum(ends):
+        passes.clear()
+        search = AllSites(SimpleNamespace(dtype=torch.float64), None, None, None)
+        search._objective = objective
+        return search.minimum(torch.zeros(30).double(), 1.0, None, lambda g, _: g, ends)
+
+    mean = minimum(lambda square: square < 1e-10)
+    assert 20 < len(passes) < 200
+    assert_close(mean, torch.ones(30).double(), rtol=1e-4, atol=0)
+    minimum(lambda square: False)
+    assert len(passes) < 250  # rounding is all that is left
+
+
+@pytest.mark.slow
+def test_the_search_for_a_mean_ends_in_time(monkeypatch):
+    model, x, y = segmentation()
+    monkeypatch.setattr(sites, "KEPT_OUTPUTS", 16 * 2 * 3)
+    passes, objective = [], AllSites._objective
+    monkeypatch.setattr(AllSites, "_objective", lambda *a: passes.append(a) or objective(*a))
+    la = LinearisedLaplace(model, Classification(), class_dim=1, num_samples=4, g_prior=False)
+    la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False, budget=1e-3)
+    assert len(passes) == 2  # one for each search
+    assert any("budget" in text for text in la.messages)
 
 
 def test_the_mean_is_that_of_all_sites_if_the_feature_of_a_few_is_not_kept(monkeypatch):

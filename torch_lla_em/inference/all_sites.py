@@ -12,8 +12,9 @@ from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Problem, Sites
 from torch_lla_em.solvers import BFGS, require_finite
 
-_PASSES = 20
-"""Largest number of passes with one column for a mean."""
+_PASSES, _PATIENCE = 200, 12
+"""Largest number of passes with one column for a mean, and the number in a row that may lower the objective by
+less than a rounding error."""
 
 _SHORTEST, _LONGEST = 0.05, 0.5
 """Factors by which a step is shortened if it does not lower the objective."""
@@ -51,31 +52,32 @@ class AllSites:
         precision: float,
         draws: Tensor | None,
         solve: Callable[[Tensor, float], Tensor],
-        tolerance: float,
+        ends: Callable[[float], bool],
     ) -> Tensor:
         """Return the minimum of E[loss] of all sites plus the prior, (m,), from a mean.
 
         ``draws`` are those of the outputs that are kept, less their mean, and ``solve`` multiplies by (G + λ)⁻¹
-        of the kept sites. The error of the minimum, in this metric, is at most the ``tolerance`` relative
-        to the norm of the mean under the prior, unless the passes do not suffice.
+        of the kept sites. The search is over once ``ends`` returns True for the squared error of the minimum in
+        this metric, relative to the squared norm of the mean under the prior, or when passes no longer pay.
         """
         value, slope = self._objective(mean, precision, draws)
         self._inverse = inverse = BFGS(lambda g: solve(g, precision))
         self._pairs = [pair for pair in self._pairs if len(pair[0]) == len(mean)]
         for step, change in self._pairs:
             inverse.learn(step, change + precision * step)
-        length = 1.0
+        length, idle = 1.0, 0
         for _ in range(_PASSES):
             require_finite(abs(value) + slope.norm().item())
             step = -inverse.times(slope)
             fall, size = -(slope @ step).item(), max(1.0, precision * (mean @ mean).item())
-            if fall <= tolerance**2 * size:
+            if ends(fall / size) or idle == _PATIENCE:
                 break
             step *= length
             there, slope_there = self._objective(mean + step, precision, draws)
-            rounding = _ROUNDINGS * torch.finfo(self._problem.dtype).eps * abs(value)
+            rounding = torch.finfo(self._problem.dtype).eps * abs(value)
+            idle = 0 if there < value - rounding else idle + 1
             closer = slope_there @ inverse.times(slope_there) < fall
-            if there < value or (closer and there <= value + rounding):
+            if there < value or (closer and there <= value + _ROUNDINGS * rounding):
                 change = slope_there - slope
                 self._pairs.append((step, change - precision * step))
                 inverse.learn(step, change)

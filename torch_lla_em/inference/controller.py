@@ -328,7 +328,7 @@ class Controller:
             found = len(recent) == _WINDOW and max(recent) - min(recent) < allowed
             if found or ((of_H < _AT_REST or early) and abs(step) < allowed):
                 break
-            if steps == _REST and self.is_late():
+            if self.is_late():
                 return q, False
         return over.at(q.curved, q.precision, 1.0, q.mean, _LAST_NEWTON_STEPS), abs(last) < allowed
 

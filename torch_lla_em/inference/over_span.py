@@ -7,6 +7,7 @@ q = N(m, (G + Λ)⁻¹), with H fixed or in expectation under q, and its bound o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -36,6 +37,9 @@ _ROUNDINGS = 10
 
 _COLUMNS = 64
 """Columns of G that are computed at once."""
+
+_ROUGH, _OF_SAMPLES = 0.3, 0.1
+"""Largest error of the mean of all sites over a span, and its share of the error of the samples."""
 
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
@@ -92,7 +96,7 @@ class OverSpan:
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
             )
-        return self.with_mean_of_all(self.at(curved, precision, 1.0, zero))
+        return self.at(curved, precision, 1.0, zero)
 
     def at(
         self, curved: Curvature, precision: float, noise: float, mean: Tensor, steps: int = 1
@@ -284,12 +288,19 @@ class OverSpan:
                 break
         return curved, mean, h, loss
 
-    def with_mean_of_all(self, q: Q) -> Q:
-        """Return q with its mean at the optimum of all sites, if J V is kept at some of them."""
+    def with_mean_of_all(self, q: Q, error: float, is_late: Callable[[], bool]) -> Q:
+        """Return q with its mean at the optimum of all sites, if J V is kept at some of them.
+
+        While the ``error`` of the samples is large, so may be that of the mean, whose every step takes a pass.
+        """
         if self.all_sites is None:
             return q
-        solve, tolerance = q.curved.solve, self._tolerance
-        mean = self.all_sites.minimum(q.mean, q.precision, q.deviations, solve, tolerance)
+        allowed, solve = max(self._tolerance, min(_ROUGH, _OF_SAMPLES * error)) ** 2, q.curved.solve
+
+        def ends(square: float) -> bool:
+            return square <= allowed or is_late()
+
+        mean = self.all_sites.minimum(q.mean, q.precision, q.deviations, solve, ends)
         return self.at(q.curved, q.precision, q.noise, mean)
 
     def square_of_mean(self, q: Q, residual: Tensor, all_sites: AllSites) -> Tensor:

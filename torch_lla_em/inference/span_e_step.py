@@ -112,8 +112,10 @@ class SpanEStep:
     def advance(self, state: State, controller: Controller) -> State:
         """Add the residuals to the span, where the controller moves λ, H and mean; compute new residuals."""
         over, span, old, grew, restarts = self.over, self.span, state.own, True, 0
+        known = state.statistics
         if old is None:
             q = over.first(state.precision.item(), _outputs_at_point(self.problem, self.span))
+            q = over.with_mean_of_all(q, math.inf, controller.is_late)
         else:
             q, restarts = old.q, old.restarts
             if not span.has_room(len(old.residuals)):
@@ -124,13 +126,15 @@ class SpanEStep:
         extent = Extent(grew, not grew or span.is_complete, full, span.size)
         ascent = controller.ascend(over, q, state, extent)
         # with some of the sites, λ and H move at a fixed mean, and the mean at fixed λ and H
-        ascent = ascent._replace(q=over.with_mean_of_all(ascent.q))
+        error = math.inf if known is None else known.sample_error
+        error = 0.0 if extent.complete else error
+        ascent = ascent._replace(q=over.with_mean_of_all(ascent.q, error, controller.is_late))
         for _ in range(_TURNS * (extent.complete and over.all_sites is not None)):
             if ascent.cut:
                 break
             before = ascent.q.precision
             ascent = controller.ascend(over, ascent.q, state, extent)
-            ascent = ascent._replace(q=over.with_mean_of_all(ascent.q))
+            ascent = ascent._replace(q=over.with_mean_of_all(ascent.q, 0.0, controller.is_late))
             allowed = controller.allowed(ascent.q.effective_dims.mean(), len(ascent.q.samples))
             if abs(math.log(ascent.q.precision / before)) < allowed:
                 break

@@ -1,0 +1,139 @@
+"""Segmentation by a small U-Net: the network and its posterior over one layer, one block and all layers.
+
+    python benchmarks/segmentation.py                       # 200 images of 128 × 128, 8 classes
+    python benchmarks/segmentation.py --layers "last layer" --images 50 --size 64
+
+Squares and discs with stripes and noise; the label of every pixel is the shape's kind. One thread. "NLL" is that
+of test pixels: the network's, and the posterior's as fitted. "trainings" are the processor seconds of the fit
+divided by those of the training. "error" is the numerical error of the samples in posterior standard
+deviations, "exact" whether samples and mean are within the tolerance, and "GB" the growth of the process in the fit. Lines go to results/segmentation.jsonl.
+
+Expected: see docs/more_benchmarks.md.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from methods import markdown
+from methods.measure import Meter
+from methods.provenance import provenance
+from methods.unet import UNet
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torch_lla_em import Classification, LinearisedLaplace
+
+LAYERS = {"last layer": "last_layer", "last block": ["up.1.*", "leave.*"], "all layers": None}
+CLASSES, SHAPES, BATCH = 8, 6, 5
+
+
+def scenes(images: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return images of shapes, (images, 1, size, size), and the kind of every pixel."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+    x = torch.zeros(images, size, size)
+    y = torch.zeros(images, size, size, dtype=torch.long)
+    for image, kinds in zip(x, y):
+        for _ in range(SHAPES):
+            kind = int(torch.randint(1, CLASSES, (1,), generator=generator))
+            row, column, radius = torch.rand(3, generator=generator).tolist()
+            down, right = rows - row * size, columns - column * size
+            reach = size * (0.08 + 0.1 * radius)
+            inside = down**2 + right**2 < reach**2
+            if kind % 2:
+                inside = (down.abs() < reach) & (right.abs() < reach)
+            along = columns if kind > 3 else rows
+            image[inside] = kind / 7 + 0.3 * (0.25 * (kind + 1) * along[inside]).sin()
+            kinds[inside] = kind
+    noise = torch.randn(images, size, size, generator=generator)
+    return (x + 0.25 * noise)[:, None], y
+
+
+def trained(x: Tensor, y: Tensor, epochs: int) -> tuple[UNet, float]:
+    """Return a U-Net after some epochs of Adam, and their processor seconds."""
+    torch.manual_seed(0)
+    network = UNet()
+    network.leave = nn.Conv2d(8, CLASSES, 1)
+    optimiser = torch.optim.Adam(network.parameters(), 5e-3)
+    began = time.process_time()
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x)).split(BATCH):
+            optimiser.zero_grad()
+            cross_entropy(network(x[batch]), y[batch]).backward()
+            optimiser.step()
+    return network.eval(), time.process_time() - began
+
+
+def batches(x: Tensor, y: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(BATCH), y.split(BATCH)))
+
+
+def nll(log_prob: Iterable[Tensor], y: Tensor) -> float:
+    """Return the mean negative log-probability of a pixel."""
+    return -sum(part.sum().item() for part in log_prob) / y.numel()
+
+
+def case(layers: str, args: argparse.Namespace) -> dict:
+    """Return the figures of a fit of some layers."""
+    x, y = scenes(args.images, args.size, 0)
+    test = scenes(max(2, args.images // 10), args.size, 1)
+    network, training = trained(x, y, args.epochs)
+    options = {"class_dim": 1, "num_samples": args.num_samples, "parameters": LAYERS[layers]}
+    la = LinearisedLaplace(network, Classification(), **options)
+    began = time.process_time()
+    with Meter() as meter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit(batches(x, y), progress_bar=False, budget=args.budget)
+    seconds = time.process_time() - began
+    with torch.no_grad():
+        plain = [
+            -cross_entropy(network(images), kinds, reduction="sum")
+            for images, kinds in batches(*test)
+        ]
+    ours = [la.predict(images).log_prob(kinds) for images, kinds in batches(*test)]
+    return {
+        "layers": layers,
+        "images": f"{args.images} × {args.size} × {args.size}",
+        "weights": la.w_lin.numel(),
+        "network": nll(plain, test[1]),
+        "posterior": nll(ours, test[1]),
+        "seconds": seconds,
+        "training": training,
+        "trainings": seconds / training,
+        "GB": None if meter.megabytes is None else meter.megabytes / 1000,
+        "error": la.accuracy.error,
+        "exact": not any("numerical error" in text for text in la.messages),
+        "prior precision": la.prior_precision.item(),
+        "effective dim": la.effective_dim.item(),
+        "messages": la.messages,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--budget", type=float, help="wall-clock seconds of each fit")
+    parser.add_argument("--tiny", action="store_true", help="a few images, as in the tests")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.images, args.size, args.epochs, args.num_samples = 4, 32, 2, 2
+    torch.set_num_threads(1)
+    for layers in args.layers:
+        line = case(layers, args)
+        print({key: value for key, value in line.items() if key != "messages"}, flush=True)
+        markdown.append(args.out / "segmentation.jsonl", [line], provenance(("torch",)))
+
+
+if __name__ == "__main__":
+    main()

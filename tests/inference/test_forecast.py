@@ -8,7 +8,7 @@ import torch
 from tiny import tiny
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace, session
 from torch_lla_em.inference import Course, FitOptions, cheaper, controller, time_left, time_of
 from torch_lla_em.inference.forecast import EACH
 from torch_lla_em.inference.records import State, Statistics
@@ -128,3 +128,29 @@ def test_the_length_of_a_stream_is_not_known():
 
     plan = LinearisedLaplace(case.model, "classification").plan(Stream())
     assert plan.time is None and "does not state its length" in str(plan)
+
+
+def test_what_is_left_is_more_than_nothing_if_it_takes_longer_than_forecast():
+    assert Duration(10.0, 30.0).after(6.0) == (4.0, 24.0)
+    assert Duration(10.0, 30.0).after(60.0) == (0.0, 20.0)
+
+
+def test_the_bar_moves_within_steps_and_never_ends_before_the_fit(wide, monkeypatch):
+    la, x, y = wide
+    shown = []
+
+    class Bar(session.tqdm):
+        def update(self, n=1):
+            super().update(n)
+            shown.append((self.n, self.desc))
+
+    monkeypatch.setattr("torch_lla_em.session.tqdm", Bar)
+    la.compute = Compute(columns=6)
+    la.fit([(x, y)], progress_bar=True)
+    *shares, last = [share for share, _ in shown]
+    assert shares == sorted(shares) and shares[-1] <= 0.99 and last == pytest.approx(1.0)
+    passes, between = ([words.endswith("%)") == known for _, words in shown] for known in (1, 0))
+    assert sum(passes) > 2 * len(la.history) and sum(between) > 3 * len(la.history)
+    assert {"(35%)", "(71%)", "(100%)"} <= {
+        words.split()[-1] for _, words in shown
+    }  # of 17 columns

@@ -102,6 +102,7 @@ class OverSpan:
         self, curved: Curvature, precision: float, noise: float, mean: Tensor, steps: int = 1
     ) -> Q:
         """Return q at λ, σ and H. Its mean is found from ``mean``, in at most ``steps`` if H moves."""
+        self._problem.sweep.say()
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
         gamma = spectrum.effective_dims(precision)

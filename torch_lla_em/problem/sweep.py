@@ -124,7 +124,7 @@ class Sweep:
             return self._in_groups(w, task, batch)
         if w.is_floating_point():  # the same on all ranks: rounding differs between machines
             w = self.data.group.from_first(w.to(self.linear_model.network.device))
-        limits, sums, rows_done = self.limits, self._zeros(w, task), 0
+        limits, sums, rows_done = self.limits, self._zeros(w, task), 0.0
         try:
             for one in self.batches() if batch is None else [batch]:
                 pieces = self.pieces(one, min(self.limits.rows, task.at_most))
@@ -139,6 +139,8 @@ class Sweep:
                         for columns in w[done:].split(step):
                             task.add(rows, piece, columns, _of(sums, task, done, len(columns)))
                             done += len(columns)
+                            rows_done += len(piece.rows) * len(columns) / len(w)
+                            self.say(rows_done if batch is None else 0)
                         continue
                     except (RuntimeError, MemoryError) as error:
                         shortage = shortage_of(error)
@@ -146,8 +148,6 @@ class Sweep:
                     release()  # what the failed attempt held is free only outside of the handler
                     self._halve(piece, min(step, self.limits.columns or step), shortage)
                     todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.limits.rows)]
-                rows_done += len(one.rows)
-                self._say(rows_done if batch is None else 0)
         except DoesNotFit:
             self.limits = limits
             raise
@@ -260,8 +260,8 @@ class Sweep:
         is_new, self._seen = self._seen is not rows, rows
         return is_new
 
-    def _say(self, rows: int) -> None:
-        """Report the progress of this pass."""
+    def say(self, rows: float = 0.0) -> None:
+        """Report that the fit goes on, and how many examples of this pass are done, if it is within one."""
         if self.report is not None:
             data = self.data
             number = data.facts.num_rows or data.num_batches() * self._loaded

@@ -41,8 +41,8 @@ class Duration(NamedTuple):
         return (max(self.low, self.high / 4) * self.high) ** 0.5
 
     def after(self, seconds: float) -> Duration:
-        """Return what is left after some seconds."""
-        return Duration(max(0.0, self.low - seconds), max(0.0, self.high - seconds))
+        """Return what is left after some seconds: a third of them at least, if it takes longer than forecast."""
+        return Duration(max(0.0, self.low - seconds), max(seconds / 3, self.high - seconds))
 
     def within(self, limit: float) -> Duration:
         """Return the range if it ends after ``limit`` seconds at the latest."""

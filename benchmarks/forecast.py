@@ -2,6 +2,7 @@
 
     python benchmarks/forecast.py                     # the networks of cost.py
     python benchmarks/forecast.py --growth            # one perceptron of several sizes
+    python benchmarks/forecast.py --overfitted        # perceptrons that have learnt their labels
     python benchmarks/forecast.py --problems mlp cnn
     python benchmarks/forecast.py --memory            # memory, of each fit in a process of its own
     python benchmarks/forecast.py --memory --growth
@@ -9,8 +10,9 @@
 One thread, processor seconds for the forecast and for the fit, since other programs may use the
 machine. "before" is the range that ``la.plan`` returns, from a trial on the first examples. "revised"
 is the share of the forecasts after the steps of a fit whose range held the time that was left. The
-numbers of passes in ``inference/forecast.py`` were chosen on networks of cost.py, and on none of --growth.
-Lines go to results/forecast.jsonl.
+numbers of passes in ``inference/forecast.py`` were chosen on networks of cost.py and --growth, and on none of
+--overfitted. Lines go to results/forecast.jsonl, with the trial from which the range is computed: a test of
+the package computes the ranges of all lines again.
 
 ``--memory`` (on Linux) compares the memory that ``la.plan`` expects with the largest resident set of a
 process beyond what it held before the fit, after a first fit that loads parts of torch. "ratio" is that of
@@ -49,16 +51,23 @@ def compared(name: str, problem: cost.Problem, num_samples: int) -> dict:
     likelihood = "regression" if problem.regression else "classification"
     options = {"num_samples": num_samples, **problem.options}
     la = LinearisedLaplace(problem.network, likelihood, **options)
-    began, revised = time.process_time(), []
-    before = la.plan(problem.loader()).time
-    of_trial = time.process_time() - began
-    forecasts = session.time_left
+    revised = []
+    forecasts, before_it, of_plan = session.time_left, session.time_of, []
+
+    def kept(*arguments: object) -> object:
+        of_plan.append(arguments)
+        return before_it(*arguments)
 
     def noted(*arguments: object) -> object:
         found = forecasts(*arguments)
         revised.append((time.process_time(), found))
         return found
 
+    with patch("torch_lla_em.session.time_of", kept):
+        began = time.process_time()
+        before = la.plan(problem.loader()).time
+        of_trial = time.process_time() - began
+    trial, course, rows, room = of_plan[0]
     with patch("torch_lla_em.session.time_left", noted):
         began = time.process_time()
         la.fit(problem.loader(), progress_bar=False)
@@ -73,8 +82,10 @@ def compared(name: str, problem: cost.Problem, num_samples: int) -> dict:
         "high": before.high,
         "seconds": ended - began,
         "holds": before.low <= ended - began <= before.high,
-        "revised": sum(held) / len(held),
-        "trial": of_trial,
+        "revised": sum(held) / len(held) if held else None,  # small fits make no forecast
+        "trial_seconds": of_trial,
+        "trial": trial._asdict(),
+        "course": [*course[:3], course.options.tolerance, rows, room],
     }
 
 
@@ -117,6 +128,15 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+OVERFITTED = (1500, 150, 30), (2500, 100, 12), (1000, 300, 50)
+"""Examples, units of each layer, and classes."""
+
+
+def overfitted(rows: int, width: int, classes: int) -> cost.Problem:
+    """Return a perceptron that is trained for 150 epochs."""
+    return cost.mlp(rows, width, classes)._replace(epochs=150)
+
+
 Made = Callable[[], tuple[cost.Problem, int]]
 
 
@@ -127,6 +147,13 @@ def problems(args: argparse.Namespace) -> dict[str, Made]:
         problem = cost.made(make)
         return problem, num_samples or problem.num_samples or 16
 
+    if args.overfitted:
+        return {
+            f"overfitted, {rows} x {width} x {classes}": partial(
+                made, partial(overfitted, rows, width, classes), 32
+            )
+            for rows, width, classes in OVERFITTED
+        }
     if not args.growth:
         return {n: partial(made, cost.PROBLEMS[n], None) for n in args.problems or cost.PROBLEMS}
     return {
@@ -150,6 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", nargs="+", choices=cost.PROBLEMS)
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--overfitted", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--alone", help="measure the memory of one fit in this process")
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -177,7 +205,17 @@ def main(arguments: list[str] | None = None) -> None:
         for name, make in every.items():
             found.append(compared(name, *make()))
             append(args.out, "forecast", found[-1])
-    columns = ["rows", "weights", "K", "low", "high", "seconds", "holds", "revised", "trial"]
+    columns = [
+        "rows",
+        "weights",
+        "K",
+        "low",
+        "high",
+        "seconds",
+        "holds",
+        "revised",
+        "trial_seconds",
+    ]
     print("\n" + markdown.table(found, ["problem"], columns))
     held = sum(line["holds"] for line in found)
     print(f"{held} of {len(found)} ranges hold the time of the fit.")

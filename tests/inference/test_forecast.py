@@ -1,7 +1,9 @@
 """How long a fit takes: a range before it, which is revised after every step."""
 
+import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.problem import Duration, Trial, prepare, tried
 from torch_lla_em.runtime import Group
 
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "forecast.jsonl"
 MOVING = Course(True, True, (1, 1), FitOptions())
 # an example takes a millisecond in a product, and everything else is free
 TRIAL = Trial(0.0, 1e-3, 0.0, 0.0, 0.0, 5, 5, 10**6, 32, 0.0)
@@ -154,3 +157,16 @@ def test_the_bar_moves_within_steps_and_never_ends_before_the_fit(wide, monkeypa
     assert {"(35%)", "(71%)", "(100%)"} <= {
         words.split()[-1] for _, words in shown
     }  # of 17 columns
+
+
+def test_nine_of_ten_recorded_fits_took_a_time_within_their_range():
+    """``benchmarks/forecast.py`` has recorded the trial and the seconds of each fit."""
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    found = {}
+    for line in lines:
+        *course, tolerance, rows, kept = line["course"]
+        options = FitOptions(tolerance=tolerance)
+        low, high = time_of(Trial(**line["trial"]), Course(*course, options), rows, kept)
+        found[line["problem"]] = low <= line["seconds"] <= high
+        assert high < 45 * low + 1
+    assert len(found) >= 20 and sum(found.values()) >= 0.9 * len(found), found

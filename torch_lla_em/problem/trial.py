@@ -16,9 +16,14 @@ from torch_lla_em.problem.curvature import RowSquares
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime import is_shortage, release
 
-_FEW, _SECONDS, _REPEATS = 8, 0.02, 3
-"""The first number of examples that are timed, the seconds up to which it is doubled, and the number
-of times of which the shortest counts, because other programs may use the machine."""
+_FEW, _GROWTH, _SECONDS, _MOST = 8, 4, 0.02, 0.5
+"""The first number of examples that are timed, the factor by which it grows, and the seconds after which it does
+not: those of a number, and those of the first, since small batches of convolutions and attention take up to
+four times as long for each example."""
+
+_REPEATS, _ENOUGH = 3, 0.15
+"""Number of times of which the shortest counts, because the first is slower and other programs may use the
+machine, and the seconds after which none is added."""
 
 _FUNCTIONS, _MATRIX = 16, (4096, 128, 32)
 """Functions for which the likelihood is timed, and sizes of the matrix product that is timed."""
@@ -117,11 +122,16 @@ def tried(problem: Problem, first: Batch, num_samples: int, squares: bool = True
             few = next(first.split(_FEW))
             short = found = _timed(problem, few, num_samples, squares)
             n = fewest = len(few.rows)
-            while _taken(found) < _SECONDS and 2 * n <= len(first.rows):
-                few = next(first.split(2 * n))
-                if len(few.rows) != 2 * n:  # it cannot be split
+            enough = _MOST
+            while _taken(found) < enough and n < len(first.rows):
+                few = next(first.split(_GROWTH * n))
+                if len(few.rows) == n:
                     break
-                found, n = _timed(problem, few, num_samples, squares), 2 * n
+                found, n, enough = (
+                    _timed(problem, few, num_samples, squares),
+                    len(few.rows),
+                    _SECONDS,
+                )
     except Exception as error:
         if is_shortage(error):
             release()
@@ -170,7 +180,7 @@ def _timed(problem: Problem, few: Batch, K: int, squares: bool) -> Trial:
         return [read, product, of_squares, of_functions / _FUNCTIONS, matrices / (a * b * c)]
 
     f, runs = _read(problem, few, K).f, [once()]
-    while len(runs) < _REPEATS and sum(map(sum, runs)) < _REPEATS * _SECONDS:
+    while len(runs) < _REPEATS and sum(map(sum, runs)) < _ENOUGH:
         runs.append(once())
     shortest = [min(times) for times in zip(*runs)]
     classes = f.shape[-1] if f.dim() > 1 else 1

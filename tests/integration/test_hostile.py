@@ -45,9 +45,12 @@ def test_a_loaded_posterior_is_probed_where_it_is_used(tmp_path):
     assert_close(loaded.functional_samples(x), la.functional_samples(x))
 
 
-def test_a_softmax_at_the_end_is_warned_of():
-    with pytest.warns(UserWarning, match="softmax|probabilities"):
-        fit(model=nn.Sequential(tiny("classification").model, nn.Softmax(-1)))
+def test_probabilities_are_refused_and_their_logarithms_are_logits():
+    model = nn.Sequential(tiny("classification").model, nn.Softmax(-1))
+    with pytest.raises(ValueError, match="Leave out the last softmax, or pass forward_fn"):
+        fit(model=model)
+    la, x = fit(model=model, forward_fn=lambda model, x: model(x).log()), tiny("classification").x
+    assert_close(la.predict(x, mean="network").mean.exp(), model(x).detach())
 
 
 def test_a_checkpoint_does_not_write_through_links(tmp_path):

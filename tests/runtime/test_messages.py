@@ -38,17 +38,17 @@ def test_lists_in_this_thread_get_each_text_once(caplog):
 
 def test_every_warning_of_a_fit_is_printed_although_all_are_switched_off(tmp_path):
     torch.manual_seed(0)
-    x, y = tiny.draw(12, 2).float(), torch.arange(12) % 3
-    net = nn.Sequential(nn.Linear(2, 3), nn.Softmax(1))
-    la = LinearisedLaplace(net, "classification", num_samples=4)
+    x, net = tiny.draw(12, 2).float(), nn.Linear(2, 1)
+    y = net(x).detach()  # without noise
+    la = LinearisedLaplace(net, "regression", num_samples=4)
     logging.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            la.fit(x, y, progress_bar=False).calibrate(x[:4], y[:4])
+            la.fit(x, y, progress_bar=False)
     finally:
         logging.disable(logging.NOTSET)
-    raised, logged = "look like probabilities", "determine hardly any parameters"
+    raised, logged = "reproduces the targets so closely", "The network has overfitted"
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", net)
     for words in (raised, logged, *la.messages[1:]):
@@ -65,10 +65,10 @@ def test_a_warning_that_is_raised_as_an_error_is_stored():
 
 
 def test_warnings_are_attributed_to_the_line_of_the_user():
-    x, y = tiny.draw(12, 2).float(), torch.arange(12) % 3
-    net = nn.Sequential(nn.Linear(2, 3), nn.Softmax(1))
-    with pytest.warns(UserWarning, match="look like probabilities") as seen:
-        LinearisedLaplace(net, "classification", num_samples=2).fit(x, y, progress_bar=False)
+    x, net = tiny.draw(12, 2).float(), nn.Linear(2, 1)
+    y = net(x).detach()  # without noise
+    with pytest.warns(UserWarning, match="reproduces the targets so closely") as seen:
+        LinearisedLaplace(net, "regression", num_samples=2).fit(x, y, progress_bar=False)
     assert {warning.filename for warning in seen} == {__file__}
 
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
 from torch_lla_em.likelihoods.base import Labels
 from torch_lla_em.likelihoods.sums import sum_rows
-from torch_lla_em.runtime import report
+
+# number of examples all of whose outputs sum to 1 only if they are probabilities
+_SURELY = 4
 
 # On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
 _FEW = 16
@@ -126,11 +128,11 @@ class Classification(Labels):
         is_logit = (f < 0).any() | (f > 1).any() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
-        if not is_logit and f.numel():
-            report(
-                "warn",
-                "The outputs look like probabilities: they lie between 0 and 1 and sum to 1. "
-                "Classification takes logits: remove the softmax from the network.",
+        if not is_logit and f[..., 0].numel() >= _SURELY:
+            raise ValueError(
+                "The outputs are probabilities: all lie between 0 and 1, and those of an example sum to 1. "
+                "Classification needs logits. Leave out the last softmax, or pass "
+                "forward_fn=lambda model, x: model(x).log(), since log probabilities are logits."
             )
         if is_beyond:
             kept = y[self.mask(y)]

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import trained
-from tiny import LOG_PROBS, likelihood_of, tiny
+from tiny import LOG_PROBS, draw, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LaplaceEnsemble, LinearisedLaplace, Prediction, compare
 from torch_lla_em.inference import Estimate
-from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson
+from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction import metrics, summary
 
 
@@ -39,11 +39,25 @@ def test_fits_and_predictions_are_printed(name):
     la.calibrate([(case.x, case.y)])
     shown = " ".join(repr(la).split())
     applied = la.calibration.applied
-    words = "good calibrated on 30 examples: validation NLL" if applied else "calibration"
+    words = "calibrated on 30 examples: validation NLL" if applied else "calibration"
     assert shown.count(f"{words} {la.calibration}") == 1 and "Call la.calibrate" not in shown
     assert applied or "not applied, because it would not lower" in shown
     for html in (la._repr_html_(), la.predict(case.x)._repr_html_()):
         assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
+
+
+@pytest.mark.parametrize("likelihood", [Classification(), Bernoulli(), Poisson(), Regression()])
+def test_dense_predictions_are_printed_by_their_means_over_sites(likelihood):
+    f, Jw = draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1)
+    prediction = Prediction(likelihood, f, Jw)
+    shown = repr(prediction)
+    assert "outputs of shape (8, 5, 4, 3)" in shown and len(shown.splitlines()) == 9
+    if likelihood.elementwise:
+        assert f"{prediction.expectation[2].mean():.3g}" in shown.splitlines()[4]
+    else:
+        probs = prediction.probs[2]
+        assert f"{probs.max(-1).values.min():.3g}" in shown.splitlines()[4]
+        assert f"{prediction.entropy[2].mean():.3g}" in shown.splitlines()[4]
 
 
 def test_the_verdict_of_accuracy_is_that_of_the_fit():

@@ -62,14 +62,35 @@ def of_prediction(prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a ``Prediction``."""
     title = f"Prediction under {type(prediction.likelihood).__name__}"
     count = len(prediction.centre)
-    if prediction.centre.dim() != 2 or not count:
+    if prediction.centre.dim() < 2 or not count:
         shape = tuple(prediction.mean.shape)
         return title, [("outputs", f"of shape {shape}, {len(prediction.deviations)} samples")]
-    columns = _columns(prediction.first(_SHOWN), prediction.likelihood)
+    some = prediction.first(_SHOWN)
+    if prediction.centre.dim() == 2:
+        columns = _columns(some, prediction.likelihood)
+    else:
+        title += f", outputs of shape {tuple(prediction.mean.shape)}"
+        columns = _over_sites(some, prediction.likelihood)
     rows: Cells = [("example", *columns)]
     for i in range(min(count, _SHOWN)):
         rows.append((str(i), *(_cell(values[i]) for values in columns.values())))
     return title, rows if count <= _SHOWN else [*rows, (f"of {count}", *("…" for _ in columns))]
+
+
+def _over_sites(prediction: Any, likelihood: Likelihood) -> dict[str, Tensor]:
+    """Return summaries over the pixels or tokens of each example."""
+    if likelihood.gives_probabilities and not likelihood.elementwise:
+        best = prediction.probs.max(prediction.class_dim)
+        columns = {"most frequent class": best.indices.flatten(1).mode(1).values}
+        columns["lowest probability"] = best.values.flatten(1).min(1).values
+        means = {"probability": best.values, "entropy": prediction.entropy}
+    else:
+        columns, means = {}, {"E[y]": prediction.expectation}
+    if likelihood.real_valued:
+        means["sd of y"] = prediction.predictive_variance.sqrt()
+    elif likelihood.gives_probabilities:
+        means["epistemic"] = prediction.epistemic
+    return columns | {f"mean {name}": v.flatten(1).mean(1) for name, v in means.items()}
 
 
 def _columns(prediction: Any, likelihood: Likelihood) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
-from torch_lla_em.prediction.calibration import calibrated, numbers_of
+from torch_lla_em.prediction.calibration import Calibration, calibrated, numbers_of
 from torch_lla_em.prediction.pushforward import Products, Pushforward, posterior_alone
+from torch_lla_em.prediction.summary import of_calibration
 from torch_lla_em.runtime import Group
 
 PLAIN = posterior_alone()
@@ -160,3 +161,24 @@ def test_ignored_labels_are_no_examples():
     assert found[:4] == pytest.approx(alone[:4])
     with pytest.raises(ValueError, match="None of the validation examples has a label"):
         fit(examples(problem.likelihood, f, Jw, torch.full_like(y, -100)))
+
+
+def test_a_difference_within_its_noise_is_no_improvement():
+    small = Calibration(100, 0.5, 0.49, 0.008, True)
+    assert str(small) == "0.5 → 0.49 (no measurable difference: 0.01 ± 0.008)"
+    (kind, words), *rest = of_calibration(small)
+    assert kind == "calibration" and words.endswith(str(small)) and not rest
+    ((kind, _),) = of_calibration(small._replace(standard_error=0.004))
+    assert kind == "good"
+
+
+def test_a_network_that_predicts_better_than_its_posterior_is_named(caplog):
+    y = torch.arange(12) % 2
+    f = 3 * torch.nn.functional.one_hot(y, 2).double()  # sure of every label, and right
+    Jw = torch.cat([-f[None], 3 * draw(4, 12, 2)])  # the mode is sure of the others
+    found = fit(examples(Classification(), f, Jw, y)).calibration
+    assert "The network alone has a validation NLL of 0.04859, lower by" in caplog.text
+    assert found.kept > 0.1
+    caplog.clear()
+    fit(drawn(count=200))
+    assert not caplog.text

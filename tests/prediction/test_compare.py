@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
 from torch_lla_em.prediction import outcomes, predicted_data, scores
+from torch_lla_em.prediction.validation import Comparison
 
 
 def fitted(name, precision=5.0):
@@ -78,7 +79,20 @@ def test_differences_are_paired_where_the_loader_shuffles():
     gaps = table.log_probs[table.ranking[0]] - table.log_probs[worst]
     assert gap == pytest.approx(gaps.mean().item()) and gap > 0
     assert error == pytest.approx(gaps.std().item() / 30**0.5)
-    assert "within the noise" in repr(table)  # of two that are the same
+    assert "no measurable difference" in repr(table)  # of two that are the same
+
+
+def test_posteriors_that_are_worse_than_their_networks_are_named():
+    log_probs = {"a": torch.full((4,), -0.5), "b": torch.full((4,), -0.25)}
+    alone = {"a": torch.tensor([-0.25, -0.25, -0.25, -0.5]), "b": log_probs["b"] - 1}
+    table = Comparison(
+        {name: {"NLL": -p.mean().item()} for name, p in log_probs.items()}, log_probs, 10, alone
+    )
+    assert table.findings[0] == "'b' has the lowest NLL."
+    assert (
+        "'a' is worse than its network alone, by 0.19 ± 0.06: call calibrate" in table.findings[2]
+    )
+    assert len(table.findings) == 4
 
 
 def test_posteriors_of_other_targets_raise():

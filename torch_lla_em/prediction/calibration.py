@@ -18,7 +18,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.pushforward import Pushforward, Tables
 from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
-from torch_lla_em.runtime import Group
+from torch_lla_em.runtime import Group, report
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -29,6 +29,14 @@ _OF_FACTOR, _OF_SCALE, _OF_LOGIT = 0.5, 1.0, 1.0
 _NUMBERS = 2**22
 _STEPS = 100
 _DIFFERENCE = 0.05
+
+_ERRORS = 2.0
+"""Standard errors above which a difference of NLLs counts as measurable."""
+
+_BETTER_ALONE = (
+    "The network alone has a validation NLL of {:.4g}, lower by {:.2g} ± {:.2g} than these predictions. Predict by "
+    "the network, or fit again with more `parameters` or `num_samples`."
+)
 
 
 class Calibration(NamedTuple):
@@ -58,14 +66,20 @@ class Calibration(NamedTuple):
         """The NLL of the predictions that are in use."""
         return self.after if self.applied else self.before
 
+    @property
+    def is_measurable(self) -> bool:
+        """Whether the NLL has improved by more than two standard errors."""
+        return self.applied and self.before - self.after > _ERRORS * self.standard_error
+
     def __str__(self) -> str:
         if not self.applied:
             return (
                 f"not applied, because it would not lower the validation NLL ({self.before:.4g} as fitted, "
                 f"{self.after:.4g} calibrated): probabilities stay as they were"
             )
+        what = "improvement" if self.is_measurable else "no measurable difference:"
         improvement = f"{self.before - self.after:.2g} ± {self.standard_error:.2g}"
-        return f"{self.before:.4g} → {self.after:.4g} (improvement {improvement})"
+        return f"{self.before:.4g} → {self.after:.4g} ({what} {improvement})"
 
 
 def restored(fields: list[Any] | None) -> Calibration | None:
@@ -127,6 +141,12 @@ def calibrated(
         logger.info("Validation NLL %s; calibration applied.", calibration)
     else:
         logger.info("Calibration %s.", calibration)
+    one, zero = torch.ones_like(noise), torch.zeros_like(noise)
+    alone = _log_probs(parts, _table([[one, zero, one, zero]]), one)
+    own, (_, error) = mean_and_error(-alone)[0], mean_and_error(alone - (new if applied else old))
+    lower = calibration.kept - own
+    if lower > _ERRORS * error:
+        report("log", _BETTER_ALONE.format(own, lower, error))
     return CalibratedComponents(table, noise, calibration)
 
 

@@ -322,7 +322,8 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
     if found is None:
         return
     if found.applied:
-        yield "good", f"calibrated on {found.num_rows:,} examples: validation NLL {found}"
+        kind = "good" if found.is_measurable else "calibration"
+        yield kind, f"calibrated on {found.num_rows:,} examples: validation NLL {found}"
     else:
         yield "calibration", str(found)
 

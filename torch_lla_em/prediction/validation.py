@@ -118,6 +118,9 @@ class Comparison(Printed):
     together: int
     """Number of examples that the held-out evidence predicts jointly."""
 
+    network_log_probs: dict[str, Tensor]
+    """log p(y | x) of each validation example under the networks alone, (N,), by name."""
+
     @property
     def ranking(self) -> list[str]:
         """Names in the order of validation NLL, the best first."""
@@ -132,9 +135,7 @@ class Comparison(Printed):
         Returns:
             The mean difference per example and its paired standard error, NaN for one example.
         """
-        gap = self.log_probs[self.ranking[0]] - self.log_probs[name]
-        error = gap.std().item() / len(gap) ** 0.5 if len(gap) > 1 else nan
-        return gap.mean().item(), error
+        return _mean_and_error(self.log_probs[self.ranking[0]] - self.log_probs[name])
 
     @property
     def findings(self) -> list[str]:
@@ -143,13 +144,19 @@ class Comparison(Printed):
         lines = [f"{best!r} has the lowest NLL."]
         for name in others:
             gap, error = self.behind(name)
-            noise = "" if gap > _CLEAR * error else ", which is within the noise"
+            noise = "" if gap > _CLEAR * error else " (no measurable difference)"
             lines.append(f"{name!r} is worse by {gap:.2g} ± {error:.1g}{noise}.")
+        for name in self.ranking:
+            gap, error = _mean_and_error(self.network_log_probs[name] - self.log_probs[name])
+            if gap > _CLEAR * error:
+                lines.append(
+                    f"{name!r} is worse than its network alone, by {gap:.2g} ± {error:.1g}: call calibrate "
+                    "with other held-out data, or predict by the network."
+                )
         return [
             *lines,
-            "NLL ranks networks with their posteriors, network NLL ranks the networks alone, and "
-            f"held-out evidence ranks joint predictions of {self.together} examples.",
-            "log_marginal_likelihood is not shown: it compares priors on one network, not networks.",
+            "NLL is that of each posterior, and network NLL that of its network alone: lower is better. Held-out "
+            f"evidence is the log probability of {self.together} examples together: higher is better.",
         ]
 
     def __repr__(self) -> str:
@@ -224,7 +231,7 @@ def compare(
             "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
         )
     loader = as_loader(paired(validation, targets))
-    records, log_probs, known = {}, {}, None
+    records, log_probs, networks, known = {}, {}, {}, None
     for name, la in named.items():
         evidence = HeldOutEvidence(la._components, together)
         if len(members[name]) == 1:
@@ -235,7 +242,14 @@ def compare(
         known = same_targets(list(y), known)
         records[name], log_probs[name] = _record(la, concatenated(parts), evidence.total())
         records[name]["network NLL"] = -torch.cat(network).mean().item()
-    return Comparison(records, log_probs, together)
+        networks[name] = torch.cat(network).cpu()
+    return Comparison(records, log_probs, together, networks)
+
+
+def _mean_and_error(gap: Tensor) -> tuple[float, float]:
+    """Return a mean over examples and its standard error, NaN for one example."""
+    error = gap.std().item() / len(gap) ** 0.5 if len(gap) > 1 else nan
+    return gap.mean().item(), error
 
 
 def _name(la: Any) -> str:

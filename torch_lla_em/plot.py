@@ -37,10 +37,14 @@ _GRID = 320
 _NINETY = 1.6449  # standard deviations that contain 90 % of a normal distribution
 # largest numbers of points and of error bars in a plot; more are thinned evenly
 _POINTS, _BARS = 2000, 200
+# number of examples from which the accuracy of a bin is shown as known
+_SURE = 10
 
 
 def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
+
+    Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
@@ -58,15 +62,22 @@ def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins:
     if not la.likelihood.gives_probabilities:
         raise TypeError("reliability needs probabilities. For regression, use coverage.")
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
-    lowest = 1.0
+    lowest, unsure = 1.0, 0
     for name, colour, prediction in _both(rows):
         stated, right = stated_and_right(prediction, rows.targets)
         count, said, true = binned(stated, right, bins)
         ece, kept = calibration_error(stated, right, bins), count > 0
         x, y, share = (_array(v[kept]) for v in (said / count, true / count, count / len(stated)))
         lowest = min(lowest, x.min(), y.min())
-        axes.plot(x, y, color=colour, alpha=0.6, linewidth=1)
-        axes.scatter(x, y, 8 + 150 * share, color=colour, label=f"{name}: ECE {ece:.3f}")
+        sure, sizes = _array(count[kept] >= _SURE), 8 + 150 * share
+        axes.plot(x[sure], y[sure], color=colour, alpha=0.6, linewidth=1)
+        axes.scatter(x[sure], y[sure], sizes[sure], color=colour, label=f"{name}: ECE {ece:.3f}")
+        few = ~sure
+        axes.scatter(x[few], y[few], sizes[few], facecolors="none", edgecolors=colour, alpha=0.6)
+        unsure += few.sum()
+    if unsure:
+        words = f"hollow: fewer than {_SURE} examples"
+        axes.scatter([], [], facecolors="none", edgecolors="black", label=words)
     axes.set(xlim=(lowest - 0.05, 1.05), ylim=(lowest - 0.05, 1.05))
     return _finished(axes, "confidence", "accuracy")
 

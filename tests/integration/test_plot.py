@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 from matplotlib import pyplot
 
 from torch_lla_em import plot
-from torch_lla_em.prediction import predicted_data
+from torch_lla_em.prediction import metrics, predicted_data
 
 
 @functools.cache
@@ -43,6 +43,19 @@ def labels(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def test_bins_with_few_examples_are_hollow_and_beside_the_line():
+    _, la, data = fitted("classification")
+    axes = plot.reliability(la, data)
+    rows = predicted_data(la, data)
+    stated, right = metrics.stated_and_right(rows.posterior, rows.targets)
+    count = metrics.binned(stated, right, 10)[0]
+    *_, sure, few, note = axes.collections
+    assert len(sure.get_offsets()) == (count >= 10).sum()
+    assert len(few.get_offsets()) == ((count > 0) & (count < 10)).sum() > 0
+    assert not len(few.get_facecolors()) and len(axes.lines[-1].get_xdata()) == (count >= 10).sum()
+    assert "hollow: fewer than 10 examples" in labels(axes)
+
+
 @pytest.mark.parametrize("name", ["classification", "bernoulli"])
 def test_reliability_is_of_the_network_and_of_the_posterior(name):
     case, la, data = fitted(name)
@@ -56,7 +69,7 @@ def test_reliability_is_of_the_network_and_of_the_posterior(name):
     of_network, of_posterior = labels(axes)[:2]
     assert of_posterior == f"posterior: ECE {(said - right).abs():.3f}"
     assert of_network.startswith("network: ECE")
-    point = torch.tensor(axes.collections[1].get_offsets()[0].data)
+    point = torch.tensor(axes.collections[2].get_offsets()[0].data)
     assert_close(point, torch.stack([said, right]))
 
 

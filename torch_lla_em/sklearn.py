@@ -23,12 +23,14 @@ from torch_lla_em.distil import distilled
 from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.prediction import Prediction
+from torch_lla_em.runtime import report
 
 _BATCH = 128
 # gradient steps and epochs of a training whose length is not given
 _STEPS, _EPOCHS = 1000, 100
 # fewest validation examples; with fewer none are held out
 _LEAST_HELD_OUT = 20
+_FEW = "validation_fraction={:g} holds out fewer than 20 examples: increase it, or pass more data."
 # AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was chosen
 # on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
 _DECAY = 300
@@ -132,13 +134,15 @@ class _Estimator(BaseEstimator):
         if sample_weight is not None:
             if self.ensemble is not None:
                 raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-            w = torch.tensor(
-                _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
-            )
+            checked = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
+            w = torch.tensor(checked)
         held_out = int(self.validation_fraction * count)
+        if 0 < held_out < _LEAST_HELD_OUT and self.ensemble is None:
+            few = _FEW.format(self.validation_fraction)
+            report("log", f"Predictions are not calibrated: {few}")
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
-        own = {"num_samples": self.num_samples, "seed": seed, **self._options}
-        options = own | (self.options or {})
+        own = {"num_samples": self.num_samples, "seed": seed}
+        options = own | self._options | (self.options or {})
         train = partial(self._trained, outputs=outputs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -225,20 +229,15 @@ class _Estimator(BaseEstimator):
         """Return a value of predictions, which may need a comparison with ``held_out`` examples."""
         check_is_fitted(self)
         if held_out and self.laplace_.calibration is None:
-            raise ValueError(
-                f"No examples were held out, because validation_fraction={self.validation_fraction:g} "
-                f"of the data is fewer than {_LEAST_HELD_OUT} examples: increase validation_fraction, "
-                "or pass more data. Error rates are guaranteed by comparison with held-out examples."
-            )
+            few = _FEW.format(self.validation_fraction)
+            raise ValueError(f"Error rates are guaranteed by held-out examples, but {few}")
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
         members = getattr(self.laplace_, "members", [self.laplace_])
         own = next(members[0].model.parameters()).dtype
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
-        predictor = self.laplace_
-        if self.student_ is not None and (
-            not held_out or self.student_.reference_scores is not None
-        ):
-            predictor = self.student_
+        student, predictor = self.student_, self.laplace_
+        if student is not None and (not held_out or student.reference_scores is not None):
+            predictor = student
         return torch.cat([of(predictor.predict(rows)) for rows in parts]).cpu()
 
 

@@ -220,7 +220,7 @@ def test_classifiers_of_mixed_frames_return_sets_and_flags():
     np.testing.assert_array_equal(classifier.is_ood(far), classifier.p_value(far) <= 0.05)
 
 
-def test_intervals_are_in_the_units_of_the_targets():
+def test_intervals_are_in_the_units_of_the_targets(caplog):
     frame, _, y = mixed_frame()
     own = in_pipeline(LaplaceRegressor(**FAST, validation_fraction=0.3)).fit(frame, y)
     encoded, regressor = own[:-1].transform(frame), own[-1]
@@ -229,10 +229,9 @@ def test_intervals_are_in_the_units_of_the_targets():
     mean = regressor.predict(encoded)
     np.testing.assert_allclose((lower + upper) / 2, mean, atol=3)
     assert (upper - lower).mean() < 60 and regressor.is_ood(encoded * 40).mean() > 0.5
-    with pytest.raises(
-        ValueError, match="No examples were held out, because validation_fraction=0.1"
-    ):
+    with pytest.raises(ValueError, match="validation_fraction=0.1 holds out fewer than 20"):
         LaplaceRegressor(**FAST).fit(encoded[:50], y[:50]).predict_interval(encoded)
+    assert "not calibrated: validation_fraction=0.1 holds out fewer" in caplog.text
 
 
 def test_weights_count_as_repetitions():

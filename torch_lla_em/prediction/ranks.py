@@ -122,9 +122,8 @@ def require(count: int, needed: int, asked: str, of: str = "") -> None:
     """Raise an error if there are fewer reference examples, or of a part of them, than needed."""
     if count < needed:
         raise ValueError(
-            f"{asked} needs at least {needed} reference examples{of}, and there are {count}. Half of the "
-            f"validation set is used as reference: calibrate with {2 * needed} examples{of} or more "
-            "(student.calibrate and LaplaceEnsemble.from_folds use all of them)."
+            f"{asked} needs at least {needed} reference examples{of}, and there are {count}: calibrate with "
+            f"{2 * needed} examples{of}, half of which are the reference."
         )
 
 

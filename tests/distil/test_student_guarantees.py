@@ -61,7 +61,10 @@ def test_p_values_are_ranks_among_the_reference(student):
     with pytest.raises(ValueError, match="needs at least 99 reference examples"):
         prediction.is_ood(0.01)
     assert "39 examples" in repr(student)
-    assert "39 examples" in repr(prediction)
+    shown = repr(prediction).splitlines()
+    assert len(shown) == 9 and "of 7" in shown[-1]
+    numbers = prediction.mean if prediction.likelihood.real_valued else prediction.epistemic
+    assert f"{numbers[0].flatten()[0]:.3g}" in shown[2].split()
 
 
 def test_examples_without_label_are_no_reference():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
-from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, p_values
+from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, of_examples, p_values
 
 _OF_FUNCTIONS = {
     "covariance",
@@ -197,6 +197,14 @@ class StudentPrediction(Printed, Conformal):
             log_scores=self.log_scores[rows],
         )
 
+    def first(self, count: int) -> StudentPrediction:
+        """Return the prediction of the first few inputs.
+
+        Args:
+            count (int): The number of inputs.
+        """
+        return self.part(slice(count))
+
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an error; for what needs functions from the posterior, one that says so."""
         if name in _OF_FUNCTIONS:
@@ -256,13 +264,4 @@ class StudentPrediction(Printed, Conformal):
         )
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        shape = tuple(self.expectation.shape)
-        rows = [("E[y]", f"of shape {shape}")]
-        rows.append(("epistemic", f"{self.epistemic.mean():.3g} on average"))
-        reference = (
-            "none" if self.reference is None else f"{len(self.reference.unusual):,} examples"
-        )
-        return f"Prediction of a student under {type(self.likelihood).__name__}", [
-            *rows,
-            ("reference of p-values and sets", reference),
-        ]
+        return of_examples("Prediction of a student", self)

@@ -33,7 +33,7 @@ from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
-from torch_lla_em.prediction.summary import Printed, as_html
+from torch_lla_em.prediction.summary import Printed, as_html, of_examples
 from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
@@ -68,6 +68,7 @@ __all__ = [
     "covered",
     "inputs_in",
     "likelihood_options",
+    "of_examples",
     "outcomes",
     "p_values",
     "predicted_data",

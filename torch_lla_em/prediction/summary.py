@@ -60,16 +60,22 @@ def as_html(title: str, rows: Cells) -> str:
 
 def of_prediction(prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a ``Prediction``."""
-    title = f"Prediction under {type(prediction.likelihood).__name__}"
     count = len(prediction.centre)
     if prediction.centre.dim() < 2 or not count:
-        shape = tuple(prediction.mean.shape)
-        return title, [("outputs", f"of shape {shape}, {len(prediction.deviations)} samples")]
-    some = prediction.first(_SHOWN)
+        shape, samples = tuple(prediction.mean.shape), len(prediction.deviations)
+        title = f"Prediction under {type(prediction.likelihood).__name__}"
+        return title, [("outputs", f"of shape {shape}, {samples} samples")]
+    return of_examples("Prediction", prediction)
+
+
+def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
+    """Return a title and a table of the first examples of a prediction."""
+    count, some = len(prediction.centre), prediction.first(_SHOWN)
+    title += f" under {type(prediction.likelihood).__name__}"
     if prediction.centre.dim() == 2:
         columns = _columns(some, prediction.likelihood)
     else:
-        title += f", outputs of shape {tuple(prediction.mean.shape)}"
+        title += f", outputs of shape {tuple(prediction.expectation.shape)}"
         columns = _over_sites(some, prediction.likelihood)
     rows: Cells = [("example", *columns)]
     for i in range(min(count, _SHOWN)):
@@ -97,12 +103,16 @@ def _columns(prediction: Any, likelihood: Likelihood) -> dict[str, Tensor]:
     if likelihood.real_valued:
         of_y, of_mean = prediction.predictive_variance.sqrt(), prediction.epistemic.sqrt()
         return {"mean": prediction.expectation, "sd of y": of_y, "sd of its mean": of_mean}
+    error = getattr(prediction, "standard_error", None)  # students have none
     if likelihood.gives_probabilities and not likelihood.elementwise:
         best = prediction.probs.max(-1)
-        error = prediction.standard_error.gather(-1, best.indices[:, None])
-        columns = {"class": best.indices, "probability": best.values, "Monte Carlo error": error}
+        columns = {"class": best.indices, "probability": best.values}
+        if error is not None:
+            columns["Monte Carlo error"] = error.gather(-1, best.indices[:, None])
         return {**columns, "entropy": prediction.entropy, "epistemic": prediction.epistemic}
-    columns = {"E[y]": prediction.expectation, "Monte Carlo error": prediction.standard_error}
+    columns = {"E[y]": prediction.expectation}
+    if error is not None:
+        columns["Monte Carlo error"] = error
     if likelihood.gives_probabilities:
         columns["epistemic"] = prediction.epistemic
     return columns

@@ -419,6 +419,7 @@ TEXTS = {
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
     "sizes": ("docs/which_method.md", "sizes", sizes.summary),
+    "durations": ("docs/speed.md", "durations", durations.summary),
     "language": ("docs/other_libraries.md", "language", language.scores_table),
     "language needs": ("docs/other_libraries.md", "language", language.needs_table),
     "estimators": ("docs/other_libraries.md", "estimators", estimators.summary),

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--size", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--budget", type=float, help="wall-clock seconds of each fit")
     parser.add_argument("--tiny", action="store_true", help="a few images, as in the tests")

@@ -13,6 +13,7 @@ from torch_lla_em import Classification, LinearisedLaplace
 from torch_lla_em.inference.all_sites import AllSites
 from torch_lla_em.problem import sites
 from torch_lla_em.problem.sites import Sites
+from torch_lla_em.runtime import Budget
 
 ROWS = torch.tensor([3, 0, 7])
 
@@ -121,6 +122,30 @@ def test_the_search_for_a_mean_ends_in_time(monkeypatch):
     la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False, budget=1e-3)
     assert len(passes) == 2  # one for each search
     assert any("budget" in text for text in la.messages)
+
+
+@pytest.mark.slow
+def test_a_fit_of_some_sites_resumes(monkeypatch, tmp_path):
+    """The curvature that the search for the mean has learnt is not saved: it is learnt again."""
+    model, x, y = segmentation()
+    monkeypatch.setattr(sites, "KEPT_OUTPUTS", 16 * 24 * 3)
+
+    def fit(**options):
+        la = LinearisedLaplace(model, Classification(), class_dim=1, num_samples=6, g_prior=False)
+        return la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False, **options)
+
+    whole, ends = fit(), iter([False, False, True])
+    with monkeypatch.context() as patched:
+        patched.setattr(Budget, "ends", lambda _: next(ends))
+        cut = fit(budget=1e6, checkpoint=tmp_path)
+    assert 0 < len(cut.history) < len(whole.history)
+    la = fit(budget=1e6, checkpoint=tmp_path)
+    assert len(la.history) >= len(whole.history) - 1 and la.accuracy.is_reached
+    assert_close(la.prior_precision, whole.prior_precision, rtol=0.02, atol=0)
+    spread = whole.predict(x).variance.sqrt()
+    outputs = [each.predict(x, mean="linear").mean for each in (la, whole)]
+    # means within the tolerance of a fit, in standard deviations of the posterior
+    assert ((outputs[0] - outputs[1]) / spread).square().mean().sqrt() < 2 * la.accuracy.tolerance
 
 
 def test_the_mean_is_that_of_all_sites_if_the_feature_of_a_few_is_not_kept(monkeypatch):

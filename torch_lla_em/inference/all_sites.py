@@ -46,6 +46,11 @@ class AllSites:
         """Return what the other sites add to the loss at a mean, for J m at those that are kept."""
         return self._of_all(mean)[0] - self._expected.loss(outputs, None)
 
+    def better(self, first: Tensor, second: Tensor, precision: float) -> Tensor:
+        """Return the mean at which the loss of all sites plus the prior is lower."""
+        values = [self._objective(mean, precision, None)[0] for mean in (first, second)]
+        return second if values[1] < values[0] else first
+
     def minimum(
         self,
         mean: Tensor,

@@ -62,6 +62,9 @@ than 1.6."""
 _COPIES, _BLOCKS, _PASSED = 2, 3, 4
 """Copies of J V and of H at the peak, and activations of a batch without factors."""
 
+_OF_SAMPLES = 6
+"""Numbers for each sample and output that a fit of a last layer holds at once, beside J V."""
+
 _FEW_SAMPLES = 8
 """Number of samples of the cheaper fit that is recommended."""
 
@@ -161,10 +164,12 @@ def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: 
         return Memory(_VECTORS * plan.vectors + rest, plan.vectors + 2 * rest)
 
     def of_span(size: float) -> float:
-        of_J = _COPIES * outputs
-        if model.is_last_layer and size * outputs > MOST_STORED:
-            of_J = _COPIES * P
-        return size * (P + of_J) * itemsize
+        if not model.is_last_layer:
+            return size * (P + _COPIES * outputs) * itemsize
+        # weights, their products with features up to a limit, and numbers for each sample and output
+        return (
+            size * 3 * P + min(size * outputs, MOST_STORED) + _OF_SAMPLES * K * outputs
+        ) * itemsize
 
     entries = entries_of(problem.likelihood, trial.classes, outputs / trial.classes)
     blocks = _BLOCKS * outputs * entries * itemsize if course.moves else 0.0

@@ -88,7 +88,12 @@ class OverSpan:
         If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
         """
         curved = self.curved(self.expected.first(self.f if at is None else at))
-        zero = torch.zeros_like(self.span.xi[0])
+        mean = zero = torch.zeros_like(self.span.xi[0])
+        if self.all_sites is not None:
+            w = self.span.prior.unscaled(self._problem.w_MAP)
+            mean = self.all_sites.better(
+                zero, self.span.coordinates(w[None])[0].double(), precision
+            )
         if not curved.G.any() and self.share.sum(
             self.expected.slope(torch.zeros_like(self.f), None).count_nonzero()
         ):
@@ -96,7 +101,7 @@ class OverSpan:
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
             )
-        return self.at(curved, precision, 1.0, zero)
+        return self.at(curved, precision, 1.0, mean)
 
     def at(
         self, curved: Curvature, precision: float, noise: float, mean: Tensor, steps: int = 1

@@ -6,6 +6,7 @@
     python benchmarks/forecast.py --problems mlp cnn
     python benchmarks/forecast.py --memory            # memory, of each fit in a process of its own
     python benchmarks/forecast.py --memory --growth
+    python benchmarks/forecast.py --budget 3          # fits that may take three seconds each
 
 One thread, processor seconds for the forecast and for the fit, since other programs may use the
 machine. "before" is the range that ``la.plan`` returns, from a trial on the first examples. "revised"
@@ -18,12 +19,17 @@ the package computes the ranges of all lines again.
 process beyond what it held before the fit, after a first fit that loads parts of torch. "ratio" is that of
 the expected memory and this peak. Lines go to results/forecast_memory.jsonl.
 
+``--budget`` fits each network with so many processor seconds. "longest" is the longest of its steps, "left" what
+it had left at its end (negative if it took longer), and "in time" whether it took at most a tenth longer, or a
+single step. Lines go to results/budget.jsonl.
+
 Expected: nine of ten ranges hold. All peaks are below the upper bound, and ratios are between .5 and 2.
 """
 
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import logging
 import os
@@ -89,7 +95,9 @@ def compared(name: str, problem: cost.Problem, num_samples: int) -> dict:
     }
 
 
-def measured(name: str, problem: cost.Problem, num_samples: int) -> dict:
+def measured(
+    name: str, problem: cost.Problem, num_samples: int, budget: float | None = None
+) -> dict:
     """Return the memory that is expected of a fit, and the memory that it took, in MB."""
     cost.train(problem)
     likelihood = "regression" if problem.regression else "classification"
@@ -103,7 +111,9 @@ def measured(name: str, problem: cost.Problem, num_samples: int) -> dict:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
     before = held_bytes()["VmRSS"]
-    la.fit(problem.loader(), progress_bar=False)
+    began = time.process_time()
+    la.fit(problem.loader(), progress_bar=False, budget=budget)
+    seconds = time.process_time() - began
     peak = held_bytes()["VmHWM"] - before
     return {
         "problem": name,
@@ -113,14 +123,42 @@ def measured(name: str, problem: cost.Problem, num_samples: int) -> dict:
         "expected": plan.expected / 1e6,
         "at most": plan.most / 1e6,
         "peak": peak / 1e6,
+        "seconds": seconds,
+        "error": la.accuracy.error,
         "ratio": plan.expected / peak,
         "holds": 0.5 <= plan.expected / peak <= 2 and peak <= plan.most,
+    }
+
+
+def limited(name: str, problem: cost.Problem, num_samples: int, budget: float) -> dict:
+    """Return how long a fit with a budget of processor seconds took."""
+    cost.train(problem)
+    likelihood = "regression" if problem.regression else "classification"
+    options = {"num_samples": num_samples, **problem.options}
+    la = LinearisedLaplace(problem.network, likelihood, **options)
+    began = time.process_time()
+    la.fit(problem.loader(), progress_bar=False, budget=budget)
+    seconds = time.process_time() - began
+    steps = [0.0, *(step["seconds"] for step in la.history)]
+    longest = max(after - before for before, after in itertools.pairwise(steps))
+    cut = any("budget" in text for text in la.messages)
+    return {
+        "problem": name,
+        "budget": budget,
+        "seconds": seconds,
+        "steps": len(la.history),
+        "longest": longest,
+        "left": budget - seconds,
+        "cut short": cut,
+        "error": la.accuracy.error,
+        "in time": seconds <= 1.1 * budget or len(la.history) == 1,
     }
 
 
 def in_own_process(name: str, args: argparse.Namespace) -> dict:
     """Return what ``measured`` returns in a fresh process, which gives freed memory back to the system."""
     command = [sys.executable, __file__, "--memory", "--alone", name] + ["--growth"] * args.growth
+    command += ["--budget", str(args.budget)] if args.budget else []
     own = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
     run = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | own, check=True
@@ -179,6 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--overfitted", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--budget", type=float, help="processor seconds of each fit")
     parser.add_argument("--alone", help="measure the memory of one fit in this process")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args(arguments)
@@ -187,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     every, found = problems(args), []
     if args.alone:
-        print(json.dumps(measured(args.alone, *every[args.alone]())))
+        print(json.dumps(measured(args.alone, *every[args.alone](), args.budget)))
         return
     if args.memory:
         for name in every:
@@ -202,9 +241,22 @@ def main(arguments: list[str] | None = None) -> None:
         patch.object(session.time, "monotonic", time.process_time),
     )
     with clocks[0], clocks[1]:
+        if args.budget:
+            small = cost.mlp(100, 10)  # a first fit loads parts of torch
+            LinearisedLaplace(small.network, "classification").fit(
+                small.loader(), progress_bar=False
+            )
         for name, make in every.items():
+            if args.budget:
+                found.append(limited(name, *make(), args.budget))
+                append(args.out, "budget", found[-1])
+                continue
             found.append(compared(name, *make()))
             append(args.out, "forecast", found[-1])
+    if args.budget:
+        columns = ["seconds", "steps", "longest", "left", "cut short", "error", "in time"]
+        print("\n" + markdown.table(found, ["problem"], columns))
+        return
     columns = [
         "rows",
         "weights",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import aims
 import charts
 import distil
+import durations
 import estimators
 import folds
 import language

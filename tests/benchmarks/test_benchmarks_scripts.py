@@ -5,6 +5,7 @@ from pathlib import Path
 
 import aims
 import cost
+import durations
 import estimators
 import folds
 import gpu
@@ -96,6 +97,19 @@ def test_networks_are_ranked_and_scalings_compared(tmp_path, capsys):
     assert "| held-out evidence, fitted |" in capsys.readouterr().out
     scalings.main(["--families", "regression", *options, str(tmp_path / "scalings.jsonl")])
     assert "| regression | on |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_durations_are_measured_or_forecast(tmp_path):
+    network = "CNN, 0.1 M"
+    options = "--networks", network, "--examples", "1000", "--limit", "0", "--out"
+    run_python(BENCHMARKS / "durations.py", *options, tmp_path / "durations.jsonl")
+    lines = markdown.read(tmp_path / "durations.jsonl")
+    assert [line["layers"] for line in lines] == ["last layer", "last block", "all layers"]
+    assert all(0 < line["low"] <= line["high"] and "seconds" not in line for line in lines)
+    lines[0]["seconds"] = 120.0
+    table = durations.summary(lines)
+    assert "| 2 min |" in table and "≈ " in table
 
 
 @pytest.mark.slow

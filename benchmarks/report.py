@@ -63,6 +63,22 @@ class Shown(NamedTuple):
 
 BENCHMARKS = "docs/benchmarks.md"
 MORE = "docs/more_benchmarks.md"
+SEGMENTED = {
+    "weights": "parameters",
+    "network": "NLL, network",
+    "posterior": "NLL, posterior",
+    "seconds": "fit, CPU s",
+    "trainings": "fit / training",
+    "GB": "memory, GB",
+    "error": "error of samples",
+}
+LIMITED = {
+    "budget": "budget, s",
+    "seconds": "fit, s",
+    "steps": "steps",
+    "longest": "longest step, s",
+    "error": "error",
+}
 SCORES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "joint_dyadic": "joint NLL"}
 COMPARED = {
     "nll": "NLL",
@@ -283,6 +299,14 @@ TABLES = {
         TOMOGRAPHY,
         best={"nll": "min", "patch_nll": "min", "pearson": "max"},
     ),
+    "segmentation": Shown(
+        MORE,
+        "segmentation",
+        {"images": "images", "layers": "posterior over"},
+        SEGMENTED,
+        decimals=3,
+    ),
+    "budget": Shown("docs/long_runs.md", "budget", {"problem": "network"}, LIMITED),
     "passes": Shown(
         "docs/passes.md",
         "passes",

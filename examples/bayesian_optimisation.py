@@ -7,7 +7,6 @@
 # over candidates and differentiable.
 
 # %%
-import os
 import warnings
 
 import matplotlib.pyplot as plt
@@ -24,7 +23,6 @@ from torch import nn
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.botorch import LaplaceModel
 
-TINY = "TINY" in os.environ  # the tests run a single round
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
 X, labels = load_breast_cancer(return_X_y=True)
 
@@ -50,7 +48,7 @@ def surrogate(x, y):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 1)).double()
     optimiser = torch.optim.Adam(model.parameters(), 2e-2, weight_decay=1e-4)
-    for _ in range(50 if TINY else 300):
+    for _ in range(300):
         optimiser.zero_grad()
         nn.functional.mse_loss(model(2 * x - 1), y).backward()
         optimiser.step()
@@ -72,7 +70,7 @@ class Centred(nn.Module):
 # comparison, we also evaluate as many random points.
 
 # %%
-rounds = 1 if TINY else 12
+rounds = 12
 x = torch.rand(5 + rounds, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 random_values = torch.stack([objective(point) for point in x])
 x, values = x[:5], random_values[:5]

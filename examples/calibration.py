@@ -6,8 +6,6 @@
 # probability. [Calibration and coverage](../calibration.md) has the conditions.
 
 # %%
-import os
-
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_diabetes, load_digits
@@ -16,14 +14,13 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 from torch_lla_em import LinearisedLaplace, plot
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
-K = 4 if TINY else 32
+K = 32
 torch.manual_seed(0)
 
 
 def trained(model, loss, x, y, steps):
     optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(20 if TINY else steps):
+    for _ in range(steps):
         optimiser.zero_grad()
         loss(model(x), y).backward()
         optimiser.step()

@@ -7,16 +7,13 @@
 # set. ([Choosing a model](../choosing_a_model.md) has the background.)
 
 # %%
-import os
-
 import torch
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace, compare, plot
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
-K = 4 if TINY else 32
+K = 32
 x, y = load_breast_cancer(return_X_y=True)
 x, y = torch.tensor(x, dtype=torch.float32), torch.tensor(y)
 shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -28,7 +25,7 @@ def trained(width, epochs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, width), nn.Tanh(), nn.Linear(width, 2))
     optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(10 if TINY else epochs):
+    for _ in range(epochs):
         optimiser.zero_grad()
         nn.functional.cross_entropy(model(x[train]), y[train]).backward()
         optimiser.step()

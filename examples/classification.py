@@ -16,7 +16,6 @@ from torchmetrics.functional import auroc
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with a few epochs and samples
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 x, y = torch.tensor(x / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(y)
@@ -39,7 +38,7 @@ model = nn.Sequential(
     nn.Linear(512, 8),
 )
 optimiser = torch.optim.Adam(model.parameters(), 3e-3)
-for _ in range(2 if TINY else 30):
+for _ in range(30):
     for batch in train[torch.randperm(len(train))].split(50):
         optimiser.zero_grad()
         nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
@@ -52,7 +51,7 @@ for _ in range(2 if TINY else 30):
 # accurate it is, and what to do.
 
 # %%
-la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 32)
+la = LinearisedLaplace(model, "classification", num_samples=32)
 la.fit(x[train], y[train], progress_bar=False)
 print(la)
 

@@ -19,18 +19,17 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
 train, validation, conformal, test = torch.randperm(len(x)).split([800, 200, 300, 497])
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-for _ in range(10 if TINY else 150):
+for _ in range(150):
     optimiser.zero_grad()
     nn.functional.cross_entropy(model(x[train]), y[train]).backward()
     optimiser.step()
-la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 32)
+la = LinearisedLaplace(model, "classification", num_samples=32)
 la.fit(x[train], y[train], progress_bar=False)
 la.calibrate(x[validation], y[validation])
 
@@ -52,8 +51,8 @@ def turned(x):
 student = la.distil(
     images,
     widen=turned,
-    num_inputs=200 if TINY else 3000,
-    steps=30 if TINY else 1500,
+    num_inputs=3000,
+    steps=1500,
     progress_bar=False,
 )
 print(student)
@@ -98,7 +97,7 @@ print(f"largest difference to the student: {difference:.0e}")
 
 
 # %%
-def milliseconds(call, count=10 if TINY else 200):
+def milliseconds(call, count=200):
     seconds = []
     for _ in range(count):
         began = time.perf_counter()

@@ -13,7 +13,6 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 torch.manual_seed(0)
 
 
@@ -31,7 +30,7 @@ x_val, y_val = spirals(200)
 x_test, y_test = spirals(1000)
 model = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 3))
 optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-for _ in range(20 if TINY else 300):  # your own training
+for _ in range(300):  # your own training
     optimiser.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     optimiser.step()
@@ -43,7 +42,7 @@ for _ in range(20 if TINY else 300):  # your own training
 # changed. If you have a validation set, call `calibrate`; without one, leave it out.
 
 # %%
-la = LinearisedLaplace(model, "classification", num_samples=4 if TINY else 32)
+la = LinearisedLaplace(model, "classification", num_samples=32)
 la.fit(x, y, progress_bar=False)
 la.calibrate(x_val, y_val)
 print(la)

@@ -6,7 +6,6 @@
 
 # %%
 import logging
-import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.lightning import LaplaceCallback
 
-TINY = "TINY" in os.environ  # the tests run with one epoch and few samples
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
 
@@ -53,10 +51,10 @@ posterior = LaplaceCallback(
     "classification",
     network="network",
     path=folder / "posterior.pt",
-    num_samples=4 if TINY else 16,
+    num_samples=16,
 )
 trainer = lightning.Trainer(
-    max_epochs=1 if TINY else 20,
+    max_epochs=20,
     accelerator="cpu",
     callbacks=[posterior],
     logger=CSVLogger(folder),

@@ -6,8 +6,6 @@
 # binomial likelihood; we write one with three methods.
 
 # %%
-import os
-
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
@@ -16,7 +14,6 @@ from torch.nn.functional import softplus
 
 from torch_lla_em import Likelihood, LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 torch.manual_seed(0)
 images = torch.tensor(load_digits().images, dtype=torch.float32)
 x = images[:, :4].flatten(1) / 16
@@ -85,12 +82,12 @@ print(f"Hessian {hessian.item():.5f}, S² {root.item() ** 2:.5f}")
 # %%
 model = nn.Sequential(nn.Linear(32, 40), nn.Tanh(), nn.Linear(40, 1))
 optimiser = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=1e-4)
-for _ in range(20 if TINY else 400):
+for _ in range(400):
     optimiser.zero_grad()
     (-likelihood.log_prob(model(x[train]), y[train]).mean()).backward()
     optimiser.step()
 
-la = LinearisedLaplace(model, likelihood, num_samples=4 if TINY else 32)
+la = LinearisedLaplace(model, likelihood, num_samples=32)
 la.fit(x[train], y[train], progress_bar=False)
 la.calibrate(x[validation], y[validation])
 print(la)

@@ -6,8 +6,6 @@
 # training data.
 
 # %%
-import os
-
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_diabetes
@@ -15,7 +13,6 @@ from torch import nn
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 torch.manual_seed(0)
 x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
 shuffled = torch.randperm(len(x))
@@ -26,7 +23,7 @@ y = ((y - centre) / unit)[:, None]  # shape (N, 1), like the network's outputs
 
 model = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 1))
 optimiser = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=1e-2)
-for _ in range(20 if TINY else 300):
+for _ in range(300):
     optimiser.zero_grad()
     nn.functional.mse_loss(model(x[train]), y[train]).backward()
     optimiser.step()
@@ -38,7 +35,7 @@ for _ in range(20 if TINY else 300):
 # in the units of the targets.
 
 # %%
-la = LinearisedLaplace(model, "regression", num_samples=4 if TINY else 64)
+la = LinearisedLaplace(model, "regression", num_samples=64)
 la.fit(x[train], y[train], progress_bar=False)
 print(la)
 

@@ -7,8 +7,6 @@
 # edges of digits are ignored in training, fit and evaluation.
 
 # %%
-import os
-
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
@@ -16,7 +14,6 @@ from torch import nn
 
 from torch_lla_em import Classification, LinearisedLaplace, RiskControl
 
-TINY = "TINY" in os.environ  # the tests run with a few scenes and samples
 torch.manual_seed(0)
 VOID = 255
 digits = load_digits()
@@ -36,7 +33,7 @@ def scenes(count, kinds):
 
 
 KNOWN = [0, 1, 2, 3]
-train, validation, test = (scenes(n, KNOWN) for n in ((20, 10, 10) if TINY else (40, 20, 50)))
+train, validation, test = (scenes(n, KNOWN) for n in (40, 20, 50))
 
 # %%
 model = nn.Sequential(
@@ -49,7 +46,7 @@ model = nn.Sequential(
     nn.Conv2d(12, 5, 3, padding=1),
 )
 optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-for _ in range(2 if TINY else 80):
+for _ in range(80):
     for batch in torch.randperm(len(train[0])).split(20):
         optimiser.zero_grad()
         outputs = model(train[0][batch])
@@ -63,9 +60,7 @@ for _ in range(2 if TINY else 80):
 # end.
 
 # %%
-la = LinearisedLaplace(
-    model, Classification(ignore_index=VOID), class_dim=1, num_samples=4 if TINY else 16
-)
+la = LinearisedLaplace(model, Classification(ignore_index=VOID), class_dim=1, num_samples=16)
 la.fit(
     [(x, y) for x, y in zip(train[0].split(20), train[1].split(20), strict=True)],
     validation=[validation],
@@ -101,7 +96,7 @@ print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
 # with a high score have more wrong pixels.
 
 # %%
-level = 0.5 if TINY else 0.1
+level = 0.1
 control = RiskControl(la, [validation], level=level, classes=range(1, 5))
 sets, missed = control.sets(prediction.probs), control.loss(prediction.probs, test[1])
 print(f"smallest probability in a set {control.threshold:.3f}, classes in a set ", end="")

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with a few steps and samples
 if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")  # "nccl" on GPUs
 first = not dist.is_initialized() or dist.get_rank() == 0
@@ -36,7 +35,7 @@ if dist.is_initialized():  # all processes need exactly the same network
     model.load_state_dict(torch.load(weights))
 else:
     optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(10 if TINY else 100):
+    for _ in range(100):
         optimiser.zero_grad()
         nn.functional.cross_entropy(
             model(data.tensors[0][:1000]), data.tensors[1][:1000]
@@ -46,7 +45,7 @@ else:
 
 
 def posterior():
-    return LinearisedLaplace(model, "classification", num_samples=4 if TINY else 16)
+    return LinearisedLaplace(model, "classification", num_samples=16)
 
 
 # %% [markdown]

@@ -37,8 +37,7 @@ from transformers import (
 
 from torch_lla_em import LinearisedLaplace
 
-TINY = "TINY" in os.environ  # the tests run with few lines, one epoch and few samples
-K = 4 if TINY else 16
+K = 16
 torch.manual_seed(0)
 
 
@@ -64,7 +63,7 @@ sources = {
     )
     + lines(tempfile, threading, unittest, inspect),
 }
-most = min(60 if TINY else 300, *map(len, sources.values()))
+most = min(300, *map(len, sources.values()))
 draw = torch.Generator().manual_seed(0)
 texts = [
     found[i]
@@ -115,7 +114,7 @@ config = BertConfig(
 def trained(model, epochs):
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
-        num_train_epochs=1 if TINY else epochs,
+        num_train_epochs=epochs,
         learning_rate=3e-3,
         per_device_train_batch_size=16,
         per_device_eval_batch_size=64,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from daily import daily
 from fresh import run_python
+from small import SIZES, small, written
 from tiny import fitted
 from torch import nn
 
@@ -246,6 +247,7 @@ def test_every_code_cell_has_its_output(path):
         assert all((path.parent / "shown" / picture).exists() for picture in output["pictures"])
 
 
+_MARK = "\n# the next cell\n"
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 SCRIPTS = [path for path in EXAMPLES if path.stem not in {book.stem for book in NOTEBOOKS}]
 
@@ -253,7 +255,7 @@ SCRIPTS = [path for path in EXAMPLES if path.stem not in {book.stem for book in 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_examples_that_need_their_file_run(path, tmp_path):
-    run_python(path, cwd=tmp_path, TINY="1")
+    run_python(written(path, tmp_path), cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -263,14 +265,23 @@ def test_notebooks_run_in_a_kernel(path, tmp_path, monkeypatch):
     """In a folder without other files, with figures shown in the notebook."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
-    monkeypatch.setenv("TINY", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("MPLBACKEND", raising=False)
     book = nbformat.read(path, as_version=4)
     stored = [_kinds(cell) for cell in book.cells]
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    of_all = small(path.stem, _MARK.join(cell.source for cell in code)).split(_MARK)
+    for cell, source in zip(code, of_all, strict=True):
+        cell.source = source
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources=resources).execute()
     assert [_kinds(cell) for cell in book.cells] == stored and not list(tmp_path.iterdir())
+
+
+def test_tutorials_have_the_sizes_that_tests_replace():
+    for path in EXAMPLES:
+        code = path.read_text()
+        assert (small(path.stem, code) != code) == (path.stem in SIZES) and "TINY" not in code
 
 
 def _kinds(cell):

@@ -341,7 +341,7 @@ def test_results_of_an_input_do_not_depend_on_its_batch(curvature, seed, tmp_pat
     alone_and_together(ensemble.calibrate(*discrete(80, seed + 200)))
     if not seed:
         x, _ = discrete(9, 3)
-        _, sets = la.export(x, level=0.8).module()(x)
+        sets = la.export(x, level=0.8).module()(x)["prediction_set"]
         one = torch.cat([la.predict(row[None]).prediction_set(0.8) for row in x])
         assert torch.equal(sets, one)
 

@@ -232,8 +232,7 @@ def exported(ensemble, path, x, **options):
     program = ensemble.export(x, path, **options)
 
     def of_torch(x):
-        found = program.module()(x)
-        return found if isinstance(found, tuple) else (found,)
+        return tuple(program.module()(x).values())
 
     def of_onnx(x):
         session = pytest.importorskip("onnxruntime").InferenceSession(str(path))

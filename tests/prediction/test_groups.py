@@ -329,10 +329,10 @@ def test_programs_have_the_sets_of_each_class(blobs):
     la, x, y = blobs
     la.calibrate(x[:400], y[:400], groups="classes")
     program = la.export(x[:5], level=0.8, p_value=True).module()
-    _, sets, p_value = program(x[400:450])
+    found = program(x[400:450])
     prediction = la.predict(x[400:450])
-    assert torch.equal(sets, prediction.prediction_set(0.8))
-    assert_close(p_value, prediction.p_value)
+    assert torch.equal(found["prediction_set"], prediction.prediction_set(0.8))
+    assert_close(found["p_value"], prediction.p_value)
     la.calibrate(x[:400], y[:400], groups=y[:400])
     with pytest.raises(ValueError, match="Exported programs take no groups"):
         la.export(x[:5], level=0.8)

@@ -47,14 +47,11 @@ class ExportedMember(NamedTuple):
 class Ways(NamedTuple):
     """The two ways in which posteriors predict: directly, and in a program."""
 
-    of_inputs: Callable[[Any], Any]
-    """Maps inputs to the tensors that the program returns."""
+    of_inputs: Callable[[Any], dict[str, Tensor]]
+    """Maps inputs to the tensors that the program returns, by name."""
 
-    of_products: Callable[[ByMember], Any]
+    of_products: Callable[[ByMember], dict[str, Tensor]]
     """Maps products to these tensors."""
-
-    names: list[str]
-    """The names of these tensors."""
 
 
 def exported(
@@ -140,17 +137,13 @@ def _for_any_batch(
 
 def _check(run: Callable[[Any], Any], ways: Ways, x: Any, others: Any, least: float = 0.0) -> None:
     """Raise if a program returns other values than the posterior, at x or at other inputs."""
-
-    def named(values: Any) -> dict[str, Tensor]:
-        return dict(zip(ways.names, values if isinstance(values, tuple) else (values,)))
-
-    _compare(named(run(x)), named(ways.of_inputs(x)), "its example inputs", least)
+    _compare(run(x), ways.of_inputs(x), "its example inputs", least)
     for kind, other in others.items():
         try:
             expected = ways.of_inputs(other)
         except Exception:  # the network does not take these inputs
             continue
-        _compare(named(run(other)), named(expected), kind, least)
+        _compare(run(other), expected, kind, least)
 
 
 def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
@@ -163,14 +156,15 @@ def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
             f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
         ) from error
     program = program.run_decompositions(_PLAIN_IN_ONNX)
-    torch.onnx.export(program, dynamo=True, verbose=False, output_names=ways.names).save(path)
+    due = list(ways.of_inputs(x))
+    torch.onnx.export(program, dynamo=True, verbose=False, output_names=due).save(path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
-    def run(x: Any) -> Any:
+    def run(x: Any) -> dict[str, Tensor]:
         values = [tensor.cpu().numpy() for tensor in tensors_in(x)]
-        found = [torch.from_numpy(out) for out in session.run(None, dict(zip(names, values)))]
-        return tuple(found) if len(found) > 1 else found[0]
+        found = session.run(due, dict(zip(names, values)))
+        return {name: torch.from_numpy(out) for name, out in zip(due, found)}
 
     _check(run, ways, x, {}, _OF_ONNX)
 

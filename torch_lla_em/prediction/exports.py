@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.export import (
     ByMember,
     ExportedMember,
@@ -31,28 +30,19 @@ class ProgramOutputs(NamedTuple):
     """Whether p-values are returned."""
 
 
-def returned(prediction: Prediction, outputs: ProgramOutputs) -> Any:
-    """Return the tensors of a prediction that a program returns."""
-    real, level = prediction.likelihood.real_valued, outputs.level
-    found: tuple[Tensor, ...] = (prediction.expectation,)
-    if real:
-        found += (prediction.predictive_variance,)
-    if level is not None and real:
-        found += tuple(prediction.interval(level))
+def returned(prediction: Prediction, outputs: ProgramOutputs) -> dict[str, Tensor]:
+    """Return the tensors of a prediction that a program returns, by the names that students have too."""
+    likelihood, level = prediction.likelihood, outputs.level
+    found = {"probs" if likelihood.gives_probabilities else "expectation": prediction.expectation}
+    if likelihood.real_valued:
+        found["predictive_variance"] = prediction.predictive_variance
+    if level is not None and likelihood.real_valued:
+        found |= prediction.interval(level)._asdict()
     elif level is not None:
-        found += (prediction.prediction_set(level),)
+        found["prediction_set"] = prediction.prediction_set(level)
     if outputs.p_value:
-        found += (prediction.p_value,)
-    return found if len(found) > 1 else found[0]
-
-
-def names_of(likelihood: Likelihood, outputs: ProgramOutputs) -> list[str]:
-    """Return the names of these tensors in ONNX files, which are those of students too."""
-    names = ["probs" if likelihood.gives_probabilities else "expectation"]
-    names += ["predictive_variance"] * likelihood.real_valued
-    if outputs.level is not None:
-        names += ["lower", "upper"] if likelihood.real_valued else ["prediction_set"]
-    return names + ["p_value"] * outputs.p_value
+        found["p_value"] = prediction.p_value
+    return found
 
 
 class Exports(Predictor):
@@ -68,7 +58,9 @@ class Exports(Predictor):
     ) -> ExportedProgram:
         """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
-        That of an ensemble contains every network and its samples.
+        The program returns a dict: "probs" (for other likelihoods "expectation"), "predictive_variance" for
+        continuous targets, and what ``level`` and ``p_value`` add. These are the names of outputs in ONNX, too.
+        The program of an ensemble contains every network and its samples.
 
         Args:
             x (Tensor, tuple or dict): Example inputs. The program takes any number of examples if
@@ -77,11 +69,12 @@ class Exports(Predictor):
                 with .onnx for ONNX. Default None: it is not saved.
             num_samples (int, optional): Number of samples to use; fewer are faster. How much this
                 changes the predictions at x is shown. Default None: all.
-            level (float, optional): Return the mask of ``prediction_set(level)``, or the ends of
-                ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
-            p_value (bool): Return the p-values of ``predict(x).p_value`` as well, as the last output.
-                An input is out of distribution if its p-value is at most the rate of false alarms that
-                is accepted. Default False.
+            level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``, or the ends
+                "lower" and "upper" of ``interval(level)`` for continuous targets, as well. It needs
+                ``calibrate``.
+            p_value (bool): Return the p-values of ``predict(x).p_value`` as well, as "p_value". An input is
+                out of distribution if its p-value is at most the rate of false alarms that is accepted.
+                Default False.
 
         Raises:
             ValueError: If the name of the file has another ending, or ``level`` or ``p_value`` are
@@ -94,10 +87,10 @@ class Exports(Predictor):
         """
         posteriors, outputs = self._members(surely=True), ProgramOutputs(level, p_value)
 
-        def of_inputs(x: Any) -> Any:
+        def of_inputs(x: Any) -> dict[str, Tensor]:
             return returned(self._predicted(self._at(x, slice(num_samples))), outputs)
 
-        def of_products(found: ByMember) -> Any:
+        def of_products(found: ByMember) -> dict[str, Tensor]:
             each = [
                 posterior.of_products(f, Jw, f, posterior.setting.linear_model.network.class_dim)
                 for posterior, (f, Jw) in zip(posteriors, found)
@@ -120,5 +113,4 @@ class Exports(Predictor):
         members = [
             ExportedMember(p.setting.linear_model, p.columns(num_samples)) for p in posteriors
         ]
-        ways = Ways(of_inputs, of_products, names_of(posteriors[0].likelihood, outputs))
-        return exported(members, x, ways, path)
+        return exported(members, x, Ways(of_inputs, of_products), path)

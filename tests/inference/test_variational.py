@@ -434,6 +434,18 @@ def test_its_evidence_is_known_to_its_standard_error():
     assert 0.5 < reported / values.std().item() < 2
 
 
+def test_curvature_comes_to_rest_at_a_given_precision_too():
+    x, y = torch.randn(120, 6, generator=torch.Generator().manual_seed(0)), torch.arange(120) % 6
+    x[:, :6] += 2 * torch.eye(6)[y]
+    torch.manual_seed(0)
+    network = trained(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6)), x, y, 60)
+    learnt = LinearisedLaplace(network, "classification", num_samples=8)
+    learnt.fit(x, y, progress_bar=False)
+    given = LinearisedLaplace(network, "classification", num_samples=8)
+    given.fit(x, y, em_steps=0, prior_precision=learnt.prior_precision, progress_bar=False)
+    assert given.effective_dim.item() == pytest.approx(learnt.effective_dim.item(), rel=0.03)
+
+
 def test_predictions_are_averages_with_the_network():
     case, la = fitted("classification", num_samples=8)
     own, alone = case.model(case.x).softmax(-1), la.predict(case.x, mean="linear")

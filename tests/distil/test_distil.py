@@ -17,6 +17,7 @@ from torch_lla_em import (
     Regression,
     Student,
 )
+from torch_lla_em.distil.agreement import Agreement, StudentError
 
 QUICK = {"num_inputs": 200, "steps": 60, "batch_size": 64, "progress_bar": False}
 
@@ -169,6 +170,14 @@ def test_sites_and_tokens():
     assert student.error.held_out.kl < 0.1
 
 
+def test_ranks_of_nearly_equal_scores_are_explained():
+    near = Agreement(50, 0.01, 0.001, 0.9, 0.4)
+    error = StudentError(near, near._replace(ood=0.95))
+    (kind, words), *rest = error.rows()[2:]
+    assert kind == "note" and "Judge the student by those of made inputs." in words and not rest
+    assert len(StudentError(near._replace(ood=0.95)).rows()) == 1
+
+
 def test_an_ensemble_and_a_network_of_ones_own():
     (case, la), (_, other) = fitted(), fitted(seed=1)
     ensemble = LaplaceEnsemble([la, other])
@@ -231,7 +240,7 @@ def test_errors():
         la.distil((case.x, case.x[:3]), **QUICK)
     with pytest.raises(ValueError, match="augment='blur' is not known"):
         la.distil(case.x, augment="blur", **QUICK)
-    with pytest.raises(ValueError, match="for images of shape"):
+    with pytest.raises(ValueError, match="for images of shape .* Leave them out of augment"):
         la.distil(case.x, augment="flip", **QUICK)
     with pytest.raises(ValueError, match="mask_token needs inputs that are token indices"):
         la.distil(case.x, mask_token=0, **QUICK)

@@ -25,6 +25,12 @@ _CORRELATION = 0.8
 inputs. Those of held-out inputs are mostly noise, because all of them are near the training examples."""
 
 
+_NEARLY_EQUAL = (
+    "The OOD scores of held-out inputs are nearly equal, since all are near the training data, so that their ranks "
+    "are mostly noise. Judge the student by those of made inputs."
+)
+
+
 class Agreement(NamedTuple):
     """A student and the posterior at the same inputs, which were not used in training."""
 
@@ -111,6 +117,8 @@ class StudentError:
         """Return the rows of a table."""
         named = {"held-out inputs": self.held_out, "made inputs": self.made, "NLL": self.nll}
         rows = [(name, str(value)) for name, value in named.items() if value is not None]
+        if self.held_out is not None and self.held_out.ood < _CORRELATION:
+            rows.append(("note", _NEARLY_EQUAL))
         return rows + [("warning", words) for words in self.warnings]
 
     def record(self) -> dict[str, Any]:

@@ -185,7 +185,8 @@ def _images(t: Tensor) -> Tensor:
     if t.dim() != 4:
         raise ValueError(
             '"shift", "rotation" and "flip" are for images of shape (B, C, H, W), but the inputs '
-            f"have shape {tuple(t.shape)}."
+            f"have shape {tuple(t.shape)}. Leave them out of augment, or leave augment out, for ways that fit "
+            "the inputs."
         )
     return t
 

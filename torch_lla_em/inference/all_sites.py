@@ -88,8 +88,8 @@ class AllSites:
                 inverse.learn(step, change)
                 mean, value, slope, length = mean + step, there, slope_there, 1.0
             else:  # to where the gradient along the step vanishes, if it is linear
-                rise = (slope_there @ step).item()
-                share = length * fall / max(length * fall + rise, 1e-300)
+                down, rise = length * fall, max((slope_there @ step).item(), 2 * (there - value))
+                share = down / max(down + rise, 1e-300)
                 length *= min(_LONGEST, max(_SHORTEST, share if share == share else 0.0))
         return mean
 

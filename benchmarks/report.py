@@ -22,6 +22,7 @@ import folds
 import language
 import ood
 import scalings
+import seeds
 import sizes
 import tables
 import testbed
@@ -443,6 +444,7 @@ TEXTS = {
     "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
+    "seeds": ("docs/method.md", "seeds", seeds.summary),
     "sizes": ("docs/which_method.md", "sizes", sizes.summary),
     "durations": ("docs/speed.md", "durations", durations.summary),
     "language": ("docs/other_libraries.md", "language", language.scores_table),

@@ -14,6 +14,7 @@ import ood
 import pytest
 import ranking
 import scalings
+import seeds
 import sizes
 import testbed
 import torch
@@ -328,3 +329,13 @@ def test_prompts_are_padded_on_the_left_and_questions_have_three_answers():
     assert (batch["input_ids"][~batch["attention_mask"].bool()] == 0).all()
     right = [q.answer == sum(map(int, q.prompt[:-4].split(" + "))) % 3 for q in questions]
     assert {q.answer for q in questions} == {0, 1, 2} and 0.85 < sum(right) / 200 < 1
+
+
+@pytest.mark.slow
+def test_fits_with_several_seeds_are_compared(tmp_path, capsys):
+    out = tmp_path / "seeds.jsonl"
+    options = ["--rows", "60", "--epochs", "2", "--seeds", "3", "--samples", "4"]
+    seeds.main(["--tables", "pima", *options, "--out", str(out)])
+    (line,) = markdown.read(out)
+    assert line["seeds"] == 3 and 0 < line["spread of log λ"] < 3 and 0 < line["1 / √(K γ)"] < 1
+    assert line["spread / stated as fitted"] > 0 and "pima" in capsys.readouterr().out

@@ -158,8 +158,8 @@ class Prediction(Printed, Conformal):
     def standard_error(self) -> Tensor:
         """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
-        It does not include the errors of λ and of the curvature, so fits with different seeds differ
-        by more. It is 0 for continuous targets and NaN for a single sample.
+        It does not include the errors of λ, of the curvature and of the posterior mean, so fits with
+        different seeds differ by more. It is 0 for continuous targets and NaN for a single sample.
         """
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)

@@ -120,7 +120,7 @@ def test_the_search_for_a_mean_ends_in_time(monkeypatch):
     monkeypatch.setattr(AllSites, "_objective", lambda *a: passes.append(a) or objective(*a))
     la = LinearisedLaplace(model, Classification(), class_dim=1, num_samples=4, g_prior=False)
     la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False, budget=1e-3)
-    assert len(passes) == 2  # one for each search
+    assert len(passes) == 4  # at zero and at the trained weights, and one for each search
     assert any("budget" in text for text in la.messages)
 
 

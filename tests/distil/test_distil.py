@@ -211,6 +211,14 @@ def test_what_a_student_cannot_say(classified):
             prediction.credible_interval(level)
     with pytest.raises(TypeError, match="by name, or all in one"):
         student(case.x, input_ids=case.x)
+    with pytest.raises(TypeError, match="A student has no num_samples, because"):
+        student.predict(case.x, num_samples=3)
+    with pytest.raises(AttributeError, match=r"Use la\.joint_log_prob"):
+        student.joint_log_prob(case.x, case.y)
+    with pytest.raises(TypeError, match=r"Convert the inputs: x\.to\(torch\.float64\)"):
+        student(case.x.float())
+    with pytest.raises(TypeError, match="interval is for continuous targets"):
+        prediction.interval()
 
 
 def test_errors():
@@ -250,6 +258,17 @@ def test_errors():
         la.distil(case.x, steps=0)
     with pytest.raises(ValueError, match="no features for each output"):
         la.distil(case.x, student=_Folded().double(), **QUICK)
+
+
+def test_what_does_not_fit_is_refused_before_the_work(monkeypatch):
+    case, la = fitted()
+    monkeypatch.setattr(type(la), "predict", None)
+    with pytest.raises(ValueError, match=r"The student predicts shape \(2, 4\)"):
+        la.distil(case.x, student=nn.Linear(2, 4).double(), **QUICK)
+    with pytest.raises(TypeError, match="No targets found"):
+        la.distil(case.x, validation=case.x, **QUICK)
+    with pytest.raises(ValueError, match="Class labels"):
+        la.distil(case.x, validation=(case.x, case.y + 9), **QUICK)
 
 
 class _Folded(nn.Module):

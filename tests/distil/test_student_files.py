@@ -8,7 +8,7 @@ import torch
 from tiny import draw, fitted, likelihood_of
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace, Student
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Student
 
 QUICK = {"num_inputs": 100, "steps": 20, "batch_size": 64, "progress_bar": False}
 
@@ -57,6 +57,11 @@ def test_files_that_do_not_fit(student, tmp_path):
     la.save(tmp_path / "posterior.pt")
     with pytest.raises(ValueError, match="holds a posterior, not a student"):
         Student.load(tmp_path / "posterior.pt", case.model)
+    with pytest.raises(ValueError, match=r"holds a student, not a posterior: use Student\.load"):
+        LinearisedLaplace.load(tmp_path / "student.pt", case.model)
+    LaplaceEnsemble([la, la]).save(tmp_path / "ensemble.pt")
+    with pytest.raises(ValueError, match="holds an ensemble, not a posterior"):
+        LinearisedLaplace.load(tmp_path / "ensemble.pt", case.model)
 
 
 def test_own_functions_are_passed_again(tmp_path):

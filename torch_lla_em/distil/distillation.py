@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from torch_lla_em.data import tensors_in
+from torch_lla_em.data import tensors_in, to_device
 from torch_lla_em.distil.agreement import (
     Agreement,
     Likelihoods,
@@ -112,6 +112,11 @@ class Distillation(Predictor):
             ways = chosen_ways(given[0], augment, mask_token, widen)
             for x in given:
                 _last_of(network, x, "model")
+            copy = self._copy(student, network, rows_of(given[0], slice(2)))
+            if isinstance(validation, Iterator):  # it is read several times
+                validation = list(validation)
+            if validation is not None:
+                self._check_targets(copy, validation)
             used, held = split(given, generator)
             total = sum(map(number_of, given))
             count = min(max(total, _FEWEST), _MOST) if num_inputs is None else num_inputs
@@ -129,7 +134,7 @@ class Distillation(Predictor):
             header = {} if checkpoint is None else self._named(schedule, own, every)
             progress = DistillationProgress(checkpoint, header)
             learnt, *others = (self._learnt(*some, progress_bar, progress) for some in every)
-            found = self._student(student, network, learnt[0])
+            found = self._student(copy, learnt[0])
         with torch.inference_mode(False), torch.enable_grad():
             train(found, learnt, schedule, progress)
         with torch.no_grad():
@@ -180,30 +185,45 @@ class Distillation(Predictor):
             )
         return due
 
-    def _student(self, own: nn.Module | None, network: Network, block: Block) -> Student:
-        """Return a copy of a network with a head that has not learnt anything yet."""
-        posterior, some = self._members()[0], block.part(slice(2))
+    def _copy(self, own: nn.Module | None, network: Network, some: Any) -> Network:
+        """Return a copy of the model or of a user's network; raise an error if its outputs differ."""
         copy = Network(
             deepcopy(network.module if own is None else own), network.forward_fn, network.class_dim
         )
         copy.module.eval()
+        feature_size(copy, _last_of(copy, some, "student"), some)
+        mean = self._members()[0].likelihood.mean
+        shape, due = (tuple(mean(_outputs(each, some)).shape) for each in (copy, network))
+        if shape != due:
+            raise ValueError(
+                f"The student predicts shape {shape} (classes last) for two inputs, and the posterior "
+                f"{due}: pass a network with the outputs of the model."
+            )
+        return copy
+
+    def _check_targets(self, network: Network, validation: Any) -> None:
+        """Raise an error if the first validation batch has no targets that fit the outputs."""
+        posterior = self._members()[0]
+        for x, y in labelled(validation, posterior.setting.target_fn):
+            f = _outputs(network, to_device(x, network.device))
+            posterior.likelihood.check(
+                f, posterior.likelihood.align(y.to(f.device), network.class_dim)
+            )
+            return
+
+    def _student(self, network: Network, block: Block) -> Student:
+        """Return a network with a head that has not learnt anything yet."""
+        posterior, some = self._members()[0], block.part(slice(2))
         form = Form(
             posterior.likelihood,
             network.forward_fn,
             posterior.setting.target_fn,
             network.class_dim,
-            _last_of(copy, some.x, "student"),
+            _last_of(network, some.x, "student"),
             block.due.uncertainty.shape[-1],
             block.due.scores.shape[-1],
         )
-        found = Student(copy.module, form, feature_size(copy, form.last, some.x))
-        shape = tuple(form.likelihood.mean(found.outputs(some.x)).shape)
-        if shape != tuple(some.due.expectation.shape):
-            raise ValueError(
-                f"The student predicts shape {shape} (classes last) for two inputs, and the posterior "
-                f"{tuple(some.due.expectation.shape)}: pass a network with the outputs of the model."
-            )
-        return found
+        return Student(network.module, form, feature_size(network, form.last, some.x))
 
     def _nll(self, student: Student, validation: Any) -> Likelihoods | None:
         """Return the NLL of the network, this posterior and a student; None if it has no density."""
@@ -247,6 +267,11 @@ def distilled(
         return None
     options |= {} if asked is True else asked
     return la.distil(inputs, **{"validation": validation, "progress_bar": False, **options})
+
+
+def _outputs(network: Network, x: Any) -> Tensor:
+    """Return the outputs of a network with the classes last."""
+    return network.forward_fn(network.module, x).movedim(network.class_dim, -1)
 
 
 def _last_of(network: Network, x: Any, name: str) -> str:

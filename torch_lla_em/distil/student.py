@@ -20,12 +20,18 @@ from torch_lla_em.distil.export import exported
 from torch_lla_em.distil.features import features_of, head_of, is_convolution
 from torch_lla_em.distil.inputs import labelled
 from torch_lla_em.distil.predicted import StudentPrediction
-from torch_lla_em.jacobian import ForwardFn
+from torch_lla_em.jacobian import ForwardFn, Network, explained
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Printed, Reference, rounding
 from torch_lla_em.runtime import write_atomically
 
 _REFERENCE = ("reference_scores", "reference_errors", "reference_room")
+_OF_FUNCTIONS = {
+    "function_sample",
+    "functional_samples",
+    "joint_log_prob",
+    "predictive_samples",
+}
 
 
 class Student(Printed, nn.Module):
@@ -217,7 +223,12 @@ class Student(Printed, nn.Module):
         Args:
             x (Tensor, tuple or dict): One batch of inputs, on the device of the student.
         """
-        f = self.form.forward_fn(self.network, x)
+        form = self.form
+        try:
+            f = form.forward_fn(self.network, x)
+        except RuntimeError:
+            with explained(Network(self.network, form.forward_fn, form.class_dim), x):
+                raise
         return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
 
     def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,6 +337,18 @@ class Student(Printed, nn.Module):
         """
         return exported(self, to_device(x, self._place.device), path, level)
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error for what needs functions from the posterior, that names the posterior."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in _OF_FUNCTIONS:
+                raise
+            raise AttributeError(
+                f"A student has no .{name}, because it predicts each target on its own and has no "
+                f"functions from the posterior. Use la.{name}."
+            ) from error
+
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of the last layer for the head, in the thread that asks for them."""
         seen = self._seen.get(get_ident())
@@ -333,6 +356,12 @@ class Student(Printed, nn.Module):
             seen.append(next(iter((*args, *kwargs.values()))))
 
     def _batches(self, x: Any, inputs: dict[str, Any]) -> Iterator[Any]:
+        options = inputs.keys() & {"mean", "generator", "num_samples", "groups", "weights"}
+        if options and x is not None:
+            raise TypeError(
+                f"A student has no {min(options)}, because it predicts in one forward pass: leave it "
+                "out, or use la.predict of the posterior."
+            )
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         device = self._place.device

@@ -49,6 +49,12 @@ def read(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return state and options of a saved posterior; ``given`` options replace those saved."""
     state = files.read(path)
+    if "student" in state:
+        raise ValueError("The file holds a student, not a posterior: use Student.load.")
+    if "0.record" in state:
+        raise ValueError(
+            "The file holds an ensemble, not a posterior: use LaplaceEnsemble.load(path, members)."
+        )
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     refuse_other_network(state, Network(model).module)

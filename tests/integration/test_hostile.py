@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from jacobians import Calls
-from tiny import fitted, tiny
+from tiny import draw, fitted, tiny
 from torch import nn
 from torch.testing import assert_close
 
@@ -51,6 +51,15 @@ def test_probabilities_are_refused_and_their_logarithms_are_logits():
         fit(model=model)
     la, x = fit(model=model, forward_fn=lambda model, x: model(x).log()), tiny("classification").x
     assert_close(la.predict(x, mean="network").mean.exp(), model(x).detach())
+
+
+def test_another_number_of_features_is_named():
+    case, la = fitted()
+    words = r"shape \(3,\) per example, .* '0' \(Linear\): .* as many features"
+    with pytest.raises(RuntimeError, match=words):
+        la.predict(draw(4, 3))
+    with pytest.raises(RuntimeError, match=words):
+        LinearisedLaplace(case.model, "classification").fit(draw(len(case.y), 3), case.y)
 
 
 def test_a_checkpoint_does_not_write_through_links(tmp_path):

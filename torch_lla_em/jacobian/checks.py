@@ -227,13 +227,20 @@ def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tens
 
 @contextmanager
 def explained(network: Network, x: Any) -> Iterator[None]:
-    """Raise a TypeError with a remedy if a network fails on inputs of another dtype."""
+    """Raise an error with a remedy if a network fails on inputs of another dtype or width."""
     try:
         yield
     except RuntimeError as error:
         own = {p.dtype for p in network.module.parameters() if p.is_floating_point()}
         given = {tensor.dtype for tensor in tensors_in(x)} - own
         words = str(error).splitlines()[0] if str(error) else ""
+        if "shapes cannot be multiplied" in words:
+            shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors_in(x))
+            raise RuntimeError(
+                f"The inputs have shape {shapes} per example, and the forward pass failed in "
+                f"{name_layer(network, layer_of(error, network))}: {words}. Pass as many features as "
+                "the network was trained with, in the same order."
+            ) from error
         if len(own) != 1 or not given or "type" not in words:
             raise
         dtype = own.pop()

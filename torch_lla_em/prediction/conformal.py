@@ -249,12 +249,12 @@ class Conformal(Functions):
         Example:
             >>> lower, upper = regression.predict(x).interval(level=0.8)
         """
-        reference, prediction = self._judged("interval", by_labels=True)
         if not self._has_values:
             raise TypeError(
                 "interval is for continuous targets of shape (B,) or (B, C); use "
                 "prediction_set(level) for classes, and credible_interval(level) otherwise."
             )
+        reference, prediction = self._judged("interval", by_labels=True)
         centre, variance = prediction._expected(), prediction._variance_by(reference)
         errors: Any = reference.errors
         if joint and centre.shape[1:].numel() > 1:

@@ -305,7 +305,6 @@ TABLES = {
         "segmentation",
         {"images": "images", "layers": "posterior over"},
         SEGMENTED,
-        decimals=3,
     ),
     "budget": Shown("docs/long_runs.md", "budget", {"problem": "network"}, LIMITED),
     "passes": Shown(

@@ -84,7 +84,8 @@ class _Estimator(BaseEstimator):
                 a lower NLL at the cost of as many fits. Default None: a single network.
             distil (bool or dict): Whether to predict by ``student_``, a network that is trained on the
                 posterior's predictions at the training inputs and takes one forward pass for a
-                prediction; or a dict of arguments of ``laplace_.distil``. Default False.
+                prediction; or a dict of arguments of ``laplace_.distil``. With ``ensemble``, sets,
+                intervals and p-values are those of the posterior. Default False.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
             options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
             device (str): Device to train and predict on. Default "cpu".

@@ -17,7 +17,7 @@ from torch_lla_em import (
     Regression,
     Student,
 )
-from torch_lla_em.distil.agreement import Agreement, StudentError
+from torch_lla_em.distil.agreement import Agreement, Likelihoods, StudentError
 
 QUICK = {"num_inputs": 200, "steps": 60, "batch_size": 64, "progress_bar": False}
 
@@ -305,6 +305,13 @@ def test_loaders_of_inputs():
     torch.testing.assert_close(
         student.predict(loader).log_scores, student.predict(case.x).log_scores
     )
+
+
+def test_a_share_is_shown_of_a_gain_that_is_measurable():
+    assert str(Likelihoods(0.5, 0.4, 0.42, 90, 0.01)).endswith("80% of the gain kept (90 examples)")
+    for posterior in (0.4999, 0.5001):
+        shown = str(Likelihoods(0.5, posterior, 0.51, 90, 0.01))
+        assert "no measurable difference between network and posterior" in shown
 
 
 def test_kl_is_that_of_torch():

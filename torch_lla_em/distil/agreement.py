@@ -63,6 +63,8 @@ class Likelihoods(NamedTuple):
     posterior: float
     student: float
     number: int
+    gain_error: float = float("nan")
+    """Standard error of the difference between network and posterior."""
 
     @property
     def kept(self) -> float:
@@ -71,7 +73,11 @@ class Likelihoods(NamedTuple):
         return (self.network - self.student) / gain if gain else float("nan")
 
     def __str__(self) -> str:
-        kept = f": {self.kept:.0%} of the gain kept" if self.network > self.posterior else ""
+        gain, kept = self.network - self.posterior, ""
+        if gain > 0:  # a share of a gain that may be none has no meaning
+            kept = f": {self.kept:.0%} of the gain kept"
+        if abs(gain) <= 2 * self.gain_error:
+            kept = ": no measurable difference between network and posterior"
         return (
             f"network {self.network:.4f}, posterior {self.posterior:.4f}, student "
             f"{self.student:.4f}{kept} ({self.number:,} examples)"

@@ -238,7 +238,8 @@ class Distillation(Predictor):
             each.append(torch.stack([some.log_prob(y)[kept].double() for some in three]))
         values = torch.cat(each, 1)
         network, posterior, own_nll = (-values.mean(1)).tolist()
-        return Likelihoods(network, posterior, own_nll, values.shape[1])
+        count, spread = values.shape[1], (values[1] - values[0]).std(correction=0).item()
+        return Likelihoods(network, posterior, own_nll, count, spread / count**0.5)
 
 
 def distilled(

@@ -91,12 +91,12 @@ class LaplaceCallback(Callback):
         if self.calibrate and validation is not None:
             self.la.calibrate(validation)
             self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
+        if self.path is not None and trainer.is_global_zero:
+            self.la.save(self.path)
         self._distil(trainer, validation)
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()
-        if self.path is not None and trainer.is_global_zero:
-            self.la.save(self.path)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move the posterior to the CPU, where the trainer leaves the network."""

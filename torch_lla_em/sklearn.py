@@ -125,35 +125,35 @@ class _Estimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         out = self._fit_posterior(x, y, outputs, seed, sample_weight)
         held_out = (x[out], y[out]) if len(out) else None
+        x = x[torch.isin(torch.arange(len(x)), out, invert=True)]
         self.student_ = distilled(self.laplace_, self.distil, x, held_out, seed=seed)
 
     def _fit_posterior(
         self, x: Tensor, y: Tensor, outputs: int, seed: int, sample_weight: Any
     ) -> Tensor:
         """Train, fit and calibrate; return the numbers of the held-out examples."""
-        count, w = len(x), None
+        w = None
         if sample_weight is not None:
             if self.ensemble is not None:
                 raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
             checked = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
             w = torch.tensor(checked)
-        held_out = int(self.validation_fraction * count)
+        held_out = int(self.validation_fraction * len(x))
         if 0 < held_out < _LEAST_HELD_OUT and self.ensemble is None:
             few = _FEW.format(self.validation_fraction)
             report("log", f"Predictions are not calibrated: {few}")
         held_out = held_out if held_out >= _LEAST_HELD_OUT else 0
-        own = {"num_samples": self.num_samples, "seed": seed}
-        options = own | self._options | (self.options or {})
-        train = partial(self._trained, outputs=outputs)
+        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
+        options |= self.options or {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.ensemble is not None:
                 options |= {"folds": int(self.ensemble), "likelihood": self._likelihood}
                 self.laplace_ = LaplaceEnsemble.from_folds(
-                    train, x, y, progress_bar=False, **options
+                    partial(self._trained, outputs=outputs), x, y, progress_bar=False, **options
                 )
                 return torch.zeros(0, dtype=torch.long)
-            out, kept = torch.randperm(count).tensor_split([held_out])
+            out, kept = torch.randperm(len(x)).tensor_split([held_out])
             of_kept = None if w is None else w[kept]
             model = self._trained(x[kept], y[kept], outputs, of_kept)
         if of_kept is not None and self._likelihood == "regression":  # σ is not learnt with weights

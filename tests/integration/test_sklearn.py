@@ -250,7 +250,7 @@ def test_weights_count_as_repetitions():
 @pytest.mark.parametrize("ensemble", [None, 2])
 def test_a_student_predicts_for_the_estimator(ensemble):
     x, labels = rows()
-    few = {"steps": 150, "num_inputs": 300}
+    few = {"steps": 300, "num_inputs": 300}
     options = {**FAST, "validation_fraction": 0.2, "ensemble": ensemble, "distil": few}
     classifier = LaplaceClassifier(**options).fit(x, labels)
     student = classifier.student_
@@ -263,6 +263,17 @@ def test_a_student_predicts_for_the_estimator(ensemble):
     np.testing.assert_array_equal(again.predict_proba(x), expected)
     classifier.set_params(distil=False).fit(x, labels)
     assert classifier.student_ is None
+
+
+def test_a_student_learns_from_none_of_the_examples_that_it_is_calibrated_on(monkeypatch):
+    x, labels = rows()
+    given = []
+    monkeypatch.setattr("torch_lla_em.sklearn.distilled", lambda *args, **_: given.extend(args))
+    LaplaceClassifier(**FAST, validation_fraction=0.2).fit(x, labels)
+    inputs, (held_out, _) = given[2:]
+    assert (len(inputs), len(held_out)) == (120, 30)
+    rest = torch.cat([inputs, held_out]).numpy()
+    np.testing.assert_array_equal(rest[np.lexsort(rest.T)], x[np.lexsort(x.T)])
 
 
 def test_a_student_predicts_standard_deviations():

@@ -271,8 +271,9 @@ def distilled(
 
 
 def _outputs(network: Network, x: Any) -> Tensor:
-    """Return the outputs of a network with the classes last."""
-    return network.forward_fn(network.module, x).movedim(network.class_dim, -1)
+    """Return the outputs of a network in eval mode, with the classes last."""
+    with network.guarded():
+        return network.forward_fn(network.module, x).movedim(network.class_dim, -1)
 
 
 def _last_of(network: Network, x: Any, name: str) -> str:

@@ -123,7 +123,7 @@ def require(count: int, needed: int, asked: str, of: str = "") -> None:
     if count < needed:
         raise ValueError(
             f"{asked} needs at least {needed} reference examples{of}, and there are {count}: calibrate with "
-            f"{2 * needed} examples{of}, half of which are the reference."
+            f"{2 * needed} examples{of}, half of which are the reference, or a student with {needed}."
         )
 
 

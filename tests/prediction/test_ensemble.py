@@ -169,6 +169,9 @@ def test_members_have_one_likelihood():
     for members in ([], pair):
         with pytest.raises(ValueError, match="all with the same likelihood"):
             LaplaceEnsemble(members)
+    for members in (pair[0], [pair[0].model]):
+        with pytest.raises(TypeError, match="takes a list of posteriors"):
+            LaplaceEnsemble(members)
     with pytest.raises(RuntimeError, match="Call la.fit"):
         LaplaceEnsemble(pair[:1]).predict(tiny("classification").x)
 

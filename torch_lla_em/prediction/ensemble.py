@@ -33,7 +33,13 @@ class Ensemble(Printed, Exports, nn.Module):
     def __init__(self, members: Iterable[PosteriorBase]):
         """Take the members; see ``help(LaplaceEnsemble)`` for the arguments."""
         super().__init__()
-        self.members: Any = nn.ModuleList(members)
+        given = list(members) if isinstance(members, Iterable) else [None]
+        if not all(isinstance(member, PosteriorBase) for member in given):
+            raise TypeError(
+                "LaplaceEnsemble takes a list of posteriors, not one, and no networks: "
+                "LaplaceEnsemble([la, other])."
+            )
+        self.members: Any = nn.ModuleList(given)
         kinds = {type(member.likelihood).__name__ for member in self.members}
         if len(kinds) != 1:
             raise ValueError(

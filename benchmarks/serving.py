@@ -130,8 +130,8 @@ def lenet(size: int, seed: int) -> nn.Module:
 
 
 def without_grad(program: nn.Module) -> Predictor:
-    """Return an exported program that records no graph."""
-    return torch.no_grad()(program)
+    """Return the probabilities of an exported program, which records no graph."""
+    return torch.no_grad()(lambda x: program(x)["probs"])
 
 
 def batched(answer: Predictor) -> Predictor:
@@ -143,7 +143,12 @@ def batched(answer: Predictor) -> Predictor:
             jobs = [waiting.get()]
             while len(jobs) < ROWS and not waiting.empty():
                 jobs.append(waiting.get())
-            rows = answer(torch.cat([x for x, _ in jobs]))
+            try:
+                rows = answer(torch.cat([x for x, _ in jobs]))
+            except Exception as error:  # the clients would wait forever
+                for _, future in jobs:
+                    future.set_exception(error)
+                continue
             for row, (_, future) in zip(rows, jobs):
                 future.set_result(row)
 

@@ -32,6 +32,14 @@ def has_log_prob(likelihood: Likelihood) -> bool:
     )
 
 
+def without_functions(name: str, of: str) -> str:
+    """Return why a student lacks what needs functions from the posterior, which ``of`` has."""
+    return (
+        f"A student has no .{name}, because it predicts each target on its own and has no "
+        f"functions from the posterior. Use {of}.{name}."
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class StudentPrediction(Printed, Conformal):
     """The prediction of a ``Student`` at B inputs, as returned by ``student.predict(x)``.
@@ -258,10 +266,7 @@ class StudentPrediction(Printed, Conformal):
             )
 
     def _refuse(self, name: str, kind: type[Exception]) -> NoReturn:
-        raise kind(
-            f"A student has no .{name}, because it predicts each target on its own and has no "
-            f"functions from the posterior. Use la.predict(x).{name}."
-        )
+        raise kind(without_functions(name, "la.predict(x)"))
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         return of_examples("Prediction of a student", self)

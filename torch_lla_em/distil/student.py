@@ -19,7 +19,7 @@ from torch_lla_em.distil.agreement import StudentError
 from torch_lla_em.distil.export import exported
 from torch_lla_em.distil.features import features_of, head_of, is_convolution
 from torch_lla_em.distil.inputs import labelled
-from torch_lla_em.distil.predicted import StudentPrediction
+from torch_lla_em.distil.predicted import StudentPrediction, without_functions
 from torch_lla_em.jacobian import ForwardFn, Network, explained
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Printed, Reference, rounding
@@ -344,10 +344,7 @@ class Student(Printed, nn.Module):
         except AttributeError as error:
             if name not in _OF_FUNCTIONS:
                 raise
-            raise AttributeError(
-                f"A student has no .{name}, because it predicts each target on its own and has no "
-                f"functions from the posterior. Use la.{name}."
-            ) from error
+            raise AttributeError(without_functions(name, "la")) from error
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of the last layer for the head, in the thread that asks for them."""

@@ -316,12 +316,17 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
 
+        Raises:
+            ValueError: If the first batch has other inputs when it is read again, as by augmentation.
+
         Example:
             >>> words = str(la.plan(x, y))
         """
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
-            return run.plan(self._options(), self.compute, fits=False)
+            plan = run.plan(self._options(), self.compute, fits=False)
+        problem.data.confirm_first()
+        return plan
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

@@ -93,7 +93,7 @@ def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
         >>> axes = plot.em_path(la)
     """
     axes = _axes(axes)
-    for posterior in la._members():
+    for posterior in _posterior(la)._members():
         path = [record["prior_precision"] for record in posterior.history]
         axes.plot(range(1, len(path) + 1), path, marker=".")
     axes.set_yscale("log")
@@ -195,12 +195,23 @@ def out_of_distribution(
     return _finished(axes, "epistemic uncertainty", "share of examples")
 
 
+def _posterior(la: Predictor) -> Predictor:
+    """Return a posterior; raise an error if it is something else."""
+    if isinstance(la, Predictor):
+        return la
+    raise TypeError(
+        f"Plots are of a LinearisedLaplace or a LaplaceEnsemble, not of a {type(la).__name__}. For a student, "
+        "pass the posterior that it was distilled from."
+    )
+
+
 def _rows(la: Predictor, loader: Examples) -> PredictedData:
+    la = _posterior(la)
     return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
 def _regression_rows(la: Predictor, loader: Examples) -> PredictedData:
-    if not la.likelihood.real_valued:
+    if not _posterior(la).likelihood.real_valued:
         raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
     return _rows(la, loader)
 
@@ -240,7 +251,7 @@ def _epistemic(la: Predictor, data: Any) -> np.ndarray:
     if isinstance(data, PredictedData):
         predictions = iter([data.posterior])
     else:
-        predictions = la.predictions([data] if isinstance(data, Tensor) else data)
+        predictions = _posterior(la).predictions([data] if isinstance(data, Tensor) else data)
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _array(torch.cat(values).double().clamp_min(1e-12))
 

@@ -60,9 +60,14 @@ class Reports(Predictor):
             student (Student, optional): A student of this posterior, whose error and scores are shown
                 beside those of the posterior.
 
+        Raises:
+            TypeError: If ``student`` is something else.
+
         Example:
             >>> la.report(validation_loader)  # doctest: +SKIP
         """
+        if not isinstance(student, Student | None):
+            raise TypeError(f"student must be what la.distil has returned, not {student!r}.")
         _write(self, loader, path, other, student)
 
 

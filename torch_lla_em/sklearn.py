@@ -18,7 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from torch_lla_em.data import Standardise, weighted_size, width_of
+from torch_lla_em.data import Standardise, as_numbers, weighted_size, width_of
 from torch_lla_em.distil import distilled
 from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.laplace import LinearisedLaplace, Task
@@ -353,7 +353,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         """
         self._check()
         several = {"multi_output": True, "y_numeric": True, "ensure_min_samples": 2}
-        X, y = validate_data(self, X, y, dtype=_DTYPES, **several)
+        X, y = validate_data(self, X, as_numbers(y), dtype=_DTYPES, **several)
         x, self._shape = torch.tensor(X), y.shape[1:]
         targets = torch.tensor(y.reshape(len(y), -1)).to(x)
         if (targets == targets[0]).all():

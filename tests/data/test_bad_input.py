@@ -263,6 +263,12 @@ def test_questions_about_one_example_or_other_inputs_name_the_remedy(loaded, tmp
         la(FRAME)
 
 
+def test_a_batch_without_targets_names_both_remedies():
+    words = r"construct the posterior with target_fn=.* fit\(x, y\)"
+    with pytest.raises(TypeError, match=words):
+        fit("classification", [X])
+
+
 def test_bad_questions_are_refused():
     la = fit("classification", [(X, LABELS)], em_steps=2)
     with pytest.raises(ValueError, match="mc"):

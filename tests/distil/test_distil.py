@@ -48,6 +48,7 @@ def test_a_student_learns_the_posterior(classified):
     torch.testing.assert_close(q.aleatoric + q.epistemic, q.entropy)
     assert student.error.held_out.number == 30
     assert student.error.made.number == 100
+    assert 0 < student.error.held_out.ood_spread < student.error.made.ood_spread
     assert student.error.held_out.kl < 0.02
 
 
@@ -171,11 +172,14 @@ def test_sites_and_tokens():
 
 
 def test_ranks_of_nearly_equal_scores_are_explained():
-    near = Agreement(50, 0.01, 0.001, 0.9, 0.4)
-    error = StudentError(near, near._replace(ood=0.95))
+    near = Agreement(50, 0.01, 0.001, 0.9, 0.4, ood_spread=0.2)
+    made = near._replace(ood=0.95, ood_spread=1.0)
+    error = StudentError(near, made)
     (kind, words), *rest = error.rows()[2:]
     assert kind == "note" and "Judge the student by those of made inputs." in words and not rest
     assert len(StudentError(near._replace(ood=0.95)).rows()) == 1
+    apart = near._replace(ood_spread=0.7)
+    assert len(StudentError(apart, made).rows()) == 2
 
 
 def test_an_ensemble_and_a_network_of_ones_own():
@@ -258,6 +262,8 @@ def test_errors():
         la.distil(case.x, steps=0)
     with pytest.raises(ValueError, match="no features for each output"):
         la.distil(case.x, student=_Folded().double(), **QUICK)
+    with pytest.raises(ValueError, match=r"30 inputs but 7 targets.* as validation=\(x, y\)"):
+        la.distil(case.x, case.y[:7], **QUICK)
 
 
 def test_what_does_not_fit_is_refused_before_the_work(monkeypatch):
@@ -288,6 +294,13 @@ def test_a_student_that_is_not_close_is_reported(caplog):
     assert "is not close to the posterior" in caplog.text
     assert "is not close to the posterior" in " ".join(repr(student).split())
     assert "student.calibrate(validation_loader)" in repr(student)
+
+
+def test_targets_beside_the_inputs_are_not_used():
+    case, la = fitted()
+    quick = {**QUICK, "steps": 1, "num_inputs": 20}
+    alone, beside = la.distil(case.x, **quick), la.distil(case.x, case.y, **quick)
+    assert torch.equal(alone(case.x), beside(case.x))
 
 
 def test_loaders_of_inputs():

@@ -60,6 +60,9 @@ def test_another_number_of_features_is_named():
         la.predict(draw(4, 3))
     with pytest.raises(RuntimeError, match=words):
         LinearisedLaplace(case.model, "classification").fit(draw(len(case.y), 3), case.y)
+    for call in (la.calibrate, la.fit):  # of a network whose derivatives are known to be right
+        with pytest.raises(RuntimeError, match=words):
+            call(draw(len(case.y), 3), case.y)
 
 
 def test_a_checkpoint_does_not_write_through_links(tmp_path):

@@ -127,3 +127,16 @@ def test_plots_raise_for_other_likelihoods(draw, name, instead):
     _, la, data = fitted(name)
     with pytest.raises(TypeError, match=instead):
         draw(la, data)
+
+
+def test_plots_are_of_posteriors():
+    case, la, data = fitted("classification")
+    student = la.distil(case.x, steps=1, num_inputs=20, progress_bar=False)
+    for draw in (
+        lambda: plot.reliability(student, data),
+        lambda: plot.em_path(student),
+        lambda: plot.coverage(student, data),
+        lambda: plot.out_of_distribution(student, data, case.x),
+    ):
+        with pytest.raises(TypeError, match="not of a Student.* it was distilled from"):
+            draw()

@@ -52,6 +52,8 @@ def test_a_student_is_beside_its_posterior(name, tmp_path):
     found = re.search(r">network</t.>.{0,9}>posterior</t.>.{0,9}>student<.*?(>NLL<.*?</tr>)", page)
     assert f"{nll:.4g}" in found[1]
     assert "The student is not close to the posterior" in page and "held-out inputs" in page
+    with pytest.raises(TypeError, match=r"what la\.distil has returned, not 3"):
+        la.report([(case.x, case.y)], tmp_path / "report.html", student=3)
 
 
 def test_the_coverage_of_each_class_is_shown(tmp_path):

@@ -154,6 +154,13 @@ def test_constant_targets_raise(y):
         LaplaceRegressor(**FAST).fit(x, y)
 
 
+@pytest.mark.parametrize("dtype", [str, object])
+def test_strings_are_no_targets_of_a_regression(dtype):
+    x, _ = rows(30)
+    with pytest.raises(ValueError, match="strings such as 'low'.* Use LaplaceClassifier"):
+        LaplaceRegressor(**FAST).fit(x, np.array(["low", "high"] * 15, dtype=dtype))
+
+
 def test_some_targets_may_be_constant():
     x, _ = rows(30)
     some = np.stack([x[:, 0], np.ones(30)], 1)

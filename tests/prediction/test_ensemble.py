@@ -133,7 +133,10 @@ def test_numbers_are_fitted_to_the_mixture(members):
 
 def test_sets_and_flags_are_of_the_mixture(members):
     x, y = held_out(members)
-    ensemble = LaplaceEnsemble(members).calibrate(x, y)
+    ensemble = LaplaceEnsemble(members)
+    with pytest.raises(ValueError, match=r"Call ensemble\.calibrate\(.* ensemble\.predict\(x\)"):
+        ensemble.is_ood(x)
+    ensemble.calibrate(x, y)
     assert ensemble.is_ood(x, 0.1).shape == (60,)
     assert ensemble.is_ood(1000 * x, 0.1).double().mean() > 0.8
     kind = type(members[0].likelihood).__name__

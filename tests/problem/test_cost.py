@@ -42,6 +42,23 @@ def test_a_plan_tells_memory_and_runs_nothing(caplog):
     assert la.w_lin is not None
 
 
+def test_a_plan_refuses_data_that_change():
+    case, la = made()
+
+    class Augmented(torch.utils.data.TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + torch.rand_like(x), y
+
+    for kind in (torch.utils.data.TensorDataset, Augmented):
+        loader = torch.utils.data.DataLoader(kind(case.x, case.y), 10, shuffle=True)
+        if kind is Augmented:
+            with pytest.raises(ValueError, match="random augmentation"):
+                la.plan(loader)
+        else:
+            assert la.plan(loader).of_memory
+
+
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 @pytest.mark.parametrize("length", [True, False])
 def test_the_bar_shows_the_stage_and_the_time_that_is_left(curvature, length, capsys, monkeypatch):

@@ -115,7 +115,8 @@ def default_targets(batch: Any) -> Any:
         return batch[-1]
     raise TypeError(
         f"No targets found in a batch of type {type(batch).__name__}. Batches are (inputs, "
-        'targets) or dicts with "labels"; for others pass target_fn=lambda batch: ...'
+        'targets) or dicts with "labels". If the targets have another place, construct the posterior with '
+        "target_fn=lambda batch: ..., which returns them. If there are none, pass them: fit(x, y)."
     )
 
 

@@ -134,6 +134,11 @@ class Data:
             )
         return batch.on(self._device)[0]
 
+    def confirm_first(self) -> None:
+        """Read the first batch again, to refuse data that change from pass to pass without two passes."""
+        if self._reader.changes():
+            raise ValueError(_CHANGED)
+
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass.
 

@@ -75,6 +75,15 @@ class Reader:
         several = (batch for batch in joined(self._ahead, 2) if len(batch.rows) > 1)
         return next(several, self._ahead[0] if self._ahead else None)
 
+    def changes(self) -> bool:
+        """Whether the first batch has other content when it is read again, although its order is fixed."""
+        if self.source.is_list or not self.source.keeps_order or not self._ahead:
+            return False
+        each = [Identity(same_batches=True) for _ in range(2)]
+        for identity, batch in zip(each, (self._ahead[0], next(self.batches(0, 1)))):
+            identity.add(tuple(batch.tensors().values()))
+        return not each[0].agrees(each[1])
+
     def begin(self, share: int, seed: int | None) -> Iterable[Batch]:
         """Return the batches of a pass, of which the first may have been looked at."""
         rest, self._rest = self._rest, None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,3 +36,14 @@ def weighted_size(values: Tensor, weights: Tensor) -> float:
     """Return the root mean square of values (N, C), for a weight of each row, (N,)."""
     squares = values.square().mean(1).to(weights)
     return (weights @ squares / weights.sum()).sqrt().item()
+
+
+def as_numbers(targets: Any) -> Any:
+    """Return targets of a regression as they are; raise an error if they are strings."""
+    values = np.asarray(targets)
+    if values.dtype.kind in "US" or (values.dtype.kind == "O" and isinstance(values.flat[0], str)):
+        raise ValueError(
+            f"A regression needs numbers as targets, but y has strings such as {str(values.flat[0])!r}. Use "
+            "LaplaceClassifier for labels, or convert y to numbers."
+        )
+    return targets

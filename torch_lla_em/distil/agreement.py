@@ -24,6 +24,9 @@ _CORRELATION = 0.8
 """Smallest rank correlation of epistemic uncertainties at held-out inputs, and of OOD scores at made
 inputs. Those of held-out inputs are mostly noise, because all of them are near the training examples."""
 
+_NARROW = 0.5
+"""Spread of the logarithms of OOD scores at held-out inputs, relative to that at made inputs, below which they
+are nearly equal."""
 
 _NEARLY_EQUAL = (
     "The OOD scores of held-out inputs are nearly equal, since all are near the training data, so that their ranks "
@@ -48,6 +51,9 @@ class Agreement(NamedTuple):
 
     ood: float
     """Rank correlation of the out-of-distribution scores; the smallest, if there are several."""
+
+    ood_spread: float = float("nan")
+    """Standard deviation of the logarithms of the posterior's own scores, of the same ones."""
 
     def __str__(self) -> str:
         return (
@@ -123,9 +129,16 @@ class StudentError:
         """Return the rows of a table."""
         named = {"held-out inputs": self.held_out, "made inputs": self.made, "NLL": self.nll}
         rows = [(name, str(value)) for name, value in named.items() if value is not None]
-        if self.held_out is not None and self.held_out.ood < _CORRELATION:
+        if self._scores_are_nearly_equal():
             rows.append(("note", _NEARLY_EQUAL))
         return rows + [("warning", words) for words in self.warnings]
+
+    def _scores_are_nearly_equal(self) -> bool:
+        """Whether held-out inputs have other ranks because their OOD scores hardly differ."""
+        if self.held_out is None or not self.held_out.ood < _CORRELATION:
+            return False
+        usual = 1.0 if self.made is None else self.made.ood_spread
+        return self.held_out.ood_spread < _NARROW * usual
 
     def record(self) -> dict[str, Any]:
         """Return the numbers as a JSON record."""
@@ -150,11 +163,16 @@ def agreement(
         theirs.append(due.uncertainty.chunk(parts, -1)[0].flatten())
         scores.append(score)
         known.append(due.scores)
-    kl, pairs = torch.cat(each), zip(torch.cat(scores).T, log_scores(torch.cat(known)).T)
+    kl, due_scores = torch.cat(each), log_scores(torch.cat(known)).T
+    ood, spread = min(
+        (rank_correlation(a, b), b[b.isfinite()].std(correction=0).item())
+        for a, b in zip(torch.cat(scores).T, due_scores)
+    )
     return Agreement(
         len(kl),
         kl.mean().item(),
         kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else float("nan"),
         rank_correlation(torch.cat(own), torch.cat(theirs)),
-        min(rank_correlation(a, b) for a, b in pairs),
+        ood,
+        spread,
     )

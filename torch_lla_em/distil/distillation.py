@@ -41,6 +41,7 @@ class Distillation(Predictor):
     def distil(
         self,
         inputs: Any = None,
+        targets: Any = None,
         *,
         validation: Any = None,
         student: nn.Module | None = None,
@@ -65,6 +66,8 @@ class Distillation(Predictor):
         Args:
             inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs,
                 or training data, whose targets are not used.
+            targets (Tensor, optional): Not used either, so that ``la.distil(x, y)`` takes the arguments of
+                ``la.fit(x, y)``. Labels that are to be compared belong into ``validation``.
             validation (DataLoader, list of batches or tuple, optional): Labelled data on which the
                 NLLs of network, posterior and student are compared, and the student is calibrated.
             student (nn.Module, optional): A network with the inputs and outputs of the model,
@@ -108,7 +111,7 @@ class Distillation(Predictor):
         network = self._members(surely=True)[0].setting.linear_model.network
         generator = torch.Generator("cpu").manual_seed(seed)
         with torch.inference_mode(False), torch.no_grad():
-            given = gathered(inputs, network.device)
+            given = gathered(inputs, targets, network.device)
             ways = chosen_ways(given[0], augment, mask_token, widen)
             for x in given:
                 _last_of(network, x, "model")

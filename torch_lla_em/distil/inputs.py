@@ -28,8 +28,11 @@ _FEWEST = 10
 _AT_ONCE = 250
 
 
-def gathered(inputs: Any, device: torch.device) -> list[Any]:
-    """Return inputs on a device, as few trees as possible: one for each shape of examples."""
+def gathered(inputs: Any, targets: Any, device: torch.device) -> list[Any]:
+    """Return inputs on a device, as few trees as possible: one for each shape of examples.
+
+    Targets are not used, but there must be one for each example.
+    """
     if inputs is None:
         raise ValueError(
             "distil needs inputs, because the posterior does not keep its training data. Pass "
@@ -43,6 +46,11 @@ def gathered(inputs: Any, device: torch.device) -> list[Any]:
         batches = [inputs_of(inputs)]
     found = concatenated(to_device(batch, device) for batch in batches)
     count = sum(map(number_of, found))
+    if targets is not None and len(as_targets(targets)) != count:
+        raise ValueError(
+            f"There are {count} inputs but {len(targets)} targets. distil needs inputs only: "
+            "la.distil(x), and labelled data as validation=(x, y)."
+        )
     if count < _FEWEST:
         raise ValueError(f"distil needs at least {_FEWEST} inputs, not {count}.")
     return found

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
-from torch_lla_em.prediction import Conformal, Interval, Printed, Reference, of_examples, p_values
+from torch_lla_em.prediction import (
+    Conformal,
+    Interval,
+    Printed,
+    Reference,
+    infinite_if_nan,
+    of_examples,
+    p_values,
+)
 
 _OF_FUNCTIONS = {
     "covariance",
@@ -238,7 +246,7 @@ class StudentPrediction(Printed, Conformal):
         return entropy - epistemic, epistemic
 
     def _ood_scores(self) -> Tensor:
-        return self.log_scores.double().exp().nan_to_num(nan=torch.inf)
+        return infinite_if_nan(self.log_scores.double().exp())
 
     def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
         return p_values(reference.unusual, self._ood_scores(), self._room())

@@ -28,7 +28,7 @@ from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushforward import inputs_in
-from torch_lla_em.prediction.ranks import p_values, rounding
+from torch_lla_em.prediction.ranks import infinite_if_nan, p_values, rounding
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
@@ -66,6 +66,7 @@ __all__ = [
     "calibration_error",
     "compare",
     "covered",
+    "infinite_if_nan",
     "inputs_in",
     "likelihood_options",
     "of_examples",

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import Functions
-from torch_lla_em.prediction.ranks import NUMBERS, ROUNDING, crossed, mass_above, rounding
+from torch_lla_em.prediction.ranks import (
+    NUMBERS,
+    ROUNDING,
+    crossed,
+    infinite_if_nan,
+    mass_above,
+    rounding,
+)
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import report
 
@@ -267,10 +274,14 @@ class Conformal(Functions):
     def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
         judged = None if self.judge is None else self.judge()
         if judged is None or (by_labels and judged[0].errors is None):
+            of_several = self.members and self.weights is None
+            la, fit = (
+                ("ensemble", "") if of_several else ("la", " or la.fit(..., validation=loader),")
+            )
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this prediction has none. "
-                "Call la.calibrate(validation_loader), or la.fit(..., validation=loader), and "
-                "then la.predict(x) without mean= and num_samples=."
+                f"Call {la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean= and "
+                "num_samples=."
             )
         judged[0].agree(self.stated)
         return judged
@@ -278,7 +289,7 @@ class Conformal(Functions):
     def _ood_scores(self) -> Tensor:
         """Return scores of each input that are large out of distribution, (B, 1) or (B, 2)."""
         if self.nearest is not None:
-            return self.nearest()[:, None].double().nan_to_num(nan=torch.inf)
+            return infinite_if_nan(self.nearest()[:, None].double())
         likelihood, double = self.likelihood, self._double()
         epistemic = variance = centred(likelihood, double.deviations).square().mean(0)
         if likelihood.gives_probabilities:
@@ -287,7 +298,7 @@ class Conformal(Functions):
             aleatoric, epistemic = double._uncertainties()
             variance = epistemic = epistemic / aleatoric
         scores = (s.flatten(1).mean(1) if s.dim() > 1 else s for s in (epistemic, variance))
-        return torch.stack([s.double().nan_to_num(nan=torch.inf) for s in scores], 1)
+        return torch.stack([infinite_if_nan(s.double()) for s in scores], 1)
 
     def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
         room = self._room()

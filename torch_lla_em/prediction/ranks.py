@@ -23,6 +23,11 @@ def rounding(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
+def infinite_if_nan(scores: Tensor) -> Tensor:
+    """Return scores with infinity in place of NaN, so that such inputs are the most unusual."""
+    return scores.masked_fill(scores.isnan(), torch.inf)
+
+
 class Masses(NamedTuple):
     """The weights of reference examples, (n,), and of inputs, (B,) or (1,)."""
 
@@ -55,7 +60,7 @@ def p_values(
     above = torch.nn.functional.pad(weights[order].flip(0).cumsum(0).flip(0), (0, 0, 0, 1)).T
 
     def least(values: Tensor) -> Tensor:
-        return values - room * (values + unit).nan_to_num(posinf=0.0)
+        return values - room * (values + unit).nan_to_num(posinf=0.0, neginf=0.0)
 
     def mass_of(values: Tensor) -> Tensor:
         return above.gather(1, torch.searchsorted(in_order, least(values).T.contiguous())).T

@@ -143,7 +143,8 @@ class Sweep:
                             self.say(rows_done if batch is None else 0)
                         continue
                     except (RuntimeError, MemoryError) as error:
-                        shortage = shortage_of(error)
+                        with explained(self.linear_model.network, piece.inputs):
+                            shortage = shortage_of(error)
                     rows = self._seen = None
                     release()  # what the failed attempt held is free only outside of the handler
                     self._halve(piece, min(step, self.limits.columns or step), shortage)

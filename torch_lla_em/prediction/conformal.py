@@ -2,8 +2,8 @@
 
 An input is described by J w_k, the posterior's samples of its outputs. Its distance to a training
 example is the posterior standard deviation of the difference of their outputs. Where outputs vary
-more than at any of these examples, the means of a prediction are extrapolated, and shrunk in
-proportion.
+more than they would at any of these examples without its label, the means of a prediction are
+extrapolated, and shrunk in proportion.
 
 Conformal p-values, prediction sets and intervals have guaranteed error rates: ``calibrate`` fits its
 numbers a second time, to one half of the validation set, and computes scores of the other half.
@@ -63,7 +63,7 @@ class TrainingExamples(NamedTuple):
     """J w_k, (n, K, ..., C)."""
 
     largest_variance: Tensor
-    """The largest variance of their centred outputs, ()."""
+    """The largest variance of their centred outputs, each without itself in the posterior, ()."""
 
     def distance(self, deviations: Tensor) -> Tensor:
         """Return the distance of inputs, given by J w_k (K, B, ..., C), to the nearest one, (B,)."""
@@ -81,9 +81,7 @@ class TrainingExamples(NamedTuple):
         """Return the distance of each of these examples to the nearest other one, (n,).
 
         They are those of the posterior without the example itself, so that they are comparable to the
-        distances of new inputs. With its leverage L_i, ``leverages`` (n, K, K), the covariance of the
-        samples' coefficients is I / K with, and (I - L_i)⁻¹ / K without the example. Among many others
-        the nearest few with the example are candidates.
+        distances of new inputs. Among many others the nearest few with the example are candidates.
         """
         known, K = self._features(), self.deviations.shape[1]
         count = min(len(known) - 1, _CANDIDATES)
@@ -91,11 +89,9 @@ class TrainingExamples(NamedTuple):
             return torch.full_like(known[:, 0], torch.inf)
         apart = torch.cdist(known, known).fill_diagonal_(torch.inf)
         nearest = apart.topk(count, largest=False).indices
-        shares, vectors = torch.linalg.eigh(leverages.double())
-        factors = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT
         least = [
             (factor @ (own - known[others]).view(count, K, -1)).flatten(1).norm(dim=1).min()
-            for own, others, factor in zip(known, nearest, factors)
+            for own, others, factor in zip(known, nearest, _without_itself(leverages))
         ]
         distances: Tensor = torch.stack(least) / K**0.5
         return distances
@@ -127,6 +123,23 @@ def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
     variance = centred(likelihood, deviations).square().mean(0)
     return variance[:, None].flatten(1).mean(1)
+
+
+def variances_without(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:
+    """Return this variance for training examples, each in the posterior without itself, (n,)."""
+    moved = _without_itself(leverages) @ deviations.flatten(2).double()
+    return output_variance(likelihood, moved.view_as(deviations).movedim(1, 0))
+
+
+def _without_itself(leverages: Tensor) -> Tensor:
+    """Return the factors that turn J w_k of an example into draws without it, (n, K, K).
+
+    With the leverage L_i of an example, (K, K), the covariance of the samples' coefficients is I / K with, and
+    (I - L_i)⁻¹ / K without it.
+    """
+    shares, vectors = torch.linalg.eigh(leverages.double())
+    factors: Tensor = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT
+    return factors
 
 
 class Interval(NamedTuple):

@@ -74,7 +74,9 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
     calibration = _result("calibration", "The result of the last ``calibrate``, if there is one.")
     num_data = _result("num_data", "The number of training examples with a label.")
     training_deviations = _result("result.examples", "J w_k of some training examples.")
-    largest_variance = _result("largest_variance", "The largest variance of their outputs.")
+    largest_variance = _result(
+        "largest_variance", "The largest variance of their outputs, each without its own label."
+    )
 
     def __init__(self, model: nn.Module, likelihood: Likelihood):
         super().__init__()

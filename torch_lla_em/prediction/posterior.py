@@ -16,7 +16,7 @@ from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
-from torch_lla_em.prediction.conformal import TrainingExamples, output_variance
+from torch_lla_em.prediction.conformal import TrainingExamples, variances_without
 from torch_lla_em.prediction.pushforward import Products, Pushforward, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import rounding
 from torch_lla_em.prediction.reference import Reference
@@ -84,7 +84,8 @@ class Posterior:
     """What the fit has learnt, with the components as fitted or as calibrated."""
 
     largest_variance: Tensor | None = None
-    """The largest variance of the centred outputs of the training examples that are kept, ()."""
+    """The largest variance of the centred outputs of the training examples that are kept, each without itself
+    in the posterior, ()."""
 
     training_distances: Tensor | None = None
     """The distance of each to the nearest other one, without itself in the posterior, (n,)."""
@@ -128,8 +129,8 @@ class Posterior:
         found = cls(setting, likelihood, result, room=setting.room(), **facts)
         if examples is None:
             return found
-        largest = output_variance(likelihood, examples.movedim(1, 0)).max()
-        found = replace(found, largest_variance=largest)
+        largest = variances_without(likelihood, examples, learnt.leverages).max()
+        found = replace(found, largest_variance=largest.to(examples))
         return replace(found, training_distances=found.training().distances(learnt.leverages))
 
     @property

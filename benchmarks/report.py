@@ -20,6 +20,7 @@ import durations
 import estimators
 import folds
 import language
+import linear_posterior
 import ood
 import scalings
 import seeds
@@ -444,6 +445,7 @@ TEXTS = {
     "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
     "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
     "seeds": ("docs/method.md", "seeds", seeds.summary),
+    "linear posterior": ("docs/curvature.md", "linear_posterior", linear_posterior.summary),
     "sizes": ("docs/which_method.md", "sizes", sizes.summary),
     "durations": ("docs/speed.md", "durations", durations.summary),
     "language": ("docs/other_libraries.md", "language", language.scores_table),

@@ -10,6 +10,7 @@ import estimators
 import folds
 import gpu
 import language
+import linear_posterior
 import ood
 import pytest
 import ranking
@@ -339,3 +340,13 @@ def test_fits_with_several_seeds_are_compared(tmp_path, capsys):
     (line,) = markdown.read(out)
     assert line["seeds"] == 3 and 0 < line["spread of log λ"] < 3 and 0 < line["1 / √(K γ)"] < 1
     assert line["spread / stated as fitted"] > 0 and "pima" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_q_is_compared_with_the_posterior_of_the_linear_model(tmp_path, capsys):
+    out = tmp_path / "linear_posterior.jsonl"
+    options = "--tables german --rows 60 --epochs 5 --factors 1".split()
+    linear_posterior.main([*options, "--out", str(out)])
+    (line,) = markdown.read(out)
+    assert line["HMC"] == pytest.approx(line["dense q"], rel=0.05) and line["accepted"] > 0.6
+    assert "german" in capsys.readouterr().out

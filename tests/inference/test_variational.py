@@ -462,7 +462,7 @@ def test_the_posterior_alone_predicts_counts():
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5}])
 def test_noisy_labels_leave_the_prediction_to_the_posterior(options):
-    generator, shares = torch.Generator().manual_seed(0), []
+    generator, shares, scales = torch.Generator().manual_seed(0), [], []
     x = torch.randn(200, 2, generator=generator, dtype=torch.float64)
     network = nn.Linear(2, 2, bias=False, dtype=torch.float64)
     for flipped in (0.0, 0.3):
@@ -471,7 +471,9 @@ def test_noisy_labels_leave_the_prediction_to_the_posterior(options):
             network.weight.copy_((2 - 4 * flipped) * torch.tensor([[-1.0, 0], [1, 0]]))
         la = LinearisedLaplace(network, "classification", num_samples=8, **options)
         shares.append(1 - la.fit(x, y.long(), progress_bar=False).mixture[0, 0].item())
+        scales.append(la.posterior_scale.item())
     assert shares[1] < 0.1 < shares[0]
+    assert scales == [1, 2]
 
 
 def test_networks_more_certain_than_their_features_are_trusted_less():

@@ -44,6 +44,9 @@ _POINTS, _SURE = 0.9, 0.15
 """Largest weight of functions without variance in predictions, and the share of the loss at which it is 1/e
 of that; chosen on ten tables (docs/benchmarks.md)."""
 
+_WARMEST = 2.0
+"""Largest factor of q's variance in predictions, where labels are noisy; chosen on the same tables."""
+
 
 _TURNS = 4
 """Largest number of turns of λ and of the mean over a complete span with some of the sites."""
@@ -200,23 +203,25 @@ def _average(likelihood: Likelihood, over: OverSpan, q: Q) -> Tensor:
     Where labels can be predicted surely, q is less certain than it should be, and its mean and the network
     correct it. Their weight decreases with the share of the loss of uniform predictions that q leaves,
     since they are overconfident of labels that are noisy, and with the share of the network's f that
-    the mean of q loses, since this is large if the network has overfitted. For targets other than
-    classes or labels, q alone is better.
+    the mean of q loses, since this is large if the network has overfitted. Of noisy labels q is overconfident
+    too, since its features and its mean were learnt from the same noise, and its variance is scaled up. For
+    targets other than classes or labels, q alone is better.
     """
     f, expected = over.f, over.expected
     curved = expected.product(q.curved.H, f.reshape(-1, 1)).view(f.shape)
     sums = torch.stack([(curved * q.outputs).sum(), (curved * f).sum()])
     of_mean, of_f = over.share.sum(sums)
     kept = of_mean / of_f.clamp_min(1e-30)
-    points = 0.0
+    points, scale = 0.0, 1.0
     if likelihood.gives_probabilities:
         left = q.loss / max(expected.loss(torch.zeros_like(f), None), 1e-30)
         points = _POINTS * kept.clamp(0, 1).item() * math.exp(-left / _SURE)
+        scale = min(_WARMEST, max(1.0, left / _SURE))
     if q.effective_dims.mean() < 4 / len(
         q.effective_dims
     ):  # collapsed to a prior that keeps nothing
         points = 2 / 3
-    parts = [[1 - points, 1, 0, 1], [points / 2, 1, 0, 0], [points / 2, 0, 1, 0]]
+    parts = [[1 - points, 1, 0, scale], [points / 2, 1, 0, 0], [points / 2, 0, 1, 0]]
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 

@@ -15,7 +15,7 @@ from torch_lla_em.prediction import calibrates, posterior
 POINTS = {
     "learn": (laplace, "learn"),
     "the end of the passes": (session.Session, "end"),
-    "the largest variance": (posterior, "output_variance"),
+    "the largest variance": (posterior, "variances_without"),
     "the hash of the network": (laplace, "NetworkState"),
     "the checkpoint": (session.Session, "keep"),
     "the calibration": (laplace, "calibrated_on"),

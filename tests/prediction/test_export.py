@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
+from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.prediction.export import record, simplified
 
 pytestmark = [
@@ -226,8 +227,9 @@ def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path)
         la.export(x[:7], path, level=0.8)
         found = [*torch.export.load(path).module()(other).values()]
     prediction = la.predict(other)
-    few = la.export(x[:7], num_samples=3, level=0.8).module()(other)
-    assert_close(next(iter(few.values())), la.predict(other, num_samples=3).expectation)
+    if suffix == "pt2":
+        few = la.export(x[:7], num_samples=3, level=0.8).module()(other)
+        assert_close(next(iter(few.values())), la.predict(other, num_samples=3).expectation)
     if likelihood == "classification":
         assert_close(found[0], prediction.probs)
         assert torch.equal(found[1], prediction.prediction_set(0.8))
@@ -249,7 +251,13 @@ def test_conformal_sets_and_intervals_are_exported(likelihood, suffix, tmp_path)
         ],
     ),
 )
-def test_p_values_are_exported(likelihood, curvature, suffix, tmp_path):
+def test_p_values_are_exported(likelihood, curvature, suffix, tmp_path, monkeypatch):
+    tried, steady = [], LinearModel.steady
+
+    def note(model, x, by_factors):
+        tried.append(by_factors)
+        return steady(model, x, by_factors)
+
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(80, 5)
     y = torch.arange(80) % 3 if likelihood == "classification" else torch.randn(80, 3)
@@ -259,6 +267,7 @@ def test_p_values_are_exported(likelihood, curvature, suffix, tmp_path):
             la.export(x[:7], p_value=True)
     la.calibrate(x[20:], y[20:])
     path, other = tmp_path / f"posterior.{suffix}", 2 * torch.randn(31, 5)
+    monkeypatch.setattr(LinearModel, "steady", note)
     if suffix == "onnx":
         found = of_onnx(la, x[:7], path, p_value=True)(other)[-1]
     else:
@@ -267,6 +276,8 @@ def test_p_values_are_exported(likelihood, curvature, suffix, tmp_path):
     due = la.predict(other).p_value
     assert len(due.unique()) > 5
     assert_close(found, due, rtol=0, atol=0)
+    # also where torch folds a product of matrices into rows from 8 examples on
+    assert tried == [suffix != "onnx"]
 
 
 def test_networks_that_loop_over_examples_keep_their_batch_size(caplog):
@@ -364,8 +375,8 @@ def test_values_of_the_example_are_refused(kind, rows):
         la.export((x[:rows], tokens[:rows]))
 
 
-def test_inputs_of_several_kinds_are_exported():
+def test_inputs_of_several_kinds_are_exported_with_some_of_the_samples():
     la, x, tokens = fitted_constant(lambda x, tokens: x.amax() + (tokens > 1).sum())
-    program = la.export((x[:5], tokens[:5])).module()
+    program = la.export((x[:5], tokens[:5]), num_samples=3).module()
     other = x[5:10], tokens[5:10]
-    assert_same(program(other), la(other))
+    assert_same(program(other), la.predict(other, num_samples=3).probs)

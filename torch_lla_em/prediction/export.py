@@ -216,13 +216,15 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
     """Return the operations of a function for any batch size, or raise ``ValueError``."""
     size = max(batch_size(x), 2)  # operations treat an axis of size 1 differently
     at, next_at = (record(function, resized(x, n)) for n in (size, size + 1))
+    if _operations(at) != _operations(next_at):  # from some size on torch may choose others
+        size, at, next_at = size + 1, next_at, record(function, resized(x, size + 2))
     inputs = [node for node in at.graph.nodes if node.op == "placeholder"]
     batched = [_is_batched(leaf) for leaf in pytree.tree_leaves(x)]
     with at.graph.inserting_after(inputs[-1]):
         count = at.graph.call_function(aten.sym_size.int, (inputs[batched.index(True)], 0))
     nodes = [node for node in at.graph.nodes if node is not count]
     others = list(next_at.graph.nodes)
-    if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in others]:
+    if _operations(at, without=count) != _operations(next_at):
         raise ValueError("the network runs other operations with one more example")
     for node, other in zip(nodes, others):
         constants = [
@@ -238,6 +240,11 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
     at.graph.eliminate_dead_code()
     at.recompile()
     return at
+
+
+def _operations(graph: GraphModule, without: Node | None = None) -> list[tuple[str, Any]]:
+    """Return the operations of a graph in order."""
+    return [(node.op, node.target) for node in graph.graph.nodes if node is not without]
 
 
 def simplified(graph: GraphModule) -> GraphModule:

@@ -127,6 +127,7 @@ def test_every_output_has_its_own_mean_also_when_loaded(kind, tmp_path):
     if kind == "a noise per output":  # random probes are drawn again when σ changes
         sigma = torch.tensor([0.1, 0.2]).double()
         options |= {"likelihood": "regression", "sigma_noise": sigma, "tolerance": 1e-4}
+        options |= {"em_steps": 4}
     known = shifted(0.0, **options)
     found = shifted([-1e3, 20.0], save=tmp_path / "la.pt", **options)
     for value, expected in zip(found, known):

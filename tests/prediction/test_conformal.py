@@ -342,7 +342,7 @@ def test_results_of_an_input_do_not_depend_on_its_batch(curvature, seed, tmp_pat
     )
     ensemble = LaplaceEnsemble([la, of_discrete(seed + 50, curvature=curvature)])
     alone_and_together(ensemble.calibrate(*discrete(80, seed + 200)))
-    if not seed:
+    if not seed and curvature is None:  # sets are made in the same way for both
         x, _ = discrete(9, 3)
         sets = la.export(x, level=0.8).module()(x)["prediction_set"]
         one = torch.cat([la.predict(row[None]).prediction_set(0.8) for row in x])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from daily import daily
 from models import trained
 from tiny import LOG_PROBS, draw, likelihood_of, tiny
 from torch import nn
@@ -207,13 +208,10 @@ def regression(width, num_data, steps, noise=0.3):
 
 @pytest.mark.parametrize(
     "width, num_data, steps, overfitted",
-    [
-        (10, 400, 300, 0),
-        (5, 150, 300, 0),
-        (20, 600, 400, 0),
-        (100, 60, 2000, 1),
-        (200, 100, 1500, 1),
-    ],
+    daily(
+        *((10, 400, 300, 0), (100, 60, 2000, 1)),
+        rest=[(5, 150, 300, 0), (20, 600, 400, 0), (200, 100, 1500, 1)],
+    ),
 )
 def test_an_overfitted_regression_says_so_and_what_helps(width, num_data, steps, overfitted):
     shown = repr(regression(width, num_data, steps))

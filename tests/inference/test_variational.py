@@ -18,7 +18,7 @@ from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.expectations import DrawnH, ExpectedH, root_of
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import State
-from torch_lla_em.inference.rounds import SMALL, Pace, improve
+from torch_lla_em.inference.rounds import Pace, improve
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.likelihoods import Classification
@@ -128,7 +128,7 @@ def test_it_is_the_dense_variational_posterior(name, kind):
     dense = Dense(problem, noise.prior.scale)
     best, _ = dense.best(torch.tensor(3.0).double())
     ours = dense.bound(mean, covariance, torch.tensor(3.0).double()).item()
-    assert best - 2 * SMALL < ours <= best + 1e-6
+    assert best - 2 * 0.05 < ours <= best + 1e-6
     # with the noise as a basis the samples are exact at their own curvature
     J = dense.J
     H = q.curved.H.diag_embed() if problem.likelihood.elementwise else q.curved.H
@@ -148,7 +148,7 @@ def test_lambda_is_where_the_bound_is_largest(name):
     dense = Dense(problem, noise.prior.scale)
     best, _ = dense.best()
     ours = dense.bound(mean, covariance, torch.tensor(q.precision).double()).item()
-    assert best - 2 * SMALL < ours <= best + 1e-6
+    assert best - 2 * 0.05 < ours <= best + 1e-6
 
 
 def three_classes(count=300, steps=15):
@@ -180,10 +180,10 @@ def test_steps_of_h_wait_for_a_larger_span_once_lambda_hardly_moves(monkeypatch)
 
     monkeypatch.setattr(Controller, "ascend", noted)
     torch.manual_seed(0)
-    model, x = nn.Linear(40, 20), torch.randn(300, 40)
-    y = (4 * x @ torch.randn(40, 20) / 40**0.5 + torch.randn(300, 20)).argmax(1)
-    nn.init.normal_(model.weight, std=0.5)
-    la = LinearisedLaplace(model, "classification", num_samples=8)
+    model, x = nn.Linear(40, 20), torch.randn(1000, 40)
+    y = (4 * x @ torch.randn(40, 20) / 40**0.5 + torch.randn(1000, 20)).argmax(1)
+    nn.init.normal_(model.weight, std=0.2)
+    la = LinearisedLaplace(model, "classification", num_samples=4)
     la.fit(x, y, progress_bar=False)
     waits, last, near = 0, 0, False
     for (size, climbed, moved_little), found in zip(sizes, known):
@@ -200,14 +200,13 @@ def test_steps_of_h_wait_for_a_larger_span_once_lambda_hardly_moves(monkeypatch)
 def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
     model, x, y = three_classes()
     found = []
-    for start in (None, 1e-6, 1e6):
+    for start in (None, 1e-4, 1e4):
         la = LinearisedLaplace(model, "classification")
         la.fit(x, y, prior_precision=start, progress_bar=False)
         assert not la.messages[1:]
         found.append(la.prior_precision)
     logs = torch.stack(found).log()
-    # the Monte Carlo error of log λ
-    assert logs.max() - logs.min() < (32 * la.effective_dim).rsqrt()
+    assert logs.max() - logs.min() < 0.03
 
 
 def test_a_given_precision_has_the_curvature_of_its_own_posterior():
@@ -418,7 +417,7 @@ def test_a_fit_is_as_exact_as_was_asked(name):
     assert error <= 1e-2 and la(case.x).isfinite().all()
 
 
-def test_its_evidence_is_known_to_its_standard_error():
+def test_the_evidence_over_a_complete_span_has_no_error_of_samples():
     problem, noise, steps = with_basis("classification", draws=64)
     exact = settled(steps, begun(steps, 3.0), math.inf)
     found = []
@@ -428,10 +427,9 @@ def test_its_evidence_is_known_to_its_standard_error():
         found.append(posterior_at(problem, few, start, 1e-3, moves=True).log_evidence)
     values = torch.stack([one.value for one in found])
     error = values.std().item() / len(values) ** 0.5
-    # 32 samples know a variance to a quarter, which bends the curvature a little
-    assert abs(values.mean().item() - exact.bound) < 5 * error + 2 * SMALL
-    reported = torch.stack([one.standard_error for one in found]).mean().item()
-    assert 0.5 < reported / values.std().item() < 2
+    assert abs(values.mean().item() - exact.bound) < 5 * error + 2 * 0.05
+    # the covariance itself gives γ and the log det: what is left is that of the draws of H
+    assert values.std() < 0.1 and all(one.standard_error == 0 for one in found)
 
 
 def test_curvature_comes_to_rest_at_a_given_precision_too():

@@ -10,17 +10,10 @@ from torch import Tensor
 from torch_lla_em.inference.expectations import FixedH
 from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Problem, Sites
-from torch_lla_em.solvers import BFGS, require_finite
+from torch_lla_em.solvers import BFGS
 
-_PASSES, _PATIENCE = 200, 12
-"""Largest number of passes with one column for a mean, and the number in a row that may lower the objective by
-less than a rounding error."""
-
-_SHORTEST, _LONGEST = 0.05, 0.5
-"""Factors by which a step is shortened if it does not lower the objective."""
-
-_ROUNDINGS = 100
-"""A step that shortens the gradient may increase the objective by this multiple of its rounding error."""
+_PASSES = 200
+"""Largest number of passes with one column for a mean."""
 
 
 class AllSites:
@@ -39,7 +32,7 @@ class AllSites:
         self._inverse: BFGS | None = None
         """The inverse Hessian of the last minimum."""
 
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._changes: list[tuple[Tensor, Tensor]] = []
         """Steps over the present span, and what they changed of the gradient of the loss."""
 
     def loss(self, mean: Tensor, outputs: Tensor) -> float:
@@ -65,32 +58,19 @@ class AllSites:
         of the kept sites. The search is over once ``ends`` returns True for the squared error of the minimum in
         this metric, relative to the squared norm of the mean under the prior, or when passes no longer pay.
         """
-        value, slope = self._objective(mean, precision, draws)
-        self._inverse = inverse = BFGS(lambda g: solve(g, precision))
-        self._pairs = [pair for pair in self._pairs if len(pair[0]) == len(mean)]
-        for step, change in self._pairs:
-            inverse.learn(step, change + precision * step)
-        length, idle = 1.0, 0
-        for _ in range(_PASSES):
-            require_finite(abs(value) + slope.norm().item())
-            step = -inverse.times(slope)
-            fall, size = -(slope @ step).item(), max(1.0, precision * (mean @ mean).item())
-            if ends(fall / size) or idle == _PATIENCE:
-                break
-            step *= length
-            there, slope_there = self._objective(mean + step, precision, draws)
-            rounding = torch.finfo(self._problem.dtype).eps * abs(value)
-            idle = 0 if there < value - rounding else idle + 1
-            closer = slope_there @ inverse.times(slope_there) < fall
-            if there < value or (closer and there <= value + _ROUNDINGS * rounding):
-                change = slope_there - slope
-                self._pairs.append((step, change - precision * step))
-                inverse.learn(step, change)
-                mean, value, slope, length = mean + step, there, slope_there, 1.0
-            else:  # to where the gradient along the step vanishes, if it is linear
-                down, rise = length * fall, max((slope_there @ step).item(), 2 * (there - value))
-                share = down / max(down + rise, 1e-300)
-                length *= min(_LONGEST, max(_SHORTEST, share if share == share else 0.0))
+        inverse = self._inverse = BFGS(lambda g: solve(g, precision))
+        for step, change in self._changes:
+            if len(step) == len(mean):
+                inverse.learn(step, change + precision * step)
+
+        def is_found(point: Tensor, slope: Tensor, square: float) -> bool:
+            return ends(square / max(1.0, precision * (point @ point).item()))
+
+        def objective(point: Tensor) -> tuple[float, Tensor]:
+            return self._objective(point, precision, draws)
+
+        mean = inverse.minimum(objective, mean, is_found, _PASSES, self._problem.dtype)
+        self._changes = [(step, change - precision * step) for step, change in inverse.pairs]
         return mean
 
     def square(self, residual: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.q import Q
-from torch_lla_em.inference.records import Ascent, Extent, Hyper, State, Statistics
-from torch_lla_em.inference.rounds import Pace, improve, stepped, summit
+from torch_lla_em.inference.records import Ascent, Extent, Hyper, State, Statistics, Way
+from torch_lla_em.inference.rounds import OF_H, Pace, course, improve, stepped
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS, report
 
@@ -66,8 +66,7 @@ _ERRORS = {True: (0.3, 0.1), False: (0.1, 0.03)}
 """Errors of samples and mean below which λ can have converged, for a moving and a fixed H."""
 
 _GAIN = 0.3
-"""Gain of the bound in nats that is worth another pass; its Monte Carlo error is larger. Vowels take 215
-columns instead of 280, at the same likelihood of test examples."""
+"""Gain of the bound in nats that is worth another pass; its Monte Carlo error is larger."""
 
 _LARGE = 1.0
 """Error of the samples above which a step with a fixed H does not count: its span is too small."""
@@ -78,16 +77,15 @@ _PATIENCE = 8
 _STEPS = {False: 20, True: 400}
 """Largest number of steps of λ and σ at a fixed H, over a span and over a complete one."""
 
-_NEWTON, _LAST_NEWTON_STEPS = 2, 50
-"""Newton steps of the mean in every step of an averaged H, and after the last."""
-
 _AT_REST = 1e-3
-"""Change of log λ, log σ and (relative) H in a step at which the steps end."""
+"""Change of log λ and log σ at a fixed H, or of the bound in nats if H moves, at which the steps end."""
 
-EACH, _REST = 3, 80
-"""Steps of an averaged H after every extension, and the largest number over a complete span. With three,
-log λ varies over seeds by .04 on digits; with two rounds that had to raise the same bound it varied by .37.
-Fits of tables take 1.45 times as long."""
+EACH, _BLOCKS, _LEFT = 3, {True: 40, False: 10}, 0.003
+"""Steps of λ and a moving H after every extension; over a complete span the largest number of such blocks, if λ
+moves and if it is fixed, and the rest of the way of log λ at which they end."""
+
+_NOISE = 0.005
+"""Nats that the bound over such a span may change in a block if samples stand for the covariance."""
 
 _NEAR, _GROWTH = 0.1, 1.25
 """Change of log λ in the last steps below which the next ones wait until the span has grown by this factor, or
@@ -97,10 +95,9 @@ A last layer of 64 features, 50 classes and 2,000 examples takes 22.5 s instead 
 _LOSS = 2.0
 """Nats by which these steps may lower the bound; otherwise a round that raises it is taken instead."""
 
-_WINDOW, _ONWARD, _STRIDE = 24, 0.2, 2.0
-"""Steps in which λ must stay within its Monte Carlo error to be at rest, what a step without a change of
-direction counts, and the first step of log λ, relative to MacKay's. Over a complete span they end after 2 to
-4 CPU seconds for 357 parameters, where full steps of H took 13 and did not end."""
+_LONGER = 1.3
+"""How much longer a step of log λ is than one before it in the same direction. The first is MacKay's. If it is twice
+as long, λ swings from one step to the next where a network has overfitted, since H follows it with a delay."""
 
 _NEAR_ROUNDING = 10
 """Multiple of the rounding error of the residuals below which a warning is given."""
@@ -220,19 +217,16 @@ class Controller:
             least = math.inf
         if self._waits(state, extent):
             return Ascent(q, over.hyper(q), 0.0, climbed=False)
-        cut = False
         if not self.moves:
             after, at_rest = self._settle(over, q, least, _STEPS[complete])
-        elif complete:
-            q_there = summit(over, q, least, self.is_late)
-            after, at_rest = self._average(over, q_there, least, _REST)
-            cut = not at_rest and self.is_late()
-        else:
-            early = state.statistics is not None and not self._is_accurate(state.statistics)
-            after, at_rest = self._average(over, q, least, EACH, early)
-            if not after.bound > q.bound - _LOSS:  # as on the way to a collapse of λ
-                after, _ = improve(over, q, least, Pace())
-        return Ascent(after, over.hyper(q), after.bound - q.bound, at_rest=at_rest, cut=cut)
+            return Ascent(after, over.hyper(q), after.bound - q.bound, at_rest=at_rest)
+        if complete:
+            return self._at_end(over, q, state, least)
+        early = state.statistics is not None and not self._is_accurate(state.statistics)
+        after = self._steps(over, q, state.way, least, early)
+        if not after.bound > q.bound - _LOSS:  # as on the way to a collapse of λ
+            after, _ = improve(over, q, least, Pace())
+        return Ascent(after, over.hyper(q), after.bound - q.bound)
 
     def judge(self, state: State, ascent: Ascent, extent: Extent, found: Statistics) -> State:
         """Return the state after an extension of the span: whether λ has converged, and the fit ends."""
@@ -245,6 +239,10 @@ class Controller:
                 self.moves and not falls and abs(ascent.gain) < _GAIN
             )
             still = still and self._is_accurate(found)
+            way = None
+            if self.moves:
+                way = course(ascent.q, ascent.old[0].item(), state.way)
+                still = still and (way.worth < _GAIN or not self.options.em_steps)
             at_rest = extent.complete and ascent.at_rest
             small = not (self.moves or extent.complete) and found.sample_error > _LARGE
             state = state._replace(
@@ -252,6 +250,7 @@ class Controller:
                 sigma=found.sigma,
                 number=state.number + (not small or not self.options.em_steps),
                 before=ascent.old[0],
+                way=way,
                 converged=still or at_rest or state.converged,
                 best=math.inf,
                 stalled=0,
@@ -298,42 +297,49 @@ class Controller:
             return False
         return state.moved < _NEAR and extent.size < _GROWTH * state.size
 
-    def _average(
-        self, over: OverSpan, q: Q, least: float, steps: int, early: bool = False
-    ) -> tuple[Q, bool]:
-        """Return q after steps to the fixed point of λ and a moving H, and whether λ has come to rest there.
+    def _at_end(self, over: OverSpan, q: Q, state: State, least: float) -> Ascent:
+        """Return q after steps over a complete span, until λ and H are at rest or the time is over."""
+        after, way, rests, near = q, state.way, False, False
+        for _ in range(_BLOCKS[least < math.inf]):
+            old, bound = after.precision, after.bound
+            after = self._steps(over, after, way, least)
+            way = course(after, old, way, complete=True)
+            left = abs(math.log(way.ahead / after.precision)) if least < math.inf else 0.0
+            allowed, gained = _LEFT, _AT_REST
+            if not over.is_exact:
+                K = len(after.effective_dims)
+                allowed, gained = self.allowed(after.effective_dims.mean(), K).item(), _NOISE
+            gained += _NEAR_ROUNDING * torch.finfo(self.problem.dtype).eps * abs(bound)
+            found = left < allowed or way.worth < _LEFT * _AT_REST  # λ grows if γ is 0
+            still = found and abs(after.bound - bound) < gained
+            rests, near = near and still, still
+            if rests or self.is_late():
+                break
+        gain, cut = after.bound - q.bound, not rests and self.is_late()
+        return Ascent(after, over.hyper(q), gain, at_rest=rests, cut=cut)
 
-        Samples and draws make E[H] a rough function of H, which full steps of H follow forever: they
-        change H by about 1 % in every step. Steps of length 3 / (n + 6) find its average instead
-        (Robbins and Monro), where n grows faster when the direction changes (Kesten). Steps of log λ
-        grow in one direction and shrink when it changes. They end when λ stays within its Monte Carlo
-        error, or, if they may end ``early``, after the first step within it.
+    def _steps(self, over: OverSpan, q: Q, way: Way | None, least: float, early: bool = False) -> Q:
+        """Return q after a few steps of λ and a moving H, of which the first takes λ ahead.
+
+        Steps of log λ grow in one direction and shrink when it changes. If they may end ``early``, they do
+        after one within the Monte Carlo error of λ.
         """
-        K, turns, stride, last = len(q.effective_dims), 0.0, _STRIDE, 0.0
-        allowed, path, total = math.inf, [math.log(q.precision)], over.share.sum
-        before: Tensor | None = None
-        for _ in range(steps):
-            H, new = q.curved.H, stepped(over, q, least, stride)
-            change = over.expected.curvature(q.outputs, q.deviations).sub_(H)
-            if least < math.inf:
-                allowed = self.allowed(q.effective_dims.mean(), K).item()
-            path.append(math.log(new))
-            step = path[-1] - path[-2]
-            stride = min(1.3 * stride, 4 * _STRIDE) if step * last >= 0 else max(stride / 2, 0.5)
+        if way is not None and least < math.inf:
+            q = over.at(q.curved, max(way.ahead, least), 1.0, q.mean)
+        stride, last, share = 1.0, 0.0, OF_H if way is None else way.share
+        for _ in range(EACH):
+            new = stepped(over, q, least, stride)
+            H = q.curved.H.lerp(over.expected.curvature(q.outputs, q.deviations), share)
+            step = math.log(new / q.precision)
+            stride = _LONGER * stride if step * last >= 0 else max(stride / 2, 0.5)
             last = step
-            turns += _ONWARD if before is None or total((change * before).sum()) > 0 else 1
-            squares = torch.stack([part.norm().double().square() for part in (change, H)])
-            moved, size = total(squares).sqrt()
-            before, of_H = change, (moved / size.clamp_min(1e-300)).item()
-            H = H.add(change, alpha=3 / (turns + 5))
-            q = over.at(over.curved(H), new, 1.0, q.mean, _NEWTON)
-            recent = path[-_WINDOW:]
-            found = len(recent) == _WINDOW and max(recent) - min(recent) < allowed
-            if found or ((of_H < _AT_REST or early) and abs(step) < allowed):
+            q = over.at(over.curved(H), new, 1.0, q.mean)
+            allowed = self.allowed(q.effective_dims.mean(), len(q.effective_dims)).item()
+            if early and abs(step) < allowed:
                 break
             if self.is_late():
-                return q, False
-        return over.at(q.curved, q.precision, 1.0, q.mean, _LAST_NEWTON_STEPS), abs(last) < allowed
+                return q
+        return over.at(q.curved, q.precision, 1.0, q.mean, exact=True)
 
     # the end
 

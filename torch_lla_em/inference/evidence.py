@@ -51,6 +51,12 @@ class Spectrum(NamedTuple):
         ratio = torch.where(self.eigenvalues > 0, log1p / self.eigenvalues, 1 / precision)
         return 0.5 * ((self.xi.square() * log1p).sum(1) + (self.eta.square() * ratio).sum(1))
 
+    def exact(self, precision: float) -> tuple[Tensor, Tensor]:
+        """Return γ and the log det themselves, the same for every sample, (K,)."""
+        theta, like = self.eigenvalues, self.xi[:, 0]
+        gamma, log_det = (theta / (theta + precision)).sum(), (theta / precision).log1p().sum()
+        return gamma.expand_as(like), log_det.expand_as(like)
+
     def solutions(self, precision: float) -> Tensor:
         """Return (G + λ)⁻¹(√λ ξ + η) in the eigenvectors, (K, r)."""
         return (sqrt(precision) * self.xi + self.eta) / (self.eigenvalues + precision)

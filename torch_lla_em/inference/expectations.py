@@ -26,8 +26,8 @@ _NUMBERS = 1 << 22
 _ENTRIES = 1 << 20
 _JITTER = 1e-9
 
-DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = 16, 4, 16_000
-"""Largest and smallest number of draws per example, and the number for all examples together."""
+DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = {False: 128, True: 16}, 4, 16_000
+"""Largest number of draws per example, and that for many classes, the smallest number, and that for all examples."""
 
 # row sums of blocks relative to their diagonals, up to which they are rounding errors of zeros
 _ALIKE = 1e-3
@@ -46,11 +46,6 @@ class FixedH:
         self._share = share
         self.shape = like.shape
         """(N, ..., C)."""
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether steps to the mode take H at other outputs than those of G."""
-        return not self._loss.likelihood.is_quadratic
 
     def first(self, f: Tensor) -> Tensor:
         """Return the first H, for the outputs f at which a fixed one is evaluated."""
@@ -114,7 +109,6 @@ class ExpectedH(FixedH):
     """
 
     moves = True
-    refreshes = False
 
     def __init__(self, loss: Loss, like: Tensor, share: Share, seed: int, num: int):
         super().__init__(loss, like, share)
@@ -152,9 +146,8 @@ class ExpectedH(FixedH):
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         if self._elementwise:
             return H.clamp_min(0).sqrt() * noise
-        found, step = torch.empty_like(noise), max(1, _ENTRIES // H.shape[1:].numel())
-        for start in range(0, len(H), step):
-            rows = slice(start, start + step)
+        found = torch.empty_like(noise)
+        for rows in _in_memory(H):
             u = noise[:, rows].movedim(0, -2) @ root_of(H[rows]).mT
             found[:, rows] = u.movedim(-2, 0)
         return found
@@ -211,16 +204,30 @@ class DrawnH(ExpectedH):
         return found
 
 
-def draws_for(sites: float) -> int:
-    """Return the number of draws for each of so many sites."""
-    return min(DRAWS, max(FEWEST_DRAWS, math.ceil(DRAWS_IN_ALL / max(sites, 1))))
+def draws_for(sites: float, many: bool = False) -> int:
+    """Return the number of draws for each of so many sites, of many classes or not."""
+    return min(DRAWS[many], max(FEWEST_DRAWS, math.ceil(DRAWS_IN_ALL / max(sites, 1))))
 
 
 def entries_of(likelihood: Likelihood, classes: int, sites: float) -> float:
     """Return the entries of a moving H for each output, with so many classes and sites."""
     if likelihood.elementwise:
         return 1.0
-    return draws_for(sites) + 1.0 if likelihood.keeps_functions(classes) else float(classes)
+    many = likelihood.keeps_functions(classes)
+    return draws_for(sites, many) + 1.0 if many else float(classes)
+
+
+def replace_by_roots(blocks: Tensor) -> None:
+    """Replace blocks (N, ..., C, C) by R with R Rᵀ = blocks, as ``root_of`` does."""
+    for rows in _in_memory(blocks):
+        blocks[rows] = root_of(blocks[rows])
+
+
+def _in_memory(blocks: Tensor) -> Iterator[slice]:
+    """Yield slices of examples whose blocks are in memory in float64 at once."""
+    step = max(1, _ENTRIES // blocks.shape[1:].numel())
+    for start in range(0, len(blocks), step):
+        yield slice(start, start + step)
 
 
 def root_of(blocks: Tensor) -> Tensor:

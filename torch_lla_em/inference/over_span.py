@@ -7,7 +7,7 @@ q = N(m, (G + Λ)⁻¹), with H fixed or in expectation under q, and its bound o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,25 +15,26 @@ from torch import Tensor
 
 from torch_lla_em.inference.all_sites import AllSites
 from torch_lla_em.inference.evidence import gaussian_constant
-from torch_lla_em.inference.expectations import DrawnH, ExpectedH, FixedH, draws_for
+from torch_lla_em.inference.expectations import (
+    DrawnH,
+    ExpectedH,
+    FixedH,
+    draws_for,
+    replace_by_roots,
+)
 from torch_lla_em.inference.q import Curvature, Q
 from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import DivergenceError, require_finite
+from torch_lla_em.solvers import BFGS, DivergenceError
 
-_NEWTON = 20
-"""Largest number of Newton steps for the mode at one λ, if H is fixed."""
+_EVALUATIONS = {True: 50, False: 200}
+"""Largest number of evaluations of the loss for a mean, if H moves and if it is fixed."""
 
-_SLOW = 0.25
-"""Share of the gradient left by a step above which H is evaluated again."""
-
-_SHORTEST = 1e-3
-"""The shortest step of Newton's method, relative to the full step."""
-
-_ROUNDINGS = 10
-"""A Newton step may increase the loss by this multiple of its rounding error."""
+_ENOUGH, _KEPT = {False: 0.02, True: 0.002}, 10
+"""Error of the mean with which λ and H can move on, relative to its norm, over spans that are complete or not, and number of steps from which the
+next search for a mean learns. With two Newton steps the mean was so far from its place that λ ended by chance."""
 
 _COLUMNS = 64
 """Columns of G that are computed at once."""
@@ -64,8 +65,11 @@ class OverSpan:
         if moves:
             sites = self.share.total * self.f.shape[1:-1].numel()
             many = loss.likelihood.keeps_functions(self.f.shape[-1])
-            kind, number = DrawnH if many else ExpectedH, draws_for(sites)
+            kind, number = DrawnH if many else ExpectedH, draws_for(sites, many)
             self.expected = kind(loss, self.f, self.share, noise.seed, number)
+        self._changes: list[tuple[Tensor, Tensor]] = []
+        """The last steps of the mean over a span, and what they changed of the gradient of the loss."""
+
         self.all_sites: AllSites | None = None
         """What finds the mean if J V is kept at some sites only."""
 
@@ -81,6 +85,11 @@ class OverSpan:
     def moves(self) -> bool:
         """Whether H follows the posterior."""
         return self.expected.moves
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether E[H], γ and the log det follow from the covariance itself and not from samples."""
+        return self.moves and self.span.is_complete and not isinstance(self.expected, DrawnH)
 
     def first(self, precision: float, at: Tensor | None = None) -> Q:
         """Return q at this λ, with H at given outputs (default: the network's).
@@ -104,22 +113,24 @@ class OverSpan:
         return self.at(curved, precision, 1.0, mean)
 
     def at(
-        self, curved: Curvature, precision: float, noise: float, mean: Tensor, steps: int = 1
+        self, curved: Curvature, precision: float, noise: float, mean: Tensor, exact: bool = False
     ) -> Q:
-        """Return q at λ, σ and H. Its mean is found from ``mean``, in at most ``steps`` if H moves."""
+        """Return q at λ, σ and H. Its mean is found from ``mean``, to the tolerance if H is fixed or ``exact``."""
         self._problem.sweep.say()
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
-        gamma = spectrum.effective_dims(precision)
-        draws, h = self._draws(samples, mean)
-        curved, mean, h, loss = self._mean(curved, precision * noise**2, (mean, h), draws, steps)
-        loss /= noise**2
+        gamma, log_dets = spectrum.effective_dims(precision), spectrum.log_dets(precision)
+        if self.is_exact:
+            gamma, log_dets = spectrum.exact(precision)
+        draws = self._draws(curved, samples, precision)
+        mean, h = self._mean(curved, precision * noise**2, mean, draws, exact)
+        loss = (self.expected.loss(h, draws) + self._of_others(mean, h)) / noise**2
         if self._sigma is not None:
             loss += gaussian_constant(self._problem, noise * self._sigma)
         norm = precision * mean.square().sum()
-        log_dets = spectrum.log_dets(precision)
         if self.moves:
             norm = norm - gamma
+        if self.moves and not self.is_exact:
             # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
             of_xi = (spectrum.xi.square() * (spectrum.eigenvalues / precision).log1p()).sum(1)
             log_dets = log_dets.mean() + of_xi - of_xi.mean()
@@ -136,26 +147,20 @@ class OverSpan:
             return Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
         G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
         eta = torch.cat([known.eta, eta], dim=1)
-        grown = Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
-        near = known.at_mode
-        return grown if near is None else grown._replace(at_mode=self.curved(near.H, near))
+        return Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
 
-    def widened(self, q: Q, steps: int = 1) -> Q:
+    def widened(self, q: Q, exact: bool = False) -> Q:
         """Return q over the extended span, at the same λ, σ and H."""
         mean = torch.nn.functional.pad(q.mean, (0, self.span.size - len(q.mean)))
-        return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, steps)
+        return self.at(self.curved(q.curved.H, q.curved), q.precision, q.noise, mean, exact)
 
     def filled(self, q: Q, rows: list[Tensor]) -> Q:
         """Return q with its rows for examples, after ``Q.parted``."""
-        outputs, H, *near = rows
-
-        def with_rows(curved: Curvature, H: Tensor) -> Curvature:
-            return curved._replace(H=H, S_noise=self.expected.root(H, self.epsilon))
-
-        curved, deviations = with_rows(q.curved, H), self._draws(q.samples, q.mean)[0]
-        if curved.at_mode is not None:
-            curved = curved._replace(at_mode=with_rows(curved.at_mode, near[0]))
-        return q._replace(curved=curved, outputs=outputs, deviations=deviations)
+        outputs, H = rows
+        curved = q.curved._replace(H=H, S_noise=self.expected.root(H, self.epsilon))
+        return q._replace(
+            curved=curved, outputs=outputs, deviations=self._draws(curved, q.samples, q.precision)
+        )
 
     def restarted(self, q: Q) -> Q:
         """Return q over the span of its mean, its samples, ξ and a fixed H's η only."""
@@ -256,43 +261,42 @@ class OverSpan:
         return q
 
     def _mean(
-        self,
-        curved: Curvature,
-        precision: float,
-        start: tuple[Tensor, Tensor],
-        draws: Tensor | None,
-        steps: int,
-    ) -> tuple[Curvature, Tensor, Tensor, float]:
-        """Return the minimum m of E[loss] + ½ λ ‖m‖² by Newton's method, J m, and E[loss] there."""
-        expected, (mean, h), before = self.expected, start, math.inf
-        loss = expected.loss(h, draws) + self._of_others(mean, h)
-        steps = steps if self.moves or not steps else _NEWTON
+        self, metric: Curvature, precision: float, start: Tensor, draws: Tensor | None, exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the minimum m of E[loss] + ½ λ ‖m‖² by BFGS from a start, and J m.
+
+        With all sites, the mean moves elsewhere.
+        """
+        expected, from_start = self.expected, self.outputs(start)
         if self.all_sites is not None:
-            steps = 0  # it moves by the loss of all sites only
-        for number in range(steps):
-            pulled = self.span.of_all.pull(expected.slope(h, draws).view(-1, 1))[0].double()
-            slope = pulled + precision * mean
-            size = slope.norm().item()
-            require_finite(size)
-            if number and size <= self._tolerance * precision * mean.norm().item():
-                break
-            if expected.refreshes and size > _SLOW * before:
-                curved = curved._replace(at_mode=self.curved(h))
-            before = size
-            step = self.share.agreed(-(curved.at_mode or curved).solve(slope, precision))
-            moved, fall, length = self.outputs(step), (slope @ step).item(), 1.0
-            rounding = _ROUNDINGS * torch.finfo(h.dtype).eps * abs(loss)
-            while length > _SHORTEST:
-                new = mean + length * step
-                there = expected.loss(h + length * moved, draws)
-                gained = loss - there - 0.5 * precision * ((new - mean) @ (new + mean)).item()
-                if gained >= -1e-4 * length * fall - rounding:
-                    mean, h, loss = new, h + length * moved, there
-                    break
-                length /= 2
-            else:
-                break
-        return curved, mean, h, loss
+            return start, from_start
+
+        def outputs(mean: Tensor) -> Tensor:  # as a sum, since both may be large and nearly cancel
+            return from_start + self.outputs(mean - start)
+
+        def objective(mean: Tensor) -> tuple[float, Tensor]:
+            h = outputs(mean)
+            u = expected.slope(h, draws).view(-1, 1)
+            slope = self.span.of_all.pull(u)[0].double() + precision * mean
+            return expected.loss(h, draws) + 0.5 * precision * (mean @ mean).item(), slope
+
+        def is_found(mean: Tensor, slope: Tensor, square: float) -> bool:
+            norm: float = mean.norm().item()
+            if self.moves and not exact:
+                return square <= _ENOUGH[self.span.is_complete] ** 2 * precision * norm**2
+            size: float = slope.norm().item()
+            return size <= self._tolerance * precision * norm
+
+        inverse = BFGS(lambda g: self.share.agreed(metric.solve(g, precision)))
+        for step, change in self._changes:
+            if len(step) == len(start):
+                inverse.learn(step, change + precision * step)
+        mean = inverse.minimum(
+            objective, start, is_found, _EVALUATIONS[self.moves], self._problem.dtype
+        )
+        kept = inverse.pairs[-_KEPT:]
+        self._changes = [(step, change - precision * step) for step, change in kept]
+        return mean, outputs(mean)
 
     def with_mean_of_all(self, q: Q, error: float, is_late: Callable[[], bool]) -> Q:
         """Return q with its mean at the optimum of all sites, if J V is kept at some of them.
@@ -324,11 +328,26 @@ class OverSpan:
         curved = self.expected.product(q.curved.H, pushed.flatten(0, -2)).view(pushed.shape)
         return all_sites.relative_error(pushed, curved)
 
-    def _draws(self, samples: Tensor, mean: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return draws of the outputs less their mean, if H moves, and J m."""
-        every = torch.cat([samples, mean[None]]) if self.moves else mean[None]
-        pushed = self.span.of_all.push(every)
-        return self.expected.deviations(pushed[..., :-1]), pushed[..., -1].contiguous()
+    def _draws(self, curved: Curvature, samples: Tensor, precision: float) -> Tensor | None:
+        """Return draws of the outputs less their mean, if H moves."""
+        if not self.moves:
+            return None
+        if not self.is_exact:
+            return self.expected.deviations(self.span.of_all.push(samples))
+        root = (curved.vectors * (curved.spectrum.eigenvalues + precision).rsqrt()).to(self.f)
+        found = self.f.new_empty(*self.f.shape, self.f.shape[-1])
+        for rows, part in self._parts():
+            pushed = (part @ root).view(-1, *self.f.shape[1:], len(root))
+            found[rows] = pushed @ pushed.mT
+        replace_by_roots(found)
+        return self.expected.deviations(found.mul_(self.f.shape[-1] ** 0.5))
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of examples with their J V, (n ... C, m)."""
+        outputs = self.span.of_all
+        step = max(1, outputs.at_once // (outputs.outputs * max(self.span.size, 1)))
+        for start in range(0, len(self.f), step):
+            yield slice(start, start + step), outputs.part(start, start + step)
 
     def _of_others(self, mean: Tensor, outputs: Tensor) -> float:
         """Return what the sites that are not kept add to the loss of the others at a mean."""
@@ -336,12 +355,10 @@ class OverSpan:
 
     def _gram(self, H: Tensor, old: int) -> Tensor:
         """Return the columns of G = Jᵀ H J from ``old`` on, (m, m - old), a block of examples at a time."""
-        outputs, m = self.span.of_all, self.span.size
+        m = self.span.size
         total = torch.zeros(m, m - old, dtype=torch.float64, device=H.device)
-        step = max(1, outputs.at_once // (outputs.outputs * max(m, 1)))
-        for start in range(0, len(H), step):
-            part = outputs.part(start, start + step)
-            HJ = self.expected.product(H, part[:, old:], slice(start, start + step))
+        for rows, part in self._parts():
+            HJ = self.expected.product(H, part[:, old:], rows)
             if old:
                 total += part.T @ HJ
                 continue

@@ -32,9 +32,6 @@ class Curvature(NamedTuple):
     S_noise: Tensor
     """S ε of these, (K, N, ..., C), with S Sᵀ = H."""
 
-    at_mode: Curvature | None = None
-    """The same with a fixed H near the mode, for steps to the mode; None: this one is used."""
-
     @classmethod
     def of(
         cls, G: Tensor, noise: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], share: Share
@@ -87,11 +84,7 @@ class Q(NamedTuple):
 
     def parted(self) -> tuple[Q, list[Tensor]]:
         """Return q without its rows for examples, and the rows that ``OverSpan.filled`` needs."""
-        near, rows = self.curved.at_mode, [self.outputs, self.curved.H]
-        curved = self.curved.without_rows()
-        if near is not None:
-            rows.append(near.H)
-            curved = curved._replace(at_mode=near.without_rows())
+        rows, curved = [self.outputs, self.curved.H], self.curved.without_rows()
         return self._replace(curved=curved, outputs=self.mean[:0], deviations=None), rows
 
     @property

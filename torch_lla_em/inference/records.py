@@ -82,6 +82,22 @@ class Statistics(NamedTuple):
         return max(self.sample_error, self.mode_error)
 
 
+class Way(NamedTuple):
+    """λ after steps over a span in which H moves."""
+
+    plain: float
+    """log λ by MacKay's update."""
+
+    ahead: float
+    """λ where a secant through the last two updates expects them to change nothing."""
+
+    worth: float
+    """The nats that the bound would gain on the way there."""
+
+    share: float
+    """Share of the change of H that a step takes."""
+
+
 class State(NamedTuple):
     """The state of EM between two steps."""
 
@@ -102,6 +118,9 @@ class State(NamedTuple):
 
     plain: Tensor | None = None
     """log λ by the update of the last step, before acceleration."""
+
+    way: Way | None = None
+    """Where λ stands after steps over a span, if H moves."""
 
     changes: Tensor | None = None
     """|Δ log| of every λ and of σ² in the last step of a solver, relative to the Monte Carlo error of log λ."""

@@ -1,18 +1,21 @@
-"""Rounds of λ, H and the mean over a span that must raise the bound."""
+"""Steps of λ and a moving H over a span, and what the rest of their way is worth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.q import Q
+from torch_lla_em.inference.records import Way
 
-SMALL, _ROUNDS_WITHOUT_GAIN, _MOST_ROUNDS = 0.05, 3, 120
-"""Nats that a round must gain to count over a complete span, rounds in a row without such a gain that end
-them, and their largest number."""
+OF_H, _LEAST_OF_H = 0.55, 0.1
+"""Share of the change of H that a step takes at first and at least."""
+
+_STEEP, _FAR = {False: 0.9, True: 0.99}, {False: math.log(2), True: math.log(4)}
+"""Largest slope of MacKay's update that a secant takes for real, over spans that are complete or not, and the
+largest change of log λ by it."""
 
 
 class Pace(NamedTuple):
@@ -29,18 +32,6 @@ class Pace(NamedTuple):
         if better:
             return Pace(min(1.0, 1.6 * self.damping), min(4.0, 1.6 * self.stride))
         return Pace(max(0.1, self.damping / 2), max(0.3, self.stride / 3))
-
-
-def summit(over: OverSpan, q: Q, least: float, is_late: Callable[[], bool]) -> Q:
-    """Return q after as many rounds as raise the bound, until the time is over."""
-    pace, quietly = Pace(), 0
-    for _ in range(_MOST_ROUNDS):
-        before = q.bound
-        q, pace = improve(over, q, least, pace)
-        quietly = 0 if q.bound > before + SMALL else quietly + 1
-        if quietly == _ROUNDS_WITHOUT_GAIN or is_late():
-            break
-    return q
 
 
 def improve(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
@@ -60,3 +51,26 @@ def stepped(over: OverSpan, q: Q, least: float, stride: float) -> float:
         return q.precision
     gamma, norm = q.effective_dims.mean(), q.mean.square().sum()
     return max(function_space_Mackay_update(gamma, norm, over.hyper(q)[0], stride).item(), least)
+
+
+def course(q: Q, old: float, before: Way | None, complete: bool = False) -> Way:
+    """Return where λ stands at q, after steps that began at λ ``old`` and its course there.
+
+    Steps of H over a ``complete`` span become shorter where λ turns, since H overshoots there.
+    """
+    gamma, norm = q.effective_dims.mean(), q.mean.square().sum()
+    here = gamma.new_tensor(q.precision)
+    plain = function_space_Mackay_update(gamma, norm, here).log().item()
+    moved, left, slope = math.log(q.precision / old), plain - math.log(q.precision), 0.0
+    if before is not None and moved:
+        slope = (plain - before.plain) / moved
+    slope = min(slope, _STEEP[complete]) if slope > -1 else 0.0  # otherwise H has not followed yet
+    far = _FAR[complete]
+    step = max(-far, min(far, left / (1 - slope)))
+    # the slope of the bound in log λ, which vanishes there
+    worth = 0.25 * abs((gamma - q.precision * norm).item() * step)
+    share = OF_H
+    if complete and before is not None:
+        turns = step * math.log(before.ahead / old) < 0
+        share = max(_LEAST_OF_H, before.share / 2) if turns else before.share
+    return Way(plain, q.precision * math.exp(step), worth, share)

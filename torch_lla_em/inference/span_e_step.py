@@ -25,11 +25,11 @@ from torch_lla_em.solvers import dots, is_accurate
 _START = 0.1
 """Initial λ relative to the mean squared output of the prior at λ = 1, for outputs of size 1."""
 
-_STEPS = 10
-"""Newton steps for the mean once λ has converged."""
-
 _DIRECTIONS, _BLOCKS = 5, 6
 """Smallest number of directions per sample, and of copies of H, that must fit."""
+
+_USABLE = 10.0
+"""Largest usable error, in posterior standard deviations: here only rounding leaves one."""
 
 _RESTARTS = 10
 """Largest number of restarts of the span when there is no memory for more directions."""
@@ -124,7 +124,7 @@ class SpanEStep:
             if not span.has_room(len(old.residuals)):
                 q, restarts = over.restarted(q), restarts + 1
             grew = span.widen(old.residuals)
-            q = over.widened(q, _STEPS if controller.is_fixed(state) else 1)
+            q = over.widened(q, controller.is_fixed(state))
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
         extent = Extent(grew, not grew or span.is_complete, full, span.size)
         ascent = controller.ascend(over, q, state, extent)
@@ -310,7 +310,7 @@ def _that_fits(
 
 
 def _warn(found: Statistics, tolerance: float) -> None:
-    refuse_noise(found.error, found.precision)
+    refuse_noise(found.error, found.precision, _USABLE)
     report(
         "warn",
         f"The posterior has a numerical error of {found.error:.2g} posterior standard deviations, above the "

@@ -1,13 +1,28 @@
-"""An inverse Hessian from the changes of a gradient (Broyden, Fletcher, Goldfarb and Shanno)."""
+"""A minimum by an inverse Hessian that steps correct (Broyden, Fletcher, Goldfarb and Shanno)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from torch_lla_em.solvers.solution import require_finite
 
 _CURVED = 1e-12
 """Smallest relative curvature along a step from which something is learnt."""
+
+_PATIENCE = 12
+"""Number of steps in a row that may lower the objective by less than a rounding error."""
+
+_SHORTEST, _LONGEST = 0.05, 0.5
+"""Factors by which a step is shortened if it does not lower the objective."""
+
+_ROUNDINGS = 100
+"""A step that shortens the gradient may increase the objective by this multiple of its rounding error."""
+
+Objective = Callable[[Tensor], tuple[float, Tensor]]
+"""The value at a point, (m,), and the gradient there, (m,)."""
 
 
 class BFGS:
@@ -16,6 +31,11 @@ class BFGS:
     def __init__(self, solve: Callable[[Tensor], Tensor]):
         self._solve = solve
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The steps and what they changed of the gradient."""
+        return [(step, change) for step, change, _ in self._pairs]
 
     def learn(self, step: Tensor, change: Tensor) -> None:
         """Correct the inverse, such that it maps the change of the gradient, (m,), to the step."""
@@ -33,3 +53,39 @@ class BFGS:
         for (step, change, scale), share in zip(self._pairs, reversed(shares)):
             product = product + (share - scale * (change @ product)) * step
         return product
+
+    def minimum(
+        self,
+        objective: Objective,
+        point: Tensor,
+        ends: Callable[[Tensor, Tensor, float], bool],
+        most: int,
+        precision: torch.dtype,
+    ) -> Tensor:
+        """Return the minimum of an objective, (m,), from a point.
+
+        The search is over once ``ends`` returns True for the point, the gradient there and its square in
+        the metric of the inverse, after ``most`` evaluations, or when steps no longer lower the objective,
+        whose values are rounded as those of type ``precision``.
+        """
+        value, slope = objective(point)
+        length, idle = 1.0, 0
+        for _ in range(most):
+            require_finite(abs(value) + slope.norm().item())
+            step = -self.times(slope)
+            fall = -(slope @ step).item()
+            if idle == _PATIENCE or ends(point, slope, fall):
+                break
+            step *= length
+            there, slope_there = objective(point + step)
+            rounding = torch.finfo(precision).eps * abs(value)
+            idle = 0 if there < value - rounding else idle + 1
+            closer = slope_there @ self.times(slope_there) < fall
+            if there < value or (closer and there <= value + _ROUNDINGS * rounding):
+                self.learn(step, slope_there - slope)
+                point, value, slope, length = point + step, there, slope_there, 1.0
+            else:  # to where the gradient along the step vanishes, if it is linear
+                down, rise = length * fall, max((slope_there @ step).item(), 2 * (there - value))
+                share = down / max(down + rise, 1e-300)
+                length *= min(_LONGEST, max(_SHORTEST, share if share == share else 0.0))
+        return point

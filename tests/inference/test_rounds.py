@@ -1,0 +1,42 @@
+"""Where λ stands after steps over a span, and where a secant expects it to rest."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_lla_em.inference.rounds import OF_H, course
+
+
+def at(log_precision, fixed_point, slope):
+    """Return q at a λ, where MacKay's update has this fixed point and slope in log λ."""
+    gamma = torch.tensor(50.0, dtype=torch.float64)
+    update = fixed_point + slope * (log_precision - fixed_point)
+    mean = (gamma / math.exp(update)).sqrt().view(1)
+    return SimpleNamespace(precision=math.exp(log_precision), effective_dims=gamma[None], mean=mean)
+
+
+@pytest.mark.parametrize("slope", [-0.3, 0.0, 0.5, 0.85])
+def test_a_secant_finds_the_fixed_point_of_a_straight_update(slope):
+    first = course(at(0.5, 0.0, slope), math.exp(0.5), None)
+    assert math.log(first.ahead) == pytest.approx(0.5 * slope)
+    second = course(at(0.3, 0.0, slope), math.exp(0.5), first)
+    assert math.log(second.ahead) == pytest.approx(0.0, abs=1e-9)
+    # half of what the slope of the bound, ½ (γ - λ ‖m‖²), gains on a way to where it vanishes
+    excess = 50 * (1 - math.exp(0.3 - 0.3 * slope))
+    assert second.worth == pytest.approx(0.25 * abs(excess) * 0.3)
+
+
+def test_the_way_of_a_step_is_limited():
+    first = course(at(9.0, 0.0, 0.99), math.exp(9.0), None)
+    second = course(at(8.9, 0.0, 0.99), math.exp(9.0), first)
+    assert 8.9 - math.log(second.ahead) == pytest.approx(math.log(2))
+
+
+def test_h_takes_shorter_steps_over_a_complete_span_where_lambda_turns():
+    q = at(0.0, 0.4, 0.0)
+    up = course(q, 1.0, None, complete=True)
+    turned = course(at(0.5, 0.4, 0.0), 1.0, up, complete=True)
+    assert up.share == OF_H and turned.share == OF_H / 2
+    assert course(at(0.5, 0.4, 0.0), 1.0, up).share == OF_H

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=["early"], choices=["early", "on"])
     parser.add_argument("--rows", type=int, default=300, help="to train on, at most")
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("results/seeds.jsonl"))
     args = parser.parse_args(arguments)

@@ -159,8 +159,8 @@ class Prediction(Printed, Conformal):
         """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
         It does not include the errors of λ, of the curvature and of the posterior mean, so fits with
-        different seeds differ by more: by 1.0 to 2.4 times on four data sets, and for the posterior alone,
-        ``predict(x, mean="linear")``, by 1.0 to 1.4 times. The more weight the mean and the network have in the
+        different seeds differ by more: by 1.0 to 2.2 times on four data sets, and for the posterior alone,
+        ``predict(x, mean="linear")``, by 1.0 to 1.2 times. The more weight the mean and the network have in the
         average, the larger is this factor. It is 0 for continuous targets and NaN for a single sample.
         """
         if self.likelihood.real_valued:

@@ -18,7 +18,7 @@ from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.expectations import DrawnH, ExpectedH, root_of
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import State
-from torch_lla_em.inference.rounds import Pace, improve
+from torch_lla_em.inference.rounds import improve
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.likelihoods import Classification
@@ -105,10 +105,20 @@ def begun(steps, precision):
     return steps.at(steps.curved(H), precision, 1.0, start)
 
 
+def rounds(steps, q, least, number):
+    """Yield q after each of so many rounds, which are longer after one that raises the bound."""
+    damping, stride = 0.7, 2.0
+    for _ in range(number):
+        before, q = q, improve(steps, q, least(q), damping, stride)
+        if q is not before:
+            damping, stride = min(1.0, 1.6 * damping), min(4.0, 1.6 * stride)
+        else:
+            damping, stride = max(0.1, damping / 2), max(0.3, stride / 3)
+        yield q
+
+
 def settled(steps, q, least):
-    pace = Pace()
-    for _ in range(40):
-        q, pace = improve(steps, q, least, pace)
+    *_, q = rounds(steps, q, lambda q: least, 40)
     return q
 
 
@@ -230,9 +240,8 @@ def test_a_fit_that_ends_unsettled_says_so(curvature):
 @pytest.mark.parametrize("name", KINDS)
 def test_no_step_lowers_the_bound(name):
     _, _, steps = with_basis(name, draws=8)
-    q, pace = begun(steps, 100.0), Pace()
-    for _ in range(12):
-        new, pace = improve(steps, q, q.precision / 3, pace)
+    q = begun(steps, 100.0)
+    for new in rounds(steps, q, lambda q: q.precision / 3, 12):
         again = steps.at(new.curved, new.precision, 1.0, new.mean)
         assert new.bound >= q.bound and again.bound >= new.bound - 1e-9
         q = new

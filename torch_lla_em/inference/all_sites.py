@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_lla_em.inference.expectations import FixedH
 from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Problem, Sites
-from torch_lla_em.solvers import BFGS
+from torch_lla_em.solvers import BFGS, Searches
 
 _PASSES = 200
 """Largest number of passes with one column for a mean."""
@@ -32,8 +32,7 @@ class AllSites:
         self._inverse: BFGS | None = None
         """The inverse Hessian of the last minimum."""
 
-        self._changes: list[tuple[Tensor, Tensor]] = []
-        """Steps over the present span, and what they changed of the gradient of the loss."""
+        self._searches = Searches()
 
     def loss(self, mean: Tensor, outputs: Tensor) -> float:
         """Return what the other sites add to the loss at a mean, for J m at those that are kept."""
@@ -58,10 +57,8 @@ class AllSites:
         of the kept sites. The search is over once ``ends`` returns True for the squared error of the minimum in
         this metric, relative to the squared norm of the mean under the prior, or when passes no longer pay.
         """
-        inverse = self._inverse = BFGS(lambda g: solve(g, precision))
-        for step, change in self._changes:
-            if len(step) == len(mean):
-                inverse.learn(step, change + precision * step)
+        inverse = self._searches.inverse(lambda g: solve(g, precision), precision, len(mean))
+        self._inverse = inverse
 
         def is_found(point: Tensor, slope: Tensor, square: float) -> bool:
             return ends(square / max(1.0, precision * (point @ point).item()))
@@ -70,7 +67,7 @@ class AllSites:
             return self._objective(point, precision, draws)
 
         mean = inverse.minimum(objective, mean, is_found, _PASSES, self._problem.dtype)
-        self._changes = [(step, change - precision * step) for step, change in inverse.pairs]
+        self._searches.keep(inverse, precision)
         return mean
 
     def square(self, residual: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.q import Q
 from torch_lla_em.inference.records import Ascent, Extent, Hyper, State, Statistics, Way
-from torch_lla_em.inference.rounds import OF_H, Pace, course, improve, stepped
+from torch_lla_em.inference.rounds import OF_H, course, improve, stepped
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS, report
 
@@ -94,6 +94,9 @@ A last layer of 64 features, 50 classes and 2,000 examples takes 22.5 s instead 
 
 _LOSS = 2.0
 """Nats by which these steps may lower the bound; otherwise a round that raises it is taken instead."""
+
+_DAMPING, _STRIDE = 0.7, 2.0
+"""Share of the change of H in such a round, and length of its step of log λ, relative to MacKay's."""
 
 _LONGER = 1.3
 """How much longer a step of log λ is than one before it in the same direction. The first is MacKay's. If it is twice
@@ -225,7 +228,7 @@ class Controller:
         early = state.statistics is not None and not self._is_accurate(state.statistics)
         after = self._steps(over, q, state.way, least, early)
         if not after.bound > q.bound - _LOSS:  # as on the way to a collapse of λ
-            after, _ = improve(over, q, least, Pace())
+            after = improve(over, q, least, _DAMPING, _STRIDE)
         return Ascent(after, over.hyper(q), after.bound - q.bound)
 
     def judge(self, state: State, ascent: Ascent, extent: Extent, found: Statistics) -> State:
@@ -334,8 +337,7 @@ class Controller:
             stride = _LONGER * stride if step * last >= 0 else max(stride / 2, 0.5)
             last = step
             q = over.at(over.curved(H), new, 1.0, q.mean)
-            allowed = self.allowed(q.effective_dims.mean(), len(q.effective_dims)).item()
-            if early and abs(step) < allowed:
+            if early and abs(step) < self.allowed(q.effective_dims.mean(), len(q.effective_dims)):
                 break
             if self.is_late():
                 return q

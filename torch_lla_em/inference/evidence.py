@@ -51,6 +51,10 @@ class Spectrum(NamedTuple):
         ratio = torch.where(self.eigenvalues > 0, log1p / self.eigenvalues, 1 / precision)
         return 0.5 * ((self.xi.square() * log1p).sum(1) + (self.eta.square() * ratio).sum(1))
 
+    def of_samples(self, precision: float) -> tuple[Tensor, Tensor]:
+        """Return γ and the log det of every sample, (K,)."""
+        return self.effective_dims(precision), self.log_dets(precision)
+
     def exact(self, precision: float) -> tuple[Tensor, Tensor]:
         """Return γ and the log det themselves, the same for every sample, (K,)."""
         theta, like = self.eigenvalues, self.xi[:, 0]

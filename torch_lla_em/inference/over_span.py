@@ -27,14 +27,15 @@ from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistic
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import BFGS, DivergenceError
+from torch_lla_em.solvers import DivergenceError, Searches
 
 _EVALUATIONS = {True: 50, False: 200}
 """Largest number of evaluations of the loss for a mean, if H moves and if it is fixed."""
 
 _ENOUGH, _KEPT = {False: 0.02, True: 0.002}, 10
-"""Error of the mean with which λ and H can move on, relative to its norm, over spans that are complete or not, and number of steps from which the
-next search for a mean learns. With two Newton steps the mean was so far from its place that λ ended by chance."""
+"""Error of the mean with which λ and H can move on, relative to its norm, over spans that are complete or not, and
+number of steps from which the next search for a mean learns. With two Newton steps the mean was so far from its
+place that λ ended by chance."""
 
 _COLUMNS = 64
 """Columns of G that are computed at once."""
@@ -67,9 +68,7 @@ class OverSpan:
             many = loss.likelihood.keeps_functions(self.f.shape[-1])
             kind, number = DrawnH if many else ExpectedH, draws_for(sites, many)
             self.expected = kind(loss, self.f, self.share, noise.seed, number)
-        self._changes: list[tuple[Tensor, Tensor]] = []
-        """The last steps of the mean over a span, and what they changed of the gradient of the loss."""
-
+        self._searches = Searches(_KEPT)
         self.all_sites: AllSites | None = None
         """What finds the mean if J V is kept at some sites only."""
 
@@ -119,9 +118,8 @@ class OverSpan:
         self._problem.sweep.say()
         spectrum = curved.spectrum.at_noise(noise)
         samples = spectrum.solutions(precision) @ curved.vectors.T
-        gamma, log_dets = spectrum.effective_dims(precision), spectrum.log_dets(precision)
-        if self.is_exact:
-            gamma, log_dets = spectrum.exact(precision)
+        of_all = spectrum.exact if self.is_exact else spectrum.of_samples
+        gamma, log_dets = of_all(precision)
         draws = self._draws(curved, samples, precision)
         mean, h = self._mean(curved, precision * noise**2, mean, draws, exact)
         loss = (self.expected.loss(h, draws) + self._of_others(mean, h)) / noise**2
@@ -287,15 +285,14 @@ class OverSpan:
             size: float = slope.norm().item()
             return size <= self._tolerance * precision * norm
 
-        inverse = BFGS(lambda g: self.share.agreed(metric.solve(g, precision)))
-        for step, change in self._changes:
-            if len(step) == len(start):
-                inverse.learn(step, change + precision * step)
+        def solve(gradient: Tensor) -> Tensor:
+            return self.share.agreed(metric.solve(gradient, precision))
+
+        inverse = self._searches.inverse(solve, precision, len(start))
         mean = inverse.minimum(
             objective, start, is_found, _EVALUATIONS[self.moves], self._problem.dtype
         )
-        kept = inverse.pairs[-_KEPT:]
-        self._changes = [(step, change - precision * step) for step, change in kept]
+        self._searches.keep(inverse, precision)
         return mean, outputs(mean)
 
     def with_mean_of_all(self, q: Q, error: float, is_late: Callable[[], bool]) -> Q:

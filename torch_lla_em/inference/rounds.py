@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.over_span import OverSpan
@@ -18,31 +17,17 @@ _STEEP, _FAR = {False: 0.9, True: 0.99}, {False: math.log(2), True: math.log(4)}
 largest change of log λ by it."""
 
 
-class Pace(NamedTuple):
-    """The length of a round's steps over a span: it grows after a round that raises the bound."""
+def improve(over: OverSpan, q: Q, least: float, damping: float, stride: float) -> Q:
+    """Return q after a step of λ, one of H, and one of the mean after each, if they raise the bound.
 
-    damping: float = 0.7
-    """Share of the change of H."""
-
-    stride: float = 2.0
-    """Length of the step of log λ, relative to MacKay's."""
-
-    def after(self, better: bool) -> Pace:
-        """Return the pace of the next round."""
-        if better:
-            return Pace(min(1.0, 1.6 * self.damping), min(4.0, 1.6 * self.stride))
-        return Pace(max(0.1, self.damping / 2), max(0.3, self.stride / 3))
-
-
-def improve(over: OverSpan, q: Q, least: float, pace: Pace) -> tuple[Q, Pace]:
-    """Return q after a step of λ, one of H, and one of the mean after each, if they raise the bound."""
-    precision = stepped(over, q, least, pace.stride)
+    ``damping`` is the share of the change of H, and ``stride`` the step of log λ, relative to MacKay's.
+    """
+    precision = stepped(over, q, least, stride)
     tried = over.at(q.curved, precision, 1.0, q.mean)
     H = over.expected.curvature(tried.outputs, tried.deviations)
-    curved = over.curved(q.curved.H.lerp(H, pace.damping))
+    curved = over.curved(q.curved.H.lerp(H, damping))
     tried = over.at(curved, precision, 1.0, tried.mean)
-    better = tried.bound > q.bound
-    return tried if better else q, pace.after(better)
+    return tried if tried.bound > q.bound else q
 
 
 def stepped(over: OverSpan, q: Q, least: float, stride: float) -> float:

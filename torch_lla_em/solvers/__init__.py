@@ -1,6 +1,6 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
-from torch_lla_em.solvers.bfgs import BFGS
+from torch_lla_em.solvers.bfgs import BFGS, Searches
 from torch_lla_em.solvers.block_cg import BlockCG, BlockKrylov
 from torch_lla_em.solvers.function_space import FunctionSpace
 from torch_lla_em.solvers.lanczos import block_lanczos
@@ -40,6 +40,7 @@ __all__ = [
     "Newton",
     "Operator",
     "Product",
+    "Searches",
     "Solution",
     "add_combined",
     "block_lanczos",

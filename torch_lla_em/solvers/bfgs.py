@@ -30,27 +30,23 @@ class BFGS:
 
     def __init__(self, solve: Callable[[Tensor], Tensor]):
         self._solve = solve
-        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    @property
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The steps and what they changed of the gradient."""
-        return [(step, change) for step, change, _ in self._pairs]
+        self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Steps, what they changed of the gradient, and the inverse of the product of both."""
 
     def learn(self, step: Tensor, change: Tensor) -> None:
         """Correct the inverse, such that it maps the change of the gradient, (m,), to the step."""
         curvature = step @ change
         if curvature > _CURVED * step.norm() * change.norm():
-            self._pairs.append((step, change, 1 / curvature))
+            self.pairs.append((step, change, 1 / curvature))
 
     def times(self, gradient: Tensor) -> Tensor:
         """Return the product with a gradient, (m,), by two loops over the steps."""
         shares, rest = [], gradient
-        for step, change, scale in reversed(self._pairs):
+        for step, change, scale in reversed(self.pairs):
             shares.append(scale * (step @ rest))
             rest = rest - shares[-1] * change
         product = self._solve(rest)
-        for (step, change, scale), share in zip(self._pairs, reversed(shares)):
+        for (step, change, scale), share in zip(self.pairs, reversed(shares)):
             product = product + (share - scale * (change @ product)) * step
         return product
 
@@ -80,8 +76,10 @@ class BFGS:
             there, slope_there = objective(point + step)
             rounding = torch.finfo(precision).eps * abs(value)
             idle = 0 if there < value - rounding else idle + 1
-            closer = slope_there @ self.times(slope_there) < fall
-            if there < value or (closer and there <= value + _ROUNDINGS * rounding):
+            lower = there < value
+            if not lower and there <= value + _ROUNDINGS * rounding:
+                lower = bool(slope_there @ self.times(slope_there) < fall)
+            if lower:
                 self.learn(step, slope_there - slope)
                 point, value, slope, length = point + step, there, slope_there, 1.0
             else:  # to where the gradient along the step vanishes, if it is linear
@@ -89,3 +87,24 @@ class BFGS:
                 share = down / max(down + rise, 1e-300)
                 length *= min(_LONGEST, max(_SHORTEST, share if share == share else 0.0))
         return point
+
+
+class Searches:
+    """Searches for minima of a loss plus ½ λ ‖m‖², each of which learns from the last steps of those before it."""
+
+    def __init__(self, kept: int | None = None):
+        """``kept`` is the number of these steps; None: all."""
+        self._kept, self._changes = kept, list[tuple[Tensor, Tensor]]()
+
+    def inverse(self, solve: Callable[[Tensor], Tensor], precision: float, size: int) -> BFGS:
+        """Return the inverse Hessian at λ for points (size,), corrected by the steps between such points."""
+        inverse = BFGS(solve)
+        for step, change in self._changes:
+            if len(step) == size:
+                inverse.learn(step, change + precision * step)
+        return inverse
+
+    def keep(self, inverse: BFGS, precision: float) -> None:
+        """Keep the steps of a search at λ, and what they changed of the gradient of the loss."""
+        pairs = inverse.pairs if self._kept is None else inverse.pairs[-self._kept :]
+        self._changes = [(step, change - precision * step) for step, change, _ in pairs]

@@ -1,4 +1,4 @@
-"""Where λ stands after steps over a span, and where a secant expects it to rest."""
+"""Where λ stands after steps over a span, where a secant expects it to rest, and which steps count."""
 
 import math
 from types import SimpleNamespace
@@ -6,6 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torch_lla_em.inference import controller
+from torch_lla_em.inference.controller import Controller
+from torch_lla_em.inference.options import FitOptions
+from torch_lla_em.inference.q import Q
+from torch_lla_em.inference.records import Ascent, Extent, State, Statistics
 from torch_lla_em.inference.rounds import OF_H, course
 
 
@@ -40,3 +45,41 @@ def test_h_takes_shorter_steps_over_a_complete_span_where_lambda_turns():
     turned = course(at(0.5, 0.4, 0.0), 1.0, up, complete=True)
     assert up.share == OF_H and turned.share == OF_H / 2
     assert course(at(0.5, 0.4, 0.0), 1.0, up).share == OF_H
+
+
+GAMMA = torch.tensor([49.0, 51.0], dtype=torch.float64)
+
+
+def q_of(bound, error, log_precision=0.0):
+    """Return q where MacKay's update leaves λ alone, and its bound with a standard error over two samples."""
+    precision, bounds = math.exp(log_precision), torch.tensor([bound - error, bound + error])
+    mean = (GAMMA.mean() / precision).sqrt().view(1)
+    return Q(precision, 1.0, None, mean, None, 0.0, bounds, GAMMA, None, None)
+
+
+@pytest.mark.parametrize(("error", "taken"), [(16.0, True), (3.0, False)])
+def test_steps_may_lower_the_bound_by_its_monte_carlo_error(error, taken, monkeypatch):
+    before, after, improved = q_of(-100.0, error), q_of(-108.0, error), q_of(-99.0, error)
+    monkeypatch.setattr(Controller, "_steps", lambda *_: after)
+    monkeypatch.setattr(controller, "improve", lambda *_: improved)
+    over = SimpleNamespace(hyper=lambda q: (torch.tensor(q.precision), None))
+    extent = Extent(size=66, grew=True, complete=False, full=False)
+    ascent = Controller(None, None, FitOptions(), moves=True).ascend(
+        over, before, State(torch.tensor(1.0)), extent
+    )
+    assert ascent.q is (after if taken else improved)
+
+
+@pytest.mark.parametrize(("error", "converged"), [(16.0, True), (3.0, False)])
+def test_a_gain_that_is_small_beside_its_monte_carlo_error_ends_the_steps_of_lambda(
+    error, converged
+):
+    q = q_of(-100.0, error, log_precision=0.2)
+    ascent = Ascent(q, (torch.tensor(1.0), None), 1.0)
+    known = torch.tensor(q.precision), None, GAMMA, GAMMA.mean() / q.precision, 0.0, q.bounds
+    found = Statistics(*known, mode_error=0.01, sample_error=0.1)
+    extent = Extent(size=66, grew=True, complete=False, full=False)
+    state = Controller(None, None, FitOptions(), moves=True).judge(
+        State(torch.tensor(1.0)), ascent, extent, found
+    )
+    assert state.converged == converged

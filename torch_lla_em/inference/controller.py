@@ -65,8 +65,8 @@ _FALL = 3.0
 _ERRORS = {True: (0.3, 0.1), False: (0.1, 0.03)}
 """Errors of samples and mean below which λ can have converged, for a moving and a fixed H."""
 
-_GAIN = 0.3
-"""Gain of the bound in nats that is worth another pass; its Monte Carlo error is larger."""
+_GAIN, _SHARE = 0.3, 0.1
+"""Gain of the bound that is worth another pass, in nats and as a share of its Monte Carlo error, whichever is larger."""
 
 _LARGE = 1.0
 """Error of the samples above which a step with a fixed H does not count: its span is too small."""
@@ -93,7 +93,8 @@ is accurate enough for λ to converge: each step computes G anew, for which time
 A last layer of 64 features, 50 classes and 2,000 examples takes 22.5 s instead of 50.3."""
 
 _LOSS = 2.0
-"""Nats by which these steps may lower the bound; otherwise a round that raises it is taken instead."""
+"""Nats by which these steps may lower the bound, if its Monte Carlo error is not larger; otherwise a round that raises
+it is taken instead."""
 
 _DAMPING, _STRIDE = 0.7, 2.0
 """Share of the change of H in such a round, and length of its step of log λ, relative to MacKay's."""
@@ -227,7 +228,9 @@ class Controller:
             return self._at_end(over, q, state, least)
         early = state.statistics is not None and not self._is_accurate(state.statistics)
         after = self._steps(over, q, state.way, least, early)
-        if not after.bound > q.bound - _LOSS:  # as on the way to a collapse of λ
+        if not after.bound > q.bound - max(
+            _LOSS, q.bound_error
+        ):  # as on the way to a collapse of λ
             after = improve(over, q, least, _DAMPING, _STRIDE)
         return Ascent(after, over.hyper(q), after.bound - q.bound)
 
@@ -238,14 +241,15 @@ class Controller:
             changes = self._changes(ascent.old, (found.precision, found.sigma), found)
             # where λ is far too large the bound is flat, but λ still falls
             falls = bool((2 * found.precision < ascent.old[0]).any())
+            little = max(_GAIN, _SHARE * ascent.q.bound_error)
             still = bool((changes < 1).all()) or (
-                self.moves and not falls and abs(ascent.gain) < _GAIN
+                self.moves and not falls and abs(ascent.gain) < little
             )
             still = still and self._is_accurate(found)
             way = None
             if self.moves:
                 way = course(ascent.q, ascent.old[0].item(), state.way)
-                still = still and (way.worth < _GAIN or not self.options.em_steps)
+                still = still and (way.worth < little or not self.options.em_steps)
             at_rest = extent.complete and ascent.at_rest
             small = not (self.moves or extent.complete) and found.sample_error > _LARGE
             state = state._replace(

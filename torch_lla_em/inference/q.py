@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Share
 from torch_lla_em.inference.evidence import Spectrum
+from torch_lla_em.inference.records import Estimate
 
 
 class Curvature(NamedTuple):
@@ -91,3 +92,8 @@ class Q(NamedTuple):
     def bound(self) -> float:
         """The mean of the bounds."""
         return self.bounds.mean().item()
+
+    @property
+    def bound_error(self) -> float:
+        """The Monte Carlo error of the bound: its standard error over samples, 0 for one sample."""
+        return Estimate.of(self.bounds).standard_error.nan_to_num(0.0).item()

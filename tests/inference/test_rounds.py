@@ -57,9 +57,11 @@ def q_of(bound, error, log_precision=0.0):
     return Q(precision, 1.0, None, mean, None, 0.0, bounds, GAMMA, None, None)
 
 
-@pytest.mark.parametrize(("error", "taken"), [(16.0, True), (3.0, False)])
-def test_steps_may_lower_the_bound_by_its_monte_carlo_error(error, taken, monkeypatch):
-    before, after, improved = q_of(-100.0, error), q_of(-108.0, error), q_of(-99.0, error)
+@pytest.mark.parametrize(
+    ("error", "moved", "taken"), [(16.0, 0.0, True), (3.0, 0.0, False), (3.0, -2.0, True)]
+)
+def test_steps_may_lower_the_bound_by_as_much_as_it_may_be_wrong(error, moved, taken, monkeypatch):
+    before, after, improved = q_of(-100.0, error), q_of(-108.0, error, moved), q_of(-99.0, error)
     monkeypatch.setattr(Controller, "_steps", lambda *_: after)
     monkeypatch.setattr(controller, "improve", lambda *_: improved)
     over = SimpleNamespace(hyper=lambda q: (torch.tensor(q.precision), None))

@@ -92,9 +92,9 @@ _NEAR, _GROWTH = 0.1, 1.25
 is accurate enough for λ to converge: each step computes G anew, for which time grows with the square of the span.
 A last layer of 64 features, 50 classes and 2,000 examples takes 22.5 s instead of 50.3."""
 
-_LOSS = 2.0
-"""Nats by which these steps may lower the bound, if its Monte Carlo error is not larger; otherwise a round that raises
-it is taken instead."""
+_LOSS, _ROUGHLY = 2.0, 0.1
+"""Nats by which these steps may lower the bound, if neither its Monte Carlo error is larger, nor this share of γ for each
+unit of log λ, by which its log det may be wrong; otherwise a round that raises it is taken instead."""
 
 _DAMPING, _STRIDE = 0.7, 2.0
 """Share of the change of H in such a round, and length of its step of log λ, relative to MacKay's."""
@@ -228,9 +228,9 @@ class Controller:
             return self._at_end(over, q, state, least)
         early = state.statistics is not None and not self._is_accurate(state.statistics)
         after = self._steps(over, q, state.way, least, early)
-        if not after.bound > q.bound - max(
-            _LOSS, q.bound_error
-        ):  # as on the way to a collapse of λ
+        moved = abs(math.log(after.precision / q.precision))
+        loss = max(_LOSS, q.bound_error, _ROUGHLY * moved * q.effective_dims.mean().item())
+        if not after.bound > q.bound - loss:  # as on the way to a collapse of λ
             after = improve(over, q, least, _DAMPING, _STRIDE)
         return Ascent(after, over.hyper(q), after.bound - q.bound)
 

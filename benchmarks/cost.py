@@ -73,7 +73,7 @@ class Problem(NamedTuple):
 
     def loader(self, batch: int = BATCH) -> Iterable[tuple[Tensor, Tensor]]:
         if self.workers:
-            rows = TensorDataset(self.x, self.y)
+            rows = TensorDataset(self.x.cpu(), self.y.cpu())  # workers cannot read those of a GPU
             return DataLoader(rows, batch, num_workers=self.workers)
         return list(zip(self.x.split(batch), self.y.split(batch)))
 

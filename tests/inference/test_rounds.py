@@ -85,3 +85,15 @@ def test_a_gain_that_is_small_beside_its_monte_carlo_error_ends_the_steps_of_lam
         State(torch.tensor(1.0)), ascent, extent, found
     )
     assert state.converged == converged
+
+
+@pytest.mark.parametrize(("before", "converged"), [(0.1, True), (0.5, False)])
+def test_lambda_has_converged_if_the_samples_were_accurate_before_the_steps(before, converged):
+    q = q_of(-100.0, 3.0)
+    ascent = Ascent(q, (torch.tensor(1.0), None), 0.0)
+    known = torch.tensor(q.precision), None, GAMMA, GAMMA.mean() / q.precision, 0.0, q.bounds
+    known = Statistics(*known, mode_error=0.01, sample_error=0.5)  # for a new η
+    state = State(torch.tensor(1.0), statistics=known._replace(sample_error=before))
+    extent = Extent(size=66, grew=True, complete=False, full=False)
+    control = Controller(None, None, FitOptions(), moves=True)
+    assert control.judge(state, ascent, extent, known).converged == converged

@@ -245,7 +245,7 @@ class Controller:
             still = bool((changes < 1).all()) or (
                 self.moves and not falls and abs(ascent.gain) < little
             )
-            still = still and self._is_accurate(found)
+            still = still and (self._is_accurate(found) or self._is_accurate(state.statistics))
             way = None
             if self.moves:
                 way = course(ascent.q, ascent.old[0].item(), state.way)

@@ -233,7 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
         for library in args.libraries
         if library not in missing
     ]
-    used = ["torch", "scikit-learn", "skorch"] + ["pytabkit"] * ("RealMLP" not in missing)
+    asks_pytabkit = any(n not in packages and n not in missing for n in args.libraries)
+    used = ["torch", "scikit-learn", "skorch"] + ["pytabkit"] * asks_pytabkit
     origin = provenance(tuple(used))
     cases = [] if args.report else cases
     found = resume(args.out, cases, partial(measured, epochs=args.epochs), origin)

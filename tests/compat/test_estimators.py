@@ -46,6 +46,7 @@ def test_a_perceptron_is_converted_exactly(activation):
     np.testing.assert_allclose(found, regressor.predict(X), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_classes_have_the_labels_of_the_estimator():
     classifier = trained("MLPClassifier", LABELS)
     la = posterior(classifier, num_samples=8).fit(X, LABELS)

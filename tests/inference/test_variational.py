@@ -207,6 +207,7 @@ def test_steps_of_h_wait_for_a_larger_span_once_lambda_hardly_moves(monkeypatch)
     assert waits and la.accuracy.error < la.accuracy.tolerance
 
 
+@pytest.mark.slow
 def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
     model, x, y = three_classes()
     found = []

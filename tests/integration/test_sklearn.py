@@ -254,7 +254,7 @@ def test_weights_count_as_repetitions():
     assert fit.laplace_.num_data == 300
 
 
-@pytest.mark.parametrize("ensemble", [None, 2])
+@pytest.mark.parametrize("ensemble", daily(None, rest=[2]))
 def test_a_student_predicts_for_the_estimator(ensemble):
     x, labels = rows()
     few = {"steps": 300, "num_inputs": 300}

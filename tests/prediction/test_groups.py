@@ -325,6 +325,7 @@ def test_files_and_ensembles_keep_groups_and_weights(blobs, tmp_path):
     assert "2 groups" in str(la.calibrate(x[:300], y[:300], groups=groups[:300]))
 
 
+@pytest.mark.slow
 def test_programs_have_the_sets_of_each_class(blobs):
     la, x, y = blobs
     la.calibrate(x[:400], y[:400], groups="classes")

@@ -233,8 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
         for library in args.libraries
         if library not in missing
     ]
-    asks_pytabkit = any(n not in packages and n not in missing for n in args.libraries)
-    used = ["torch", "scikit-learn", "skorch"] + ["pytabkit"] * asks_pytabkit
+    used = ["torch", "scikit-learn", "skorch"]
+    used += ["pytabkit"] * any(case["library"] not in packages for case in cases)
     origin = provenance(tuple(used))
     cases = [] if args.report else cases
     found = resume(args.out, cases, partial(measured, epochs=args.epochs), origin)

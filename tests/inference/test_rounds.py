@@ -48,6 +48,8 @@ def test_h_takes_shorter_steps_over_a_complete_span_where_lambda_turns():
 
 
 GAMMA = torch.tensor([49.0, 51.0], dtype=torch.float64)
+EXTENT = Extent(size=66, grew=True, complete=False, full=False)
+CONTROL = Controller(None, None, FitOptions(), moves=True)
 
 
 def q_of(bound, error, log_precision=0.0):
@@ -55,6 +57,12 @@ def q_of(bound, error, log_precision=0.0):
     precision, bounds = math.exp(log_precision), torch.tensor([bound - error, bound + error])
     mean = (GAMMA.mean() / precision).sqrt().view(1)
     return Q(precision, 1.0, None, mean, None, 0.0, bounds, GAMMA, None, None)
+
+
+def known_of(q, sample_error):
+    """Return the statistics of q."""
+    found = torch.tensor(q.precision), None, GAMMA, GAMMA.mean() / q.precision, 0.0, q.bounds
+    return Statistics(*found, mode_error=0.01, sample_error=sample_error)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +73,7 @@ def test_steps_may_lower_the_bound_by_as_much_as_it_may_be_wrong(error, moved, t
     monkeypatch.setattr(Controller, "_steps", lambda *_: after)
     monkeypatch.setattr(controller, "improve", lambda *_: improved)
     over = SimpleNamespace(hyper=lambda q: (torch.tensor(q.precision), None))
-    extent = Extent(size=66, grew=True, complete=False, full=False)
-    ascent = Controller(None, None, FitOptions(), moves=True).ascend(
-        over, before, State(torch.tensor(1.0)), extent
-    )
+    ascent = CONTROL.ascend(over, before, State(torch.tensor(1.0)), EXTENT)
     assert ascent.q is (after if taken else improved)
 
 
@@ -78,12 +83,7 @@ def test_a_gain_that_is_small_beside_its_monte_carlo_error_ends_the_steps_of_lam
 ):
     q = q_of(-100.0, error, log_precision=0.2)
     ascent = Ascent(q, (torch.tensor(1.0), None), 1.0)
-    known = torch.tensor(q.precision), None, GAMMA, GAMMA.mean() / q.precision, 0.0, q.bounds
-    found = Statistics(*known, mode_error=0.01, sample_error=0.1)
-    extent = Extent(size=66, grew=True, complete=False, full=False)
-    state = Controller(None, None, FitOptions(), moves=True).judge(
-        State(torch.tensor(1.0)), ascent, extent, found
-    )
+    state = CONTROL.judge(State(torch.tensor(1.0)), ascent, EXTENT, known_of(q, 0.1))
     assert state.converged == converged
 
 
@@ -91,9 +91,6 @@ def test_a_gain_that_is_small_beside_its_monte_carlo_error_ends_the_steps_of_lam
 def test_lambda_has_converged_if_the_samples_were_accurate_before_the_steps(before, converged):
     q = q_of(-100.0, 3.0)
     ascent = Ascent(q, (torch.tensor(1.0), None), 0.0)
-    known = torch.tensor(q.precision), None, GAMMA, GAMMA.mean() / q.precision, 0.0, q.bounds
-    known = Statistics(*known, mode_error=0.01, sample_error=0.5)  # for a new η
-    state = State(torch.tensor(1.0), statistics=known._replace(sample_error=before))
-    extent = Extent(size=66, grew=True, complete=False, full=False)
-    control = Controller(None, None, FitOptions(), moves=True)
-    assert control.judge(state, ascent, extent, known).converged == converged
+    state = State(torch.tensor(1.0), statistics=known_of(q, before))
+    found = known_of(q, 0.5)  # for a new η
+    assert CONTROL.judge(state, ascent, EXTENT, found).converged == converged

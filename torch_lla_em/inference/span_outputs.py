@@ -148,7 +148,8 @@ class SpanOutputs:
     def _transposed(self, u: Tensor) -> Tensor:
         """Return hᵀ u, (D C, k), for u (N ... C, k)."""
         h = self._features().flatten(0, -2)
-        return (h.T @ u.reshape(len(h), self.shape[-1] * u.shape[1])).view(-1, u.shape[1])
+        pulled = u.reshape(len(h), self.shape[-1] * u.shape[1]).T @ h
+        return pulled.T.reshape(-1, u.shape[1])
 
     def _features(self) -> Tensor:
         """Return h, which exists."""

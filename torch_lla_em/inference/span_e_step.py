@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.expectations import entries_of
+from torch_lla_em.inference.mean_error import error_of_mean
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.posterior_samples import refuse_noise
@@ -193,7 +194,9 @@ class SpanEStep:
         if self._moves:
             of_all = _average(self.problem.likelihood, over, q), *_at_examples(over, q)
             mixture, examples, leverages = (part.to(columns.device) for part in of_all)
-            return known._replace(mixture=mixture, examples=examples, leverages=leverages)
+            of_mean = error_of_mean(over, q).to(columns.device)
+            known = known._replace(mixture=mixture, mean_error=of_mean)
+            return known._replace(examples=examples, leverages=leverages)
         return known
 
 

@@ -63,6 +63,9 @@ class Functions:
     weights: Tensor | None = None
     """The weights of a posterior and of functions without uncertainty, whose sum is 1; None: equal."""
 
+    drift: Tensor | None = None
+    """The standard error of this mean relative to the posterior's deviations, (B or 1, 1, ...); None: 0."""
+
     @property
     def _parts(self) -> tuple[Functions, ...]:
         """The components, which are no mixtures themselves."""
@@ -174,6 +177,32 @@ class Functions:
         """Return the variance of y."""
         aleatoric, epistemic = self._uncertainties()
         return aleatoric + epistemic
+
+    def _squared_error(self) -> Tensor:
+        """Return the squared Monte Carlo error of E[y]: that of the covariance, and that of the mean."""
+        if self.members and self.weights is None:
+            each = torch.stack([member._squared_error() for member in self.members])
+            return each.mean(0) / len(each)
+        (first, *rest), weights = self._parts, self._shares
+        count, mean = len(first.deviations), self.likelihood.mean
+
+        def of(f: Tensor, rows: slice) -> Tensor:
+            values = mean(f)
+            half = len(values) // 2
+            ends = values[:count], values[half : half + count]
+            moved = weights[0] * first._drift(rows) * 0.5 * (ends[0] - ends[1])
+            for part, weight in zip(rest, weights[1:]):  # which move with the same mean
+                apart, centre = part._drift(rows) * first.deviations[:, rows], part.centre[rows]
+                moved = moved + weight * 0.5 * (mean(centre + apart) - mean(centre - apart))
+            return (weights[0] * pair_error(values, count)).square() + mean_square(moved)
+
+        return first._over_rows(of)
+
+    def _drift(self, rows: slice) -> Tensor | float:
+        """Return ``drift`` of some inputs."""
+        if self.drift is None:
+            return 0.0
+        return self.drift if len(self.drift) == 1 else self.drift[rows]
 
     def _log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n), (B,)."""

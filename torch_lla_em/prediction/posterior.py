@@ -166,7 +166,8 @@ class Posterior:
         training = self.training(len(Jw) - 1)
         if self.result.constant is not None:
             Jw = torch.cat([Jw[:1] + self.result.constant.to(Jw), Jw[1:]])
-        return Pushforward((Products(self.likelihood, f, Jw, training, class_dim),), y)
+        error = self.result.mean_error
+        return Pushforward((Products(self.likelihood, f, Jw, training, class_dim, error),), y)
 
     def calibrated(
         self, found: CalibratedComponents, reference: Reference, messages: list[str]

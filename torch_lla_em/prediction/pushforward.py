@@ -69,6 +69,10 @@ def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tenso
     return torch.tensor([row], dtype=torch.float64, device="cpu")
 
 
+# scale below which the deviations of a posterior are 0
+_LEAST_SCALE = 1e-12
+
+
 class Products(NamedTuple):
     """Examples under one posterior: the network's outputs, and products of its Jacobian."""
 
@@ -86,6 +90,9 @@ class Products(NamedTuple):
     class_dim: int = -1
     """The axis of the classes in the predicted outputs."""
 
+    mean_error: Tensor | None = None
+    """The variance of the error of J w_lin relative to that of the samples, ()."""
+
     def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
         """Return the prediction by a table of components, for regression with σ times ``noise``."""
         table, likelihood = table.to(self.f), self.likelihood
@@ -94,16 +101,28 @@ class Products(NamedTuple):
         columns = table.view(*table.shape, *(1,) * self.f.dim()).unbind(1)
         centres = columns[MODE] * self.Jw[0] + columns[NETWORK] * self.f
         deviations, nearest, unit = table[0, SCALE].sqrt() * self.Jw[1:], None, None
+        drifts = self._drifts(table).view(-1, *(1,) * self.f.dim())
+        none = [deviations[:0]] * (len(table) - 1)
         if self.training is not None:
             if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
-                kept = self.training.kept_share(self.Jw[1:])
-                centres = centres * kept.view(-1, *(1,) * (self.f.dim() - 1))
+                kept = self.training.kept_share(self.Jw[1:]).view(-1, *(1,) * (self.f.dim() - 1))
+                centres, drifts = centres * kept, drifts * kept
             nearest, unit = partial(self.training.distance, self.Jw[1:]), self.training.unit
-        found = Prediction(likelihood, centres[0], deviations, self.class_dim)
-        if len(table) > 1:
-            certain = (replace(found, centre=c, deviations=deviations[:0]) for c in centres[1:])
-            found = replace(found, members=(found, *certain), weights=table[:, WEIGHT])
+        parts = [
+            Prediction(likelihood, centre, apart, self.class_dim, drift=drift)
+            for centre, apart, drift in zip(centres, (deviations, *none), drifts)
+        ]
+        found = parts[0]
+        if len(parts) > 1:
+            found = replace(found, members=tuple(parts), weights=table[:, WEIGHT])
         return replace(found, nearest=nearest, unit=unit)
+
+    def _drifts(self, table: Tensor) -> Tensor:
+        """Return the standard error of the mean of each component relative to the deviations, (components,)."""
+        if self.mean_error is None:
+            return table.new_zeros(len(table))
+        size = self.mean_error.to(table) / table[0, SCALE].clamp_min(_LEAST_SCALE)
+        return table[:, MODE] * size.sqrt()
 
 
 class Pushforward(NamedTuple):

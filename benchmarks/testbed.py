@@ -339,7 +339,8 @@ def main(arguments: list[str] | None = None) -> None:
         if D * ratio <= LARGEST
     ]
     origin = provenance(("torch", "laplace-torch"))
-    found = resume(args.out, () if args.report else cases, partial(measured, args.agents), origin)
+    agents = [*dict.fromkeys(("network", *args.agents))]  # the reference of the summary
+    found = resume(args.out, () if args.report else cases, partial(measured, agents), origin)
     print("\n" + summary(found))
 
 

@@ -50,6 +50,10 @@ _EIGENVECTORS, _PUSHES, _AVERAGES, _COMBINED = 25.0, 8.0, 8.0, 16.0
 """Multiplications of an eigendecomposition relative to m³, products with J V of a step of H, averages over
 functions of one, and the time of products with V in an extension of the span, which wait for memory."""
 
+_OF_PRODUCT, _OF_ROOT = 20.0, 100.0
+"""Multiplications that the products of one function's H and its root with a number take as long as; they wait for
+memory. Measured for 20,000 examples with 100 classes."""
+
 _TYPICAL, _VECTORS, _GATHERED, _BASE = {True: 0.66, False: 0.85}, 0.5, 2.0, 1.5e7
 """For the memory that is expected: the passes as a share of the most, if H moves and if it is fixed, the share
 of the vectors of the plan that are held at once, copies of a batch's Jacobian factors while they are computed,
@@ -92,6 +96,9 @@ class Course(NamedTuple):
     keeps_functions: bool = False
     """Whether H is stored as outputs of functions, and not in (C, C) blocks."""
 
+    by_features: bool = False
+    """Whether J V is computed from features of a last layer, once it is too large to be stored."""
+
     @classmethod
     def of(cls, problem: Problem, options: FitOptions, classes: int) -> Course:
         """Return the course of a fit."""
@@ -100,7 +107,11 @@ class Course(NamedTuple):
         moves = not too_large and not quadratic and options.allows_variational
         span = options.has_default_solver and not options.layerwise and has_one_noise(problem)
         rounds = (2, 5) if options.curvature == "linear" and not quadratic else (1, 1)
-        return cls(span, moves, rounds, options, problem.likelihood.keeps_functions(classes))
+        keeps, last = (
+            problem.likelihood.keeps_functions(classes),
+            problem.linear_model.is_last_layer,
+        )
+        return cls(span, moves, rounds, options, keeps, last)
 
     def passes(self, error: float, settled: bool = False) -> list[float]:
         """Return the fewest and the most passes until the samples are accurate."""
@@ -138,9 +149,14 @@ def _over_span(trial: Trial, course: Course, num_rows: float, size: int, rounds:
     flops = _PUSHES * values * size * K + eigenvectors + _COMBINED * size * K * trial.weights
     if not course.moves:
         return flops * trial.flop
-    functions = 2 * draws_for(num_rows)  # with their mirror images
-    of_H = 2 * functions if course.keeps_functions else trial.classes
-    flops += rounds * (values * size * (size + of_H) + eigenvectors)
+    functions = 2 * draws_for(num_rows, course.keeps_functions)  # with their mirror images
+    of_H, of_J = float(trial.classes), 0.0
+    if course.keeps_functions:
+        of_H = _OF_PRODUCT * functions
+        flops += rounds * _OF_ROOT * functions * values * K
+    if course.by_features and values * size > MOST_STORED:
+        of_J = trial.weights / trial.classes
+    flops += rounds * (values * size * (size + of_H + of_J) + eigenvectors)
     likelihood = share * num_rows * trial.functions / 3
     return flops * trial.flop + rounds * _AVERAGES * functions * likelihood
 
@@ -214,7 +230,8 @@ def cheaper(problem: Problem, first: Batch, course: Course, num_rows: float) -> 
             last.sweep.probe(first)
             trial = tried(last, first, options.num_samples)
             if trial is not None:
-                found['parameters="last_layer"'] = time_of(trial, course, num_rows, math.inf)
+                by_features = course._replace(by_features=True)
+                found['parameters="last_layer"'] = time_of(trial, by_features, num_rows, math.inf)
     if options.num_samples > _FEW_SAMPLES:
         few = replace(options, num_samples=_FEW_SAMPLES)
         trial = tried(problem, first, _FEW_SAMPLES)

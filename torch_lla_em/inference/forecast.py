@@ -107,11 +107,8 @@ class Course(NamedTuple):
         moves = not too_large and not quadratic and options.allows_variational
         span = options.has_default_solver and not options.layerwise and has_one_noise(problem)
         rounds = (2, 5) if options.curvature == "linear" and not quadratic else (1, 1)
-        keeps, last = (
-            problem.likelihood.keeps_functions(classes),
-            problem.linear_model.is_last_layer,
-        )
-        return cls(span, moves, rounds, options, keeps, last)
+        keeps = problem.likelihood.keeps_functions(classes)
+        return cls(span, moves, rounds, options, keeps, problem.linear_model.is_last_layer)
 
     def passes(self, error: float, settled: bool = False) -> list[float]:
         """Return the fewest and the most passes until the samples are accurate."""

@@ -18,16 +18,8 @@ from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory
 
 _RESULT = (
-    *(
-        "w_lin",
-        "w_samples",
-        "scale",
-        "prior_precision",
-        "sigma_noise",
-        "mixture",
-        "mean_error",
-        "certificate",
-    ),
+    *("w_lin", "w_samples", "scale", "prior_precision", "sigma_noise"),
+    *("mixture", "mean_error", "certificate"),
     "constant",
 )
 """Tensors of a fit's result that have the same name in files."""

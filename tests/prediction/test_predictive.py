@@ -325,6 +325,7 @@ def test_the_standard_error_has_that_of_the_mean(make):
         change = change + share * ((part.centre + drift * d).softmax(-1) - part.probs)
     due = (plain.standard_error.square() + change.square().mean(0)).sqrt()
     assert_close(both.standard_error, due, rtol=1e-4, atol=1e-7)
+    assert_close(both.first(2).standard_error, both.standard_error[:2])
     pair = Prediction.averaged([both, both])
     assert_close(pair.standard_error, both.standard_error / 2**0.5)
 

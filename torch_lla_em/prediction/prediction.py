@@ -341,6 +341,8 @@ class Prediction(Printed, Conformal):
         """
         centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
         members = tuple(member.first(count) for member in self.members)
-        return replace(self, centre=centre, deviations=deviations, members=members, judge=None)
+        drift = None if self.drift is None else self.drift[:count].detach()
+        found = replace(self, centre=centre, deviations=deviations, drift=drift, members=members)
+        return replace(found, judge=None)
 
     _table = of_prediction

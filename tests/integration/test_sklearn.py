@@ -19,6 +19,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
+from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.sklearn import LaplaceClassifier, LaplaceRegressor
 
 FAST = {"epochs": 100, "num_samples": 4, "hidden": (8,), "random_state": 0}
@@ -34,6 +35,17 @@ def test_the_checks_of_scikit_learn_pass(estimator):
     failed = [(r["check_name"], r["exception"]) for r in found if r["status"] == "failed"]
     failed = [(name, error) for name, error in failed if name != allowed]
     assert len(found) > 40 and not failed, failed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_repeated_examples_do_not_take_all_steps(monkeypatch):
+    """Their targets are reproduced, so σ decreases to what rounding leaves, and moves with it."""
+    calls, at = [], OverSpan.at
+    monkeypatch.setattr(OverSpan, "at", lambda *args, **kw: calls.append(1) or at(*args, **kw))
+    rng = np.random.RandomState(42)
+    x, y, count = rng.rand(15, 30), rng.randint(0, 3, size=15), rng.randint(0, 5, size=15)
+    LaplaceRegressor(**{**FAST, "hidden": (20,)}).fit(x.repeat(count, 0), y.repeat(count))
+    assert len(calls) < 200
 
 
 def rows(count=150):

@@ -276,21 +276,26 @@ class Controller:
     def _settle(self, over: OverSpan, q: Q, least: float, steps: int) -> tuple[Q, bool]:
         """Return q at the fixed point of λ and σ for a fixed H, and whether it was reached.
 
-        With update="em", whose steps are small, it takes one step.
+        With update="em", whose steps are small, it takes one step. Where σ follows rounding, few.
         """
         if least == math.inf:
             return q, False
         state = State(*over.hyper(q))
-        for _ in range(1 if self.options.update == "em" else steps):
+        for number in range(1 if self.options.update == "em" else steps):
             found = over.statistics(q)
             state = self.update(found, state)
             precision, noise = state.precision.clamp_min(least), over.noise_of(state.sigma)
             moved = (precision / found.precision).log().abs().item()
             moved = max(moved, abs(math.log(noise / q.noise)))
             q = over.at(q.curved, precision.item(), noise, q.mean)
-            if moved < _AT_REST:
+            if moved < _AT_REST or (number > _STEPS[False] and self._is_rounded(found)):
                 return q, True
         return q, False
+
+    def _is_rounded(self, found: Statistics) -> bool:
+        """Return whether the noise of some targets may be lost to rounding, which σ then follows."""
+        sums = None if found.sigma is None else self._sums(found, found.sigma)
+        return sums is not None and bool((sums[0] < _NEAR_ROUNDING * sums[1]).any())
 
     def _is_accurate(self, found: Statistics | None) -> bool:
         """Return whether samples and mean are accurate enough for λ to have converged."""
@@ -370,9 +375,9 @@ class Controller:
             )
         if found.sigma is None:
             return
-        residual, rounding, dims, count = self._sums(found, found.sigma)
-        if (residual < _NEAR_ROUNDING * rounding).any():
-            least = math.sqrt(torch.finfo(self.problem.dtype).eps)
+        _, _, dims, count = self._sums(found, found.sigma)
+        if self._is_rounded(found):
+            least = torch.finfo(self.problem.dtype).eps ** 0.5
             report(
                 "warn",
                 "The linear model reproduces the targets so closely that their observation noise may "

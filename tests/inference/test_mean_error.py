@@ -1,25 +1,22 @@
 """The Monte Carlo error of q's mean, against the spread of means over other samples."""
 
+from itertools import islice
+
 import torch
 from models import trained
-from steps import span_e_step
+from steps import span_e_step, states_of_em
 from tiny import problem_of
 from torch import nn
 
 from torch_lla_em import Classification
-from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.mean_error import error_of_mean
-from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 
 def steps_of(problem, num_samples, number):
     """Return the E-step of a moving H, and q after some of its steps."""
     e_step = span_e_step(problem, get_sto_samples(problem, num_samples, 0), 1e-3, moves=True)
-    controller = Controller(problem, e_step.noise.prior, FitOptions(), moves=True)
-    state = e_step.start()
-    for _ in range(number):
-        state = e_step.advance(state, controller)
+    *_, state = islice(states_of_em(e_step, e_step.start()), number)
     return e_step.over, state.own.q
 
 

@@ -187,14 +187,12 @@ class Functions:
         count, mean = len(first.deviations), self.likelihood.mean
 
         def of(f: Tensor, rows: slice) -> Tensor:
-            values = mean(f)
-            half = len(values) // 2
-            ends = values[:count], values[half : half + count]
-            moved = weights[0] * first._drift(rows) * 0.5 * (ends[0] - ends[1])
+            above, below = _ends(mean(f), count)
+            moved = weights[0] * first._drift(rows) * 0.5 * (above - below)
             for part, weight in zip(rest, weights[1:]):  # which move with the same mean
                 apart, centre = part._drift(rows) * first.deviations[:, rows], part.centre[rows]
                 moved = moved + weight * 0.5 * (mean(centre + apart) - mean(centre - apart))
-            return (weights[0] * pair_error(values, count)).square() + mean_square(moved)
+            return (weights[0] * pair_error(above, below)).square() + mean_square(moved)
 
         return first._over_rows(of)
 
@@ -323,14 +321,19 @@ def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
     return interpolated
 
 
-def pair_error(values: Tensor, count: int) -> Tensor:
-    """Return the standard error of the mean over the functions of ``count`` samples.
+def _ends(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the values at ``count`` samples and at their mirror images, of those at all functions."""
+    half = len(values) // 2
+    return values[:count], values[half : half + count]
+
+
+def pair_error(above: Tensor, below: Tensor) -> Tensor:
+    """Return the standard error of the mean over functions, by values at samples and at their mirror images.
 
     An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over
     the samples is therefore that of their covariance, which rotations do not reduce.
     """
-    half = len(values) // 2
-    pairs = 0.5 * (values[:count] + values[half : half + count])
+    pairs, count = 0.5 * (above + below), len(above)
     if not count:
-        return torch.zeros_like(values[0])
+        return pairs.new_zeros(pairs.shape[1:])
     return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))

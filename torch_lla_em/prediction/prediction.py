@@ -13,11 +13,7 @@ from torch import Tensor
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import mean_square
 from torch_lla_em.prediction.conformal import Conformal, Interval
-from torch_lla_em.prediction.functions import (
-    Functions,
-    log_mean_exp,
-    quantile,
-)
+from torch_lla_em.prediction.functions import Functions, log_mean_exp, quantile
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.summary import Printed, of_prediction
 from torch_lla_em.runtime import without_autocast

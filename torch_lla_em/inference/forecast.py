@@ -19,9 +19,9 @@ from torch_lla_em.inference.controller import EACH
 from torch_lla_em.inference.expectations import draws_for, entries_of
 from torch_lla_em.inference.options import FitOptions, has_one_noise, has_too_large_blocks
 from torch_lla_em.inference.records import State, Statistics
-from torch_lla_em.inference.span_outputs import MOST_STORED
+from torch_lla_em.inference.span_outputs import most_stored
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
-from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Memory, Plan, Problem, Trial, tried
+from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Memory, Plan, Problem, Trial, room, tried
 from torch_lla_em.runtime import suppressed
 
 _START = 3.0
@@ -96,8 +96,8 @@ class Course(NamedTuple):
     keeps_functions: bool = False
     """Whether H is stored as outputs of functions, and not in (C, C) blocks."""
 
-    by_features: bool = False
-    """Whether J V is computed from features of a last layer, once it is too large to be stored."""
+    most_stored: float = math.inf
+    """Largest number of entries of J V that are stored and not computed from features of a last layer."""
 
     @classmethod
     def of(cls, problem: Problem, options: FitOptions, classes: int) -> Course:
@@ -108,7 +108,13 @@ class Course(NamedTuple):
         span = options.has_default_solver and not options.layerwise and has_one_noise(problem)
         rounds = (2, 5) if options.curvature == "linear" and not quadratic else (1, 1)
         keeps = problem.likelihood.keeps_functions(classes)
-        return cls(span, moves, rounds, options, keeps, problem.linear_model.is_last_layer)
+        known = cls(span, moves, rounds, options, keeps)
+        return known.by_features(problem) if problem.linear_model.is_last_layer else known
+
+    def by_features(self, problem: Problem) -> Course:
+        """Return the same course with the features of a last layer."""
+        memory = self.options.memory_of_span(room(problem))
+        return self._replace(most_stored=most_stored(memory, problem.dtype.itemsize))
 
     def passes(self, error: float, settled: bool = False) -> list[float]:
         """Return the fewest and the most passes until the samples are accurate."""
@@ -151,7 +157,7 @@ def _over_span(trial: Trial, course: Course, num_rows: float, size: int, rounds:
     if course.keeps_functions:
         of_H = _OF_PRODUCT * functions
         flops += rounds * _OF_ROOT * functions * values * K
-    if course.by_features and values * size > MOST_STORED:
+    if values * size > course.most_stored:
         of_J = trial.weights / trial.classes
     flops += rounds * (values * size * (size + of_H + of_J) + eigenvectors)
     likelihood = share * num_rows * trial.functions / 3
@@ -181,7 +187,7 @@ def memory_of(problem: Problem, trial: Trial, course: Course, plan: Plan, rows: 
             return size * (P + _COPIES * outputs) * itemsize
         # weights, their products with features up to a limit, and numbers for each sample and output
         return (
-            size * 3 * P + min(size * outputs, MOST_STORED) + _OF_SAMPLES * K * outputs
+            size * 3 * P + min(size * outputs, course.most_stored) + _OF_SAMPLES * K * outputs
         ) * itemsize
 
     entries = entries_of(problem.likelihood, trial.classes, outputs / trial.classes)
@@ -227,7 +233,7 @@ def cheaper(problem: Problem, first: Batch, course: Course, num_rows: float) -> 
             last.sweep.probe(first)
             trial = tried(last, first, options.num_samples)
             if trial is not None:
-                by_features = course._replace(by_features=True)
+                by_features = course.by_features(last)
                 found['parameters="last_layer"'] = time_of(trial, by_features, num_rows, math.inf)
     if options.num_samples > _FEW_SAMPLES:
         few = replace(options, num_samples=_FEW_SAMPLES)

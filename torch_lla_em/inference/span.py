@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Share
 from torch_lla_em.inference.prior import Prior
-from torch_lla_em.inference.span_outputs import SpanOutputs
+from torch_lla_em.inference.span_outputs import SpanOutputs, most_stored
 from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
 from torch_lla_em.runtime import TensorList, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
@@ -87,10 +87,11 @@ class Span:
         data, (f, targets, *weights) = self._problem.data, rows.parts
         share = Share(rows.numbers, data.facts.num_rows, data.group)
         self.rows = Outputs(share, f, targets, f[None][:0], *weights)
-        self.outputs = SpanOutputs(share, f.shape, next(iter(h.parts), None))
+        self.memory = state["memory"]
+        self.outputs = SpanOutputs(share, f.shape, next(iter(h.parts), None), self._most_stored)
         for block in J.parts:
             self.outputs.add_block(block)
-        self.xi, self.memory = state["xi"], state["memory"]
+        self.xi = state["xi"]
         self.keep(len(self.xi))
         if self._blocks[0].dtype != self.noise.dtype:
             self.store_in_half()
@@ -122,10 +123,15 @@ class Span:
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions with their J v, in bytes."""
         P, itemsize = self.noise.shape[1], self.noise.element_size()
-        of_J = _COPIES_OF_J * self.num_outputs * itemsize
+        of_J = _COPIES_OF_J * directions * self.num_outputs
         if self.outputs is not None and self.outputs.features is not None:
-            of_J = _COPIES_OF_J * P * itemsize
-        return float(directions * (P * self._dtype.itemsize + of_J))
+            stored = min(directions * self.num_outputs, self._most_stored)
+            of_J = _COPIES_OF_J * directions * P + stored
+        return float(directions * P * self._dtype.itemsize + of_J * itemsize)
+
+    @property
+    def _most_stored(self) -> float:
+        return most_stored(self.memory, self.noise.element_size())
 
     @property
     def num_outputs(self) -> float:
@@ -205,7 +211,7 @@ class Span:
         found = None if pushed is None else gathered(problem, pushed, 1)
         if found is not None and size:
             self.rows = found._replace(Jw=found.Jw[:0].clone())
-            self.outputs = SpanOutputs(found.share, found.f.shape, found.Jw[0])
+            self.outputs = SpanOutputs(found.share, found.f.shape, found.Jw[0], self._most_stored)
 
     def pulled(self, u: Tensor) -> Tensor | None:
         """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass."""

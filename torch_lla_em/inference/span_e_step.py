@@ -13,6 +13,7 @@ from torch_lla_em.inference.expectations import entries_of
 from torch_lla_em.inference.mean_error import error_of_mean
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.part import ahead
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.q import Q
 from torch_lla_em.inference.records import Estimate, Extent, FitResult, State, Statistics
@@ -124,7 +125,7 @@ class SpanEStep:
             q, restarts = old.q, old.restarts
             if not span.has_room(len(old.residuals)):
                 q, restarts = over.restarted(q), restarts + 1
-            grew = span.widen(old.residuals)
+            grew = span.widen(ahead(over, q, old.residuals))
             q = over.widened(q, controller.is_fixed(state))
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
         extent = Extent(grew, not grew or span.is_complete, full, span.size)

@@ -19,15 +19,22 @@ _FEW = 4
 _CACHED, _COMPUTED = 1 << 19, 1 << 24
 """Numbers of J V that are multiplied at once, if J V is stored, and if it is computed from features."""
 
-MOST_STORED = 1 << 28
-"""Largest number of entries of J V that are stored if they can be computed from features."""
+_OF_MEMORY = 0.5
+"""Largest share of the memory of a span for J V, if it can be computed from features."""
+
+
+def most_stored(memory: float, itemsize: int) -> float:
+    """Return the largest number of entries of J V that are stored if they can be computed from features."""
+    return _OF_MEMORY * memory / itemsize
 
 
 class SpanOutputs:
     """J V for m directions and all sites of a rank's N examples, (N C, m), in blocks of directions."""
 
-    def __init__(self, share: Share, shape: torch.Size, features: Tensor | None = None):
-        self._share, self.shape = share, shape
+    def __init__(
+        self, share: Share, shape: torch.Size, features: Tensor | None = None, most: float = 0.0
+    ):
+        self._share, self.shape, self._most = share, shape, most
         """(N, ..., C) of the outputs."""
 
         self.features = features
@@ -65,9 +72,7 @@ class SpanOutputs:
 
     def add_weights(self, w: Tensor, layout: ParameterLayout) -> None:
         """Add directions by their weights, (k, P), if there are features."""
-        C = self.shape[-1]
-        rows = [part.view(len(w), C, -1).permute(2, 1, 0) for part in w.split(layout.sizes, 1)]
-        self.add_block(torch.cat(rows).reshape(-1, len(w)))
+        self.add_block(self._table(w, layout))
 
     def add_block(self, block: Tensor) -> None:
         """Add directions by an entry of ``blocks``."""
@@ -75,8 +80,7 @@ class SpanOutputs:
             self._blocks.append(block)
             return
         self._tables.append(block)
-        wanted = self.size * self.shape.numel()
-        if wanted > MOST_STORED:
+        if self.size * self.shape.numel() > self._most:
             self._blocks.clear()
         elif len(self._blocks) == len(self._tables) - 1:
             self._blocks.append(self._of_features(self.features, block))
@@ -106,12 +110,21 @@ class SpanOutputs:
                 found.append(u.T @ block[:, first:])
         return self._share.sum(torch.cat(found, 1))
 
+    def push_weights(self, w: Tensor, layout: ParameterLayout) -> Tensor:
+        """Return J w, (N ... C, k), for weights (k, P), if there are features."""
+        return self._of_features(self._features(), self._table(w, layout))
+
     def pull_weights(self, u: Tensor, layout: ParameterLayout) -> Tensor:
         """Return Jᵀ u, (k, P), for u (N ... C, k) of every rank, if there are features."""
         pulled = self._transposed(u).view(-1, self.shape[-1], u.shape[1])
         counts = [size // self.shape[-1] for size in layout.sizes]  # of the weight, and of the bias
         parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]
         return self._share.sum(torch.cat(parts, 1))
+
+    def of(self, rows: Tensor) -> SpanOutputs:
+        """Return those of some examples, without directions, if there are features."""
+        h = self._features()[rows]
+        return SpanOutputs(self._share, torch.Size((len(h), *self.shape[1:])), h)
 
     def part(self, start: int, stop: int) -> Tensor:
         """Return J V of examples from ``start`` to ``stop``, (n ... C, m)."""
@@ -139,6 +152,12 @@ class SpanOutputs:
         if self.features is None or not self._blocks:
             return self.features is not None
         return columns <= _FEW or self.features.shape[-1] <= self.size
+
+    def _table(self, w: Tensor, layout: ParameterLayout) -> Tensor:
+        """Return T, (D C, k), of weights (k, P)."""
+        C = self.shape[-1]
+        rows = [part.view(len(w), C, -1).permute(2, 1, 0) for part in w.split(layout.sizes, 1)]
+        return torch.cat(rows).reshape(-1, len(w))
 
     def _of_features(self, features: Tensor, table: Tensor) -> Tensor:
         """Return J V, (n ... C, k), from features (n ..., D) and T, (D C, k)."""

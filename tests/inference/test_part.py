@@ -8,7 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import Classification, Regression
-from torch_lla_em.inference import part, span_e_step as fits
+from torch_lla_em.inference import part
+from torch_lla_em.inference import span_e_step as fits
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.solvers import BlockCG
 

@@ -57,7 +57,8 @@ class Classification(Labels):
         return pu - p * pu.sum(-1, keepdim=True)
 
     def expected_hessian(self, f: Tensor) -> Tensor:
-        p = _softmax(f).movedim(0, -1)
+        # products of small blocks with strides take ten times as long
+        p = _softmax(f).movedim(0, -1).contiguous()
         blocks = p @ (p.mT / -len(f))
         # H annihilates constants, and a sum of the other classes does not cancel where p is near 1
         blocks.diagonal(dim1=-2, dim2=-1).zero_()

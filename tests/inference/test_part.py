@@ -59,6 +59,14 @@ def test_other_parameters_keep_the_residuals():
     assert part.ahead(e_step.over, e_step.over.first(1.0), r) is r
 
 
+def test_residuals_remain_where_the_product_is_lost_to_rounding():
+    found = problem(6)
+    e_step = span_e_step(found, get_sto_samples(found, 2), moves=True)
+    q, r = e_step.over.first(1.0), draw(3, found.size, seed=1)
+    negative = q._replace(curved=q.curved._replace(H=-100 * q.curved.H))
+    assert part.ahead(e_step.over, negative, r) is r
+
+
 def test_the_error_falls_faster(monkeypatch):
     monkeypatch.setattr(part, "_FEWEST", 300)
     found = problem(900, width=40)

@@ -116,7 +116,7 @@ def large_inputs():
 def a_tiny_prior_precision():
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-    fit([(x, torch.arange(60) % 3)], model, em_steps=0, prior_precision=1e-12)
+    fit([(x, torch.arange(60) % 3)], model, em_steps=0, prior_precision=1e-16)
 
 
 def a_parameter_in_a_list():
@@ -129,7 +129,7 @@ def a_parameter_in_a_list():
 NO_GRAD = (NotImplementedError, ArithmeticError), "no_grad"
 REFUSALS = {
     "inputs × 1e6": (ArithmeticError, "scaled as in training", large_inputs),
-    "λ = 1e-12": (ArithmeticError, "larger `prior_precision`", a_tiny_prior_precision),
+    "λ = 1e-16": (ArithmeticError, "larger `prior_precision`", a_tiny_prior_precision),
     "no_grad in later batches": (*NO_GRAD, lambda: without_gradient_later("0")),
     "no_grad in a later layer": (*NO_GRAD, lambda: without_gradient_later("1")),
     "a parameter in a list": (RuntimeError, "'bias'.*list", a_parameter_in_a_list),

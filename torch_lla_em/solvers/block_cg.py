@@ -85,7 +85,15 @@ class BlockCG:
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
     def roughly(self, product: Operator, b: Tensor) -> Tensor:
-        """Return X of the recursion from 0, whose true residual is not computed."""
+        """Solve (A + I) X = B from 0 by the recursion, whose true residual is not computed.
+
+        Args:
+            product (Operator): The product with A.
+            b (Tensor): B, shape (K, P).
+
+        Returns:
+            X, about as exact as the tolerance, or what the passes have reached.
+        """
         x = torch.zeros_like(b)
         return self._descend(product, b, Solution.of(b, x, b), b)[0]
 

@@ -174,16 +174,17 @@ class Session:
         trial = tried(problem, first, options.num_samples, options.g_prior is not False)
         if trial is None:
             return plan
-        self._trial, self._course = trial, Course.of(problem, options, trial.classes)
+        course = Course.of(problem, options, trial.classes, plan.free)
+        self._trial, self._course = trial, course
         rows = self._expected_rows() * problem.data.largest_share
         if rows == math.inf:
             return plan
-        plan = plan._replace(memory=memory_of(problem, trial, self._course, plan, rows))
-        time_of_fit = time_of(trial, self._course, rows, plan.factors).within(limit)
+        plan = plan._replace(memory=memory_of(problem, trial, course, plan, rows))
+        time_of_fit = time_of(trial, course, rows, plan.factors).within(limit)
         self._left = time_of_fit, self._seconds()
         if time_of_fit.high <= _LONG or self._group.rank > 0:
             return plan._replace(time=time_of_fit)
-        ways = cheaper(problem, first, self._course, rows)
+        ways = cheaper(problem, first, course, rows)
         ways = {change: t for change, t in ways.items() if t.high < 0.7 * time_of_fit.high}
         return plan._replace(time=time_of_fit, cheaper=tuple(ways.items()))
 

@@ -21,7 +21,7 @@ from torch_lla_em.inference.options import FitOptions, has_one_noise, has_too_la
 from torch_lla_em.inference.records import State, Statistics
 from torch_lla_em.inference.span_outputs import most_stored
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, called_last, select_parameters
-from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Memory, Plan, Problem, Trial, room, tried
+from torch_lla_em.problem import KEPT_OUTPUTS, Duration, Memory, Plan, Problem, Trial, tried
 from torch_lla_em.runtime import suppressed
 
 _START = 3.0
@@ -96,25 +96,23 @@ class Course(NamedTuple):
     keeps_functions: bool = False
     """Whether H is stored as outputs of functions, and not in (C, C) blocks."""
 
+    by_features: bool = False
+    """Whether J V is computed from features of a last layer, once it is too large to be stored."""
+
     most_stored: float = math.inf
-    """Largest number of entries of J V that are stored and not computed from features of a last layer."""
+    """Largest number of entries of J V that are stored and not computed from features."""
 
     @classmethod
-    def of(cls, problem: Problem, options: FitOptions, classes: int) -> Course:
-        """Return the course of a fit."""
+    def of(cls, problem: Problem, options: FitOptions, classes: int, free: float) -> Course:
+        """Return the course of a fit, given the free memory."""
         quadratic = problem.likelihood.is_quadratic
         too_large = has_too_large_blocks(problem.likelihood, classes)
         moves = not too_large and not quadratic and options.allows_variational
         span = options.has_default_solver and not options.layerwise and has_one_noise(problem)
         rounds = (2, 5) if options.curvature == "linear" and not quadratic else (1, 1)
         keeps = problem.likelihood.keeps_functions(classes)
-        known = cls(span, moves, rounds, options, keeps)
-        return known.by_features(problem) if problem.linear_model.is_last_layer else known
-
-    def by_features(self, problem: Problem) -> Course:
-        """Return the same course with the features of a last layer."""
-        memory = self.options.memory_of_span(room(problem))
-        return self._replace(most_stored=most_stored(memory, problem.dtype.itemsize))
+        most = most_stored(options.memory_of_span(free), problem.dtype.itemsize)
+        return cls(span, moves, rounds, options, keeps, problem.linear_model.is_last_layer, most)
 
     def passes(self, error: float, settled: bool = False) -> list[float]:
         """Return the fewest and the most passes until the samples are accurate."""
@@ -157,7 +155,7 @@ def _over_span(trial: Trial, course: Course, num_rows: float, size: int, rounds:
     if course.keeps_functions:
         of_H = _OF_PRODUCT * functions
         flops += rounds * _OF_ROOT * functions * values * K
-    if values * size > course.most_stored:
+    if course.by_features and values * size > course.most_stored:
         of_J = trial.weights / trial.classes
     flops += rounds * (values * size * (size + of_H + of_J) + eigenvectors)
     likelihood = share * num_rows * trial.functions / 3
@@ -233,7 +231,7 @@ def cheaper(problem: Problem, first: Batch, course: Course, num_rows: float) -> 
             last.sweep.probe(first)
             trial = tried(last, first, options.num_samples)
             if trial is not None:
-                by_features = course.by_features(last)
+                by_features = course._replace(by_features=True)
                 found['parameters="last_layer"'] = time_of(trial, by_features, num_rows, math.inf)
     if options.num_samples > _FEW_SAMPLES:
         few = replace(options, num_samples=_FEW_SAMPLES)

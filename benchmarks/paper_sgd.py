@@ -130,7 +130,7 @@ class Study:
         """Return sample passes, single columns and λ after every EM step of a whole fit."""
         problem, path, K = problem_of(self.model, self.batches), [], self.args.num_samples
 
-        def note(found: Statistics | None, _: object) -> None:
+        def note(found: Statistics | None, *_: object) -> None:
             if found is not None:
                 spent = problem.spent["columns"] / K, problem.spent["single"]
                 path.append([*spent, found.precision.item()])

@@ -290,7 +290,7 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
             if state is not None:
                 stored.refuse_other_network(state, model.network.module)
                 return self._loaded(state, setting)
-            around.plan(options, self.compute)
+            around.follow(around.plan(options, self.compute))
             learnt = learn(problem, options, around.watch, around.begin())
             around.end()
             facts: dict[str, Any] = {"history": tuple(around.history)}
@@ -324,7 +324,7 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         """
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
-            plan = run.plan(self._options(), self.compute, fits=False)
+            plan = run.timed(run.plan(self._options(), self.compute))
         problem.data.confirm_first()
         return plan
 

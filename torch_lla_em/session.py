@@ -16,20 +16,17 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.data import Identity
-from torch_lla_em.inference import (
-    Course,
-    FitOptions,
-    Progress,
-    Statistics,
-    Watch,
-    cheaper,
-    memory_of,
-    record_of,
-    time_left,
-    time_of,
-)
+from torch_lla_em.inference import FitOptions, Progress, Statistics, Watch, memory_of, record_of
 from torch_lla_em.prediction import refuse_training_data
-from torch_lla_em.problem import Duration, Plan, Problem, Trial, prepare, tried
+from torch_lla_em.problem import (
+    Plan,
+    Problem,
+    duration,
+    is_long,
+    prepare,
+    seconds_of_pass,
+    time_of_fit,
+)
 from torch_lla_em.runtime import (
     Budget,
     Compute,
@@ -42,8 +39,8 @@ from torch_lla_em.runtime import (
 
 logger = logging.getLogger("torch_lla_em")
 
-_SECONDS_BETWEEN_UPDATES = 0.2
-_BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
+_SECONDS_BETWEEN_UPDATES = 0.5
+_BAR = "{desc}: {elapsed}{postfix}"
 _STAGES = {
     "checking the network": "checking the network",
     "random probes": "drawing random numbers",
@@ -52,16 +49,6 @@ _STAGES = {
     "posterior samples": "drawing posterior samples",
 }
 """What a fit does, in words."""
-
-_LONG = 60.0
-"""Seconds above which the ways to a shorter fit are shown."""
-
-_SMALL = 3e8
-"""Products of examples, columns, and parameters and activations below which a fit without a bar takes a
-few seconds at most, and no trial is made: perceptrons took up to 6 s, of which a trial took up to 17 %."""
-
-_AT_MOST = 0.99
-"""The largest share that the bar shows before the fit has ended."""
 
 
 class Run(NamedTuple):
@@ -94,15 +81,10 @@ class Session:
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
-        self._course: Course | None = None
-        self._trial: Trial | None = None
-        self._steps: list[float] = []
-        """The seconds of the steps so far."""
+        self._left = math.inf
+        """The seconds that the fit still took after the last step, if the error goes on falling."""
 
-        self._step_began = self._began
-        self._left: tuple[Duration, float] | None = None
-        """How long the fit still took at a time."""
-
+        self._stepped = self._began
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder: Folder | None = None
@@ -117,7 +99,6 @@ class Session:
             stack.enter_context(collected(self.messages))
             looks = {
                 "bar_format": _BAR,
-                "total": 1.0,
                 "mininterval": _SECONDS_BETWEEN_UPDATES,
                 "miniters": 0,
             }
@@ -142,56 +123,36 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def plan(self, options: FitOptions, compute: Compute, fits: bool = True) -> Plan:
-        """Plan the memory, and forecast how long the fit takes, unless it is small.
+    def plan(self, options: FitOptions, compute: Compute) -> Plan:
+        """Return the plan of the memory."""
+        plan = prepare(self.problem, options.num_samples, compute)
+        rows = self._expected_rows()
+        if rows < math.inf:
+            plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))
+        return plan
 
-        If it is only planned and not to follow, ``fits=False``, the time is always forecast, and the
-        plan is not logged.
-        """
-        plan, every = prepare(self.problem, options.num_samples, compute), self._expected_rows()
-        work = every * options.num_samples * (plan.size + plan.activations / 4)
-        if not fits or self._has_bar or not work < _SMALL:
-            plan = self._timed(plan, options)
+    def follow(self, plan: Plan) -> None:
+        """Log the plan, and show the fit's progress from now on."""
         if not self._bar.disable:
             self.problem.sweep.watch(self._draw)
-        if not fits:
-            return plan
         self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
         if plan.tight:
             report("log", plan.of_memory)
         else:
             logger.info("%s", plan.of_memory)
-        if self._group.rank == 0 and plan.time is not None:
-            if plan.time.high > _LONG:
-                report("show", plan.of_time)
-            else:
-                logger.info("%s", plan.of_time)
-        return plan
 
-    def _timed(self, plan: Plan, options: FitOptions) -> Plan:
-        """Return the plan with a forecast by a trial on the first examples, if it is possible."""
-        problem, first, limit = self.problem, self.problem.data.first(), self.budget.left()
-        trial = tried(problem, first, options.num_samples, options.g_prior is not False)
-        if trial is None:
-            return plan
-        course = Course.of(problem, options, trial.classes, plan.free)
-        self._trial, self._course = trial, course
-        rows = self._expected_rows() * problem.data.largest_share
+    def timed(self, plan: Plan) -> Plan:
+        """Return the plan with the seconds of a pass, if the number of examples is known."""
+        rows = self._expected_rows()
         if rows == math.inf:
             return plan
-        plan = plan._replace(memory=memory_of(problem, trial, course, plan, rows))
-        time_of_fit = time_of(trial, course, rows, plan.factors).within(limit)
-        self._left = time_of_fit, self._seconds()
-        if time_of_fit.high <= _LONG or self._group.rank > 0:
-            return plan._replace(time=time_of_fit)
-        ways = cheaper(problem, first, course, rows)
-        ways = {change: t for change, t in ways.items() if t.high < 0.7 * time_of_fit.high}
-        return plan._replace(time=time_of_fit, cheaper=tuple(ways.items()))
+        return plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
 
     def _expected_rows(self) -> float:
-        """Return the number of examples of all ranks; infinity if the loader does not state its length."""
+        """Return the largest number of examples of a rank; infinity if the loader does not state its length."""
         data = self.problem.data
-        return data.facts.num_rows or data.num_batches() * len(data.first().rows) or math.inf
+        every = data.facts.num_rows or data.num_batches() * len(data.first().rows) or math.inf
+        return every * data.largest_share
 
     def begin(self) -> Progress | None:
         """Return the last state of an earlier run of this fit, None if there is none."""
@@ -216,11 +177,13 @@ class Session:
         """What is called after the steps of the fit, and within them."""
         return Watch(self.on_step, lambda: self.budget.left() < 0)
 
-    def on_step(self, found: Statistics | None, progress: Progress) -> bool:
-        """Record an EM step, revise the forecast, save the state, and return whether the budget ends."""
-        if progress.state is None and self._unseen is not None:
-            refuse_training_data(self._unseen, *self.trained_on())
-        self._revise(progress)
+    def on_step(self, found: Statistics | None, progress: Progress, left: float) -> bool:
+        """Record an EM step, save the state, and return whether the budget ends."""
+        if progress.state is None:
+            if self._unseen is not None:
+                refuse_training_data(self._unseen, *self.trained_on())
+            self._tell_time()
+        self._left, self._stepped = left, time.monotonic()
         self._record(found)
         self._save(progress)
         ends = self.budget.ends()
@@ -256,43 +219,28 @@ class Session:
         }
         self._folder.save(state)
 
-    def _revise(self, progress: Progress) -> None:
-        """Forecast the rest of the fit anew after a step."""
-        now, data = self._seconds(), self.problem.data
-        if self._trial is None or self._course is None:
-            return
-        if progress.state is None:
-            rows = data.facts.num_rows * data.largest_share
-            self._left = (
-                time_of(self._trial, self._course, rows, self.problem.sweep.factors.room),
-                now,
-            )
-        else:
-            self._steps.append(now - self._step_began)
-            course = self._course._replace(by_span=progress.by_span, moves=progress.moves)
-            weights = progress.scale.numel()
-            self._left = time_left(course, self._steps, progress.state, weights), now
-        self._step_began = now
+    def _tell_time(self) -> None:
+        """Show how long a fit with such passes takes, after the first one, if it is long."""
+        seconds = self._seconds() / max(1, self.problem.data.num_passes)
+        if self._group.rank == 0 and is_long(seconds):
+            report("show", time_of_fit(seconds))
 
     def _seconds(self) -> float:
         """Return the seconds of the fit so far, with those before it was resumed."""
         return time.monotonic() - self._began
 
     def _draw(self, share: float | None) -> None:
-        """Show the stage, the number of its pass, and how long the fit still takes."""
-        stage = self.problem.cost.stage
-        words = f"{_STAGES.get(stage, stage)}, pass {self.problem.data.num_passes + 1}"
+        """Show the stage, the pass, the seconds of a pass, and how long the fit still takes, if the error falls."""
+        stage, passes = self.problem.cost.stage, self.problem.data.num_passes
+        words = f"{_STAGES.get(stage, stage)}, pass {passes + 1}"
         words += "" if share is None else f" ({share:.0%})"
         self._bar.set_description_str(words, refresh=False)
-        if self._left is not None:
-            forecast_now, then = self._left
-            now = self._seconds()
-            left = forecast_now.after(now - then)
-            self._bar.set_postfix_str(f"{left} left" if left.high else "", refresh=False)
-            done = now / max(now + left.middle, 1e-9)
-            self._bar.update(max(0.0, min(_AT_MOST, done) - self._bar.n))
-        else:
-            self._bar.update(0)
+        known = [f"{duration(self._seconds() / passes)} per pass"] if passes else []
+        left = self._left - (time.monotonic() - self._stepped)
+        if 0 < left < math.inf:
+            known.append(f"about {duration(max(1.0, left))} left")
+        self._bar.set_postfix_str(", ".join(known), refresh=False)
+        self._bar.update(0)
 
     def end(self) -> None:
         """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
@@ -300,8 +248,7 @@ class Session:
             self.history[-1]["seconds"] = self._seconds()
         if not self._bar.disable:
             self._bar.set_postfix_str("", refresh=False)
-            self._bar.set_description_str("fitted", refresh=False)
-            self._bar.update(1.0 - self._bar.n)
+            self._bar.set_description_str("fitted")
         self.problem.data.confirm()
         self.problem.sweep.refuse_changes()
 

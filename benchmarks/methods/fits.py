@@ -41,7 +41,7 @@ def whole_fit(problem: Counted, num_samples: int, fit: Fit) -> dict:
     """Return λ's path and what the whole fit spends; or how it failed."""
     path, begin = [], time.monotonic()
 
-    def note(found: Statistics | None, _: object) -> None:
+    def note(found: Statistics | None, *_: object) -> None:
         if found is not None:
             path.append(found.precision.tolist())
 

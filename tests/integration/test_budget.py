@@ -9,9 +9,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.inference.forecast import ErrorTrend
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.records import State, Statistics
+from torch_lla_em.inference.trend import ErrorTrend
 from torch_lla_em.runtime import Budget, Group
 
 KINDS = {
@@ -21,7 +21,7 @@ KINDS = {
     "solves": ("classification", {"solver": BlockCG()}),
     "linear": ("classification", {"curvature": "linear"}),
 }
-SPENT = "The budget of the fit is spent after 1 step"
+SPENT = "The budget is spent after 1 step"
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -81,7 +81,7 @@ def test_steps_over_a_complete_span_end_in_time(monkeypatch, tmp_path):
         patched.setattr(Budget, "left", lambda _: -1.0 if late else 1.0)
         patched.setattr(Budget, "ends", lambda _: bool(late))
         la = fit(budget=9.0, checkpoint=tmp_path)
-    assert late and sum(after) <= 2 and "budget of the fit is spent" in la.messages[-1]
+    assert late and sum(after) <= 2 and "budget is spent" in la.messages[-1]
     assert la.predict(x).variance.isfinite().all()
     la = fit(budget=1e6, checkpoint=tmp_path)
     assert_close(la.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
@@ -104,17 +104,20 @@ def state(error, number):
     return State(after, None, found, number, before, converged=number > 2)
 
 
-def test_the_forecast_follows_the_error(monkeypatch):
+def test_the_time_left_follows_the_error(monkeypatch):
     now = iter([0.0, 10.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     trend = ErrorTrend(0.01)
     for number, error in enumerate((4.0, 2.0), 1):
         trend.note(state(error, number))
     words = str(trend)
-    assert "at least 76 s more" in words and "a factor of 2" in words  # log₂(2 / .01) steps
-    assert "Do not use the variances" in words
+    assert (
+        "At least 76 s more are needed" in words and len(words.split()) <= 40
+    )  # log₂(2 / .01) steps
+    assert "precision has not converged" in words
     trend.note(state(0.001, 3))
-    assert trend.is_exact and "has converged. With a" in str(trend)
+    assert trend.is_exact and trend.seconds_left() == 0
+    assert "converged" not in str(trend) and "more" not in str(trend)
 
 
 def test_factors_that_round_to_one_are_left_out():

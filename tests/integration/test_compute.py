@@ -146,7 +146,7 @@ def test_the_plan_estimates_the_peak_memory():
         la.fit([(x, y)], progress_bar=False, em_steps=3)
     assert 0.6 < allocator.peak / plan.vectors < 1.3
     kept = (20 + 1500 + 30 + 1500 + 30) * 4  # inputs of layers, and outputs of tanh
-    assert kept / 2 < plan.activations <= kept
+    assert kept / 2 < plan.example.activations <= kept
     assert not plan.tight and "8 samples of 76," in str(plan)
 
 

@@ -1,16 +1,15 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.forecast import Course, cheaper, memory_of, time_left, time_of
 from torch_lla_em.inference.learn import Progress, Watch, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
+from torch_lla_em.inference.memory import memory_of
 from torch_lla_em.inference.options import FitOptions, choose_scalings
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.records import Estimate, FitResult, Statistics, record_of
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
-    "Course",
     "Estimate",
     "FitOptions",
     "FitResult",
@@ -18,7 +17,6 @@ __all__ = [
     "Solver",
     "Statistics",
     "Watch",
-    "cheaper",
     "choose_scalings",
     "function_space_Mackay_update",
     "get_sto_samples",
@@ -27,6 +25,4 @@ __all__ = [
     "optimise_MAP",
     "optimise_samples",
     "record_of",
-    "time_left",
-    "time_of",
 ]

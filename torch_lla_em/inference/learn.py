@@ -12,12 +12,12 @@ from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
 from torch_lla_em.inference.em import EStep, em, is_done
-from torch_lla_em.inference.forecast import ErrorTrend
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.options import FitOptions, allows_span, choose_curvature
 from torch_lla_em.inference.records import FitResult, State, Statistics
 from torch_lla_em.inference.span_e_step import NoSpan, SpanEStep
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
+from torch_lla_em.inference.trend import ErrorTrend
 from torch_lla_em.problem import VECTORS, Problem, size_of
 from torch_lla_em.runtime import DoesNotFit, TensorList, release, report, shortage_of
 
@@ -88,8 +88,9 @@ class Progress(NamedTuple):
 class Watch(NamedTuple):
     """What happens around a fit."""
 
-    on_step: Callable[[Statistics | None, Progress], bool]
-    """Called with the result of an EM step (None if λ did not change) and the state of the fit.
+    on_step: Callable[[Statistics | None, Progress, float], bool]
+    """Called with the result of an EM step (None if λ did not change), the state of the fit, and the seconds
+    that it still takes if the error goes on falling (infinity if they are not known).
 
     It returns whether the time of the fit is over.
     """
@@ -114,7 +115,7 @@ def learn(
             _require_labels(problem)
             sigma = problem.likelihood.observation_noise
             start = Progress(TensorList.of(noise.eta), noise.prior.scale, sigma, problem.centre)
-            watch.on_step(None, start)
+            watch.on_step(None, start, inf)
         else:
             problem.take(start.sigma, start.centre)
             noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
@@ -204,7 +205,8 @@ def _fitted(
         saved, directions = e_step.saved(state)
         now = told._replace(state=saved, directions=directions)
         trend.note(state)
-        if watch.on_step(state.statistics if state.fresh else None, now) and not (
+        left = trend.seconds_left() if state.number > 1 else inf
+        if watch.on_step(state.statistics if state.fresh else None, now, left) and not (
             is_done(e_step, controller, state) and trend.is_exact
         ):
             report("log", str(trend))

@@ -12,19 +12,21 @@ from torch_lla_em.problem.plan import (
     VECTORS,
     Memory,
     Plan,
+    duration,
+    is_long,
     place_of_vectors,
     prepare,
     room,
+    seconds_of_pass,
     size_of,
+    time_of_fit,
 )
 from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
-from torch_lla_em.problem.trial import Duration, Trial, tried
 
 __all__ = [
     "KEPT_OUTPUTS",
     "VECTORS",
-    "Duration",
     "Loss",
     "Memory",
     "NoiseFeatures",
@@ -32,16 +34,18 @@ __all__ = [
     "Plan",
     "Problem",
     "Sites",
-    "Trial",
     "WhitenedGGN",
     "WhitenedLoss",
+    "duration",
     "gathered",
+    "is_long",
     "output_noise",
     "place_of_vectors",
     "prepare",
     "pull_back",
     "room",
+    "seconds_of_pass",
     "sites_of",
     "size_of",
-    "tried",
+    "time_of_fit",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_lla_em.data import Batch
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW, no_room
-from torch_lla_em.problem.trial import Duration
 from torch_lla_em.runtime import (
     Compute,
     DoesNotFit,
@@ -36,6 +36,26 @@ _BATCHES, _FACTORS = 0.3, 0.25
 # good size of a batch: small batches are joined up to it, and on a CPU large ones are split
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 1 << 26
+# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
+_PASSES = 10, 40
+# seconds above which ways to a shorter fit are named, and examples of which a pass is timed
+_LONG, _TIMED = 60.0, 256
+
+
+class Example(NamedTuple):
+    """What an example takes, as found on a few of the first."""
+
+    activations: float
+    """Bytes that a forward pass keeps for its derivatives."""
+
+    outputs: int
+    """Number of outputs."""
+
+    classes: int
+    """C, the size of their last axis."""
+
+    factors: float
+    """Bytes of its Jacobian factors; infinity if they are computed in every pass."""
 
 
 class Memory(NamedTuple):
@@ -60,8 +80,7 @@ class Plan(NamedTuple):
     free: float
     """Free memory in bytes where the vectors are stored."""
 
-    activations: float
-    """Bytes that a forward pass of one example keeps for its derivatives."""
+    example: Example
 
     group: int | None
     """Columns that are on the device at once, if vectors are stored elsewhere; None: all of them."""
@@ -72,14 +91,11 @@ class Plan(NamedTuple):
     factors: float = 0.0
     """Bytes that factors of the Jacobian may take, kept from pass to pass with their batches."""
 
-    time: Duration | None = None
-    """How long the fit will take; None if the loader does not state its length."""
+    pass_seconds: float | None = None
+    """What a pass over the data will take; None if it has not been timed."""
 
     memory: Memory | None = None
     """What the fit will take in all; None if that has not been forecast."""
-
-    cheaper: tuple[tuple[str, Duration], ...] = ()
-    """What to change in a fit that takes more than a minute, and how long it takes then."""
 
     @property
     def tight(self) -> bool:
@@ -89,10 +105,9 @@ class Plan(NamedTuple):
     @property
     def of_time(self) -> str:
         """What ``str`` says of the time."""
-        if self.time is None:
-            return "How long the fit takes is not known: the loader does not state its length."
-        ways = "; ".join(f"{change}: {time}" for change, time in self.cheaper)
-        return f"The fit will take {self.time}.{f' Cheaper: {ways}.' if ways else ''}"
+        if self.pass_seconds is None:
+            return "How long a pass takes is not known: the loader does not state its length."
+        return time_of_fit(self.pass_seconds)
 
     @property
     def of_memory(self) -> str:
@@ -113,6 +128,20 @@ class Plan(NamedTuple):
         return f"{self.of_time} {self.of_memory}"
 
 
+def time_of_fit(pass_seconds: float) -> str:
+    """Return what is known of the time of a fit whose passes take so long, and what makes it shorter."""
+    least, most = _PASSES
+    words = f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}."
+    if not is_long(pass_seconds):
+        return words
+    return f'{words} To shorten the fit, use parameters="last_layer" or a `budget` of seconds.'
+
+
+def is_long(pass_seconds: float) -> bool:
+    """Return whether a fit whose passes take so long may take more than a minute."""
+    return _PASSES[1] * pass_seconds > _LONG
+
+
 def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     """Read the first batch, plan the memory, and configure the passes accordingly.
 
@@ -126,15 +155,15 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     first = data.first()  # of one example it is not known whether weights have factors
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()
-    activations = measured(problem, first)
+    example = measured(problem, first, num_samples)
     _warn_of_influence(problem)
     batch_rows, merge_rows = inf, 0
     if sweep.pieces.stand_alone(first):
-        rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, activations))))
+        rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
         on_cpu = model.network.device.type == "cpu"
         batch_rows = rows if on_cpu else inf
         merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
-    plan = _planned(problem, num_samples, compute, activations)
+    plan = _planned(problem, num_samples, compute, example)
     data.store(plan.batches, merge_rows)
     sweep.factors.allow(plan.factors)
     limits = sweep.limits._replace(batch_rows=batch_rows, group=plan.group, device=plan.vectors_on)
@@ -171,8 +200,8 @@ def room(problem: Problem) -> float:
     return free_for_each(problem.data.group, problem.device)
 
 
-def measured(problem: Problem, first: Batch) -> float:
-    """Probe the network on a few examples, and return the bytes that a forward pass of one keeps."""
+def measured(problem: Problem, first: Batch, num_samples: int) -> Example:
+    """Probe the network on a few examples, and return what one of them takes."""
     model, sweep, part, rows = problem.linear_model, problem.sweep, first, FEW
 
     while True:
@@ -180,7 +209,10 @@ def measured(problem: Problem, first: Batch) -> float:
             with model.network.guarded():
                 sweep.probe(part)
                 few = next(part.split(FEW)) if sweep.pieces.stand_alone(part) else part
-                return model.activations(few.inputs) / len(few.rows)
+                activations = model.activations(few.inputs) / len(few.rows)
+                at = model.at(few.inputs, num_samples + 1, model.factored is not None)
+                outputs, classes = at.f[0].numel(), at.f.shape[-1] if at.f.dim() > 1 else 1
+                return Example(activations, outputs, classes, at.nbytes / len(few.rows))
         except (RuntimeError, MemoryError) as error:
             shortage = shortage_of(error)
         release()  # what the failed attempt held is free only outside of the handler
@@ -189,7 +221,25 @@ def measured(problem: Problem, first: Batch) -> float:
             raise DoesNotFit(no_room(part, model.layout.size, shortage))
 
 
-def _planned(problem: Problem, num_samples: int, compute: Compute, activations: float) -> Plan:
+def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
+    """Return the seconds of a pass over so many examples, from those of some of the first."""
+    model, first = problem.linear_model, problem.data.first()
+    few = next(first.split(_TIMED)) if problem.sweep.pieces.stand_alone(first) else first
+    w = torch.ones(plan.num_samples + 1, plan.size, dtype=model.dtype, device=problem.device)
+
+    def once() -> float:
+        began = perf_counter()
+        at = model.at(few.inputs, len(w), model.factored is not None)
+        total = torch.zeros_like(w)
+        at.pull(at.push(w), total)
+        total.sum().item()  # which waits for the device
+        return perf_counter() - began
+
+    with model.network.guarded():
+        return min(once(), once()) * rows / len(few.rows)  # the first loads kernels
+
+
+def _planned(problem: Problem, num_samples: int, compute: Compute, example: Example) -> Plan:
     """Return the plan for the memory that each process has on a device."""
     model, free_on = problem.linear_model, partial(free_for_each, problem.data.group)
     P, itemsize, device = model.layout.size, model.dtype.itemsize, model.network.device
@@ -203,13 +253,11 @@ def _planned(problem: Problem, num_samples: int, compute: Compute, activations: 
     kept = left if compute.keep_data and problem.data.group.size == 1 else 0.0
     of_batches, of_factors = _BATCHES * kept, _FACTORS * kept * is_near
     if is_near:
-        return Plan(
-            *(P, num_samples, vectors, place, free, activations, None, of_batches, of_factors)
-        )
+        return Plan(*(P, num_samples, vectors, place, free, example, None, of_batches, of_factors))
     vectors = int(vectors * pinned_bytes(block) / block)
     # directions, products and one chunk of gradients: a third of what is left
     group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
-    return Plan(P, num_samples, vectors, place, free_on(place), activations, group, of_batches)
+    return Plan(P, num_samples, vectors, place, free_on(place), example, group, of_batches)
 
 
 def place_of_vectors(
@@ -218,6 +266,14 @@ def place_of_vectors(
     """Return the device for vectors of this size, given the free memory of the model's device."""
     fit = compute.vectors == "device" or (compute.vectors == "auto" and size <= _SHARE * free)
     return device if fit else torch.device("cpu")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, to two digits."""
+    units = (86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
+    size, unit = next((size, unit) for size, unit in units if seconds >= size or unit == "ms")
+    value = seconds / size
+    return f"{round(value) if value >= 10 else f'{value:.2g}'} {unit}"
 
 
 def size_of(count: float) -> str:

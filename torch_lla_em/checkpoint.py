@@ -51,7 +51,7 @@ class Folder:
         """Return the posterior of a finished fit, or None if it is not finished."""
         path, state = self.path / _FINISHED, None
         if self._reads and os.path.exists(path):
-            state = files.read(path, ("facts",), "Delete it to fit again.")
+            state = files.read(path, "posterior", ("facts",), "Delete it to fit again.")
         received: dict[str, Any] | None = self._received(state, device)
         return received
 

@@ -167,7 +167,7 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        own = {"forward_fn": forward_fn, "target_fn": target_fn, "solver": solver}
+        own = {"forward_fn": forward_fn, "target_fn": target_fn}
         self._given = [name for name in own if own[name] is not None]
         if isinstance(self.likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred

@@ -59,9 +59,18 @@ def test_files_that_do_not_fit(student, tmp_path):
         Student.load(tmp_path / "posterior.pt", case.model)
     with pytest.raises(ValueError, match=r"holds a student, not a posterior: use Student\.load"):
         LinearisedLaplace.load(tmp_path / "student.pt", case.model)
-    LaplaceEnsemble([la, la]).save(tmp_path / "ensemble.pt")
+    ensemble = LaplaceEnsemble([la, la])
+    ensemble.save(tmp_path / "ensemble.pt")
     with pytest.raises(ValueError, match="holds an ensemble, not a posterior"):
         LinearisedLaplace.load(tmp_path / "ensemble.pt", case.model)
+    for state, kind in (
+        (student.state_dict(), "a student"),
+        (ensemble.state_dict(), "an ensemble"),
+    ):
+        with pytest.raises(ValueError, match=f"holds {kind}, not a posterior"):
+            la.load_state_dict(state)
+    with pytest.raises(ValueError, match="holds a posterior, not an ensemble"):
+        ensemble.load_state_dict(la.state_dict())
 
 
 def test_own_functions_are_passed_again(tmp_path):

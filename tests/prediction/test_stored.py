@@ -10,6 +10,7 @@ from torch_lla_em import (
     Bernoulli,
     BlockCG,
     Classification,
+    Compute,
     LinearisedLaplace,
     LinearOperatorRegression,
 )
@@ -148,12 +149,46 @@ GIVEN = {
     "likelihood": Classification(ignore_index=-1),
     "forward_fn": lambda model, x: model(10 * x),
     "target_fn": lambda batch: batch[1],
-    "solver": BlockCG(),
 }
 REFUSED = {
     "likelihood": ("classification", "the same likelihood"),
     "forward_fn": (None, "the same forward_fn"),
 }
+
+
+def test_neither_a_solver_nor_the_precision_is_asked_for(tmp_path):
+    """Predictions need no solver, and the precision of the network is in the file."""
+    options = {"solver": BlockCG(), "compute": Compute(precision="bfloat16")}
+    case, la = fitted(likelihood="classification", em_steps=0, prior_precision=5.0, **options)
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    assert loaded.compute == la.compute and torch.equal(loaded(case.x), la(case.x))
+    given = {"compute": Compute(vectors="cpu")}
+    assert LinearisedLaplace.load(tmp_path / "la.pt", case.model, **given).compute == Compute(
+        vectors="cpu"
+    )
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    record, saved = from_bytes(state["record"]), from_bytes(state["options"])
+    record["given"], _ = ["solver"], saved.pop("precision")  # as release 0.4.0 stored them
+    torch.save({**state, "record": to_bytes(record), "options": to_bytes(saved)}, tmp_path / "old")
+    assert LinearisedLaplace.load(tmp_path / "old", case.model).compute == Compute()
+
+
+def test_tensors_of_other_shapes_name_themselves(saved):
+    model, state = saved
+    la = LinearisedLaplace(model, "classification")
+    count, size = state["w_samples"].shape
+    changed = {
+        "w_lin": (state["w_lin"][1:], rf"'w_lin' .* shape \({size - 1},\), but \({size},\) is"),
+        "w_samples": (state["w_samples"][:, 1:], rf"'w_samples' .*but \({count}, {size}\)"),
+        "certificate": (state["certificate"][1:], rf"'certificate' .*but \({count},\)"),
+        "prior_precision": (None, "'prior_precision' of the state is missing.*save"),
+    }
+    for name, (tensor, words) in changed.items():
+        other = {n: t for n, t in {**state, name: tensor}.items() if t is not None}
+        with pytest.raises(ValueError, match=words):
+            la.load_state_dict(other)
+    la.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", GIVEN)

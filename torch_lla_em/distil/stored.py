@@ -53,9 +53,7 @@ def read(
     forward_fn: ForwardFn | None,
 ) -> tuple[dict[str, Tensor], Form, StudentError]:
     """Return the contents of a student's file; raise an error if they do not fit the network."""
-    state = files.read(path, remedy="Pass a file of Student.save.")
-    if "student" not in state:
-        raise ValueError("The file holds a posterior, not a student: use LinearisedLaplace.load.")
+    state = files.read(path, "student")
     record: dict[str, Any] = files.from_bytes(state.pop("student"))
     state.pop("torch_lla_em_version")
     error, name = StudentError.of(record.pop("error")), record["likelihood"]

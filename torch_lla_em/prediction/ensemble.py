@@ -142,7 +142,7 @@ class Ensemble(Printed, Exports, nn.Module):
             ValueError: If the state has another format or number of members, or belongs to other
                 networks.
         """
-        files.check(state)
+        files.check(state, "ensemble")
         count = len({name.partition(".")[0] for name in state if "." in name})
         if count != len(self.members):
             raise ValueError(
@@ -191,5 +191,5 @@ class Ensemble(Printed, Exports, nn.Module):
             ValueError: If the file is damaged or belongs to other networks.
         """
         ensemble = cls(members)
-        ensemble.load_state_dict(files.read(path))
+        ensemble.load_state_dict(files.read(path, "ensemble"))
         return ensemble

@@ -238,7 +238,7 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
             missing += [f"{prefix}w_lin"] * (self._posterior is not None)
             return
         try:
-            files.check(own)
+            files.check(own, "posterior")
             expected = NetworkState(self._linear_model.network, own["fingerprint"].cpu())
             self._take(self._loaded(own, Setting(self._linear_model, expected, self.target_fn)))
         except ValueError as error:
@@ -272,6 +272,7 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
             **stored.likelihood_options(given),
             "parameters": model.layout.names,
             "class_dim": model.network.class_dim,
+            "precision": self.compute.precision,
         }
         state = {**self._state_of(posterior), "options": files.to_bytes(options)}
         files.write_atomically(state, path)
@@ -286,8 +287,8 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
             path (str): Name of the file that ``save`` has written.
             model (nn.Module): The network, with the weights that the posterior was fitted to.
             **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a
-                custom likelihood, ``forward_fn``, ``target_fn`` or ``solver``. Other arguments replace
-                those saved.
+                custom likelihood, ``forward_fn`` or ``target_fn``, and ``solver`` if you call ``fit``
+                again. Other arguments replace those saved.
 
         Raises:
             ValueError: If the file is damaged or belongs to another network, or if an option is

@@ -24,6 +24,12 @@ _RESULT = (
 )
 """Tensors of a fit's result that have the same name in files."""
 
+_NEEDED = (
+    *("w_samples", "certificate", "w_lin", "scale", "prior_precision", "mixture"),
+    *("effective_dim", "_log_evidence"),
+)
+"""Tensors that every posterior has."""
+
 
 def likelihood_options(given: Likelihood) -> dict[str, Any]:
     """Return a likelihood as options of ``LinearisedLaplace``; none for a user's own."""
@@ -49,19 +55,16 @@ def read(
     path: str | PathLike[str], model: nn.Module, given: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return state and options of a saved posterior; ``given`` options replace those saved."""
-    state = files.read(path)
-    if "student" in state:
-        raise ValueError("The file holds a student, not a posterior: use Student.load.")
-    if "0.record" in state:
-        raise ValueError(
-            "The file holds an ensemble, not a posterior: use LaplaceEnsemble.load(path, members)."
-        )
+    state = files.read(path, "posterior")
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     refuse_other_network(state, Network(model).module)
     options = {**files.from_bytes(state["options"]), **given}
-    own = files.from_bytes(state["record"]).get("given", [])
-    missing = [name for name in ("likelihood", *own) if name not in options]
+    precision = options.pop("precision", None)
+    if precision is not None and "compute" not in given:
+        options["compute"] = Compute(precision=precision)
+    own = set(files.from_bytes(state["record"]).get("given", [])) - {"solver"}  # old files name it
+    missing = [name for name in ("likelihood", *sorted(own)) if name not in options]
     if missing:
         raise ValueError(
             f"The posterior was fitted with your own {' and '.join(missing)}, which a file cannot "
@@ -162,6 +165,7 @@ def checked(
             f"object has {len(own)} in its posterior, which start with {own[0]}: pass the same "
             "`parameters`."
         )
+    refuse_other_shapes(state, model.layout.size)
     if "forward_fn" in record.get("given", ()) and "forward_fn" not in given:
         raise ValueError(
             "The posterior was fitted with a forward_fn, but this object has none. Construct "
@@ -180,9 +184,25 @@ def checked(
     return record
 
 
+def refuse_other_shapes(state: dict[str, Tensor], size: int) -> None:
+    """Raise an error if a tensor of a state is missing, or has not the shape for so many parameters."""
+    found = {name: tuple(state[name].shape) if name in state else None for name in _NEEDED}
+    count = (found["w_samples"] or (0,))[0]
+    due = {"w_samples": (count, size), "certificate": (count,), "w_lin": (size,), "scale": (size,)}
+    for name, shape in found.items():
+        if shape is None or shape != due.get(name, shape):
+            words = "is missing"
+            if shape is not None:
+                words = f"has the shape {shape}, but {due[name]} is expected"
+            raise ValueError(
+                f"The tensor {name!r} of the state {words}. The state was changed or damaged after it was "
+                "saved: save the posterior again."
+            )
+
+
 def refuse_other_network(state: dict[str, Tensor], module: nn.Module) -> None:
     """Raise an error if a state is of another network, or was not saved by this library."""
-    files.check(state)
+    files.check(state, "posterior")
     if not torch.equal(files.fingerprint(module), state["fingerprint"].cpu()):
         raise ValueError(
             "The network's weights or buffers are not those that the posterior was fitted to: "

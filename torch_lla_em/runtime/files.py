@@ -14,7 +14,7 @@ from inspect import getclosurevars
 from os import PathLike
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 from uuid import uuid4
 from zipfile import BadZipFile, ZipFile
 from zlib import crc32
@@ -33,6 +33,13 @@ Path_ = str | PathLike
 VERSION = 2
 """Version of the file of a saved posterior."""
 
+Kind = Literal["posterior", "ensemble", "student"]
+
+_SAVED_BY = {
+    "posterior": "LinearisedLaplace",
+    "ensemble": "LaplaceEnsemble",
+    "student": "Student",
+}
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 _DATA = Tensor, np.ndarray, bool, int, float, complex, str
 """Types of the global variables that are compared with a function: notebooks have no closures."""
@@ -216,23 +223,34 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()).decode())
 
 
-def read(
-    path: Path_, names: tuple[str, ...] = (), remedy: str = "Pass a file of LinearisedLaplace.save."
-) -> dict[str, Any]:
-    """Return the tensors of a saved posterior; raise an error if the file is none."""
+def read(path: Path_, kind: Kind, names: tuple[str, ...] = (), remedy: str = "") -> dict[str, Any]:
+    """Return the tensors of a saved object; raise an error if the file holds none of this kind."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
-    state = contents_of(path, names, remedy)
-    check(state)
+    state = contents_of(path, names, remedy or f"Pass a file of {_SAVED_BY[kind]}.save.")
+    check(state, kind)
     return state
 
 
-def check(state: Any) -> None:
-    """Raise an error if a state was not saved by this version of the library."""
-    if not isinstance(state, dict) or "torch_lla_em_version" not in state:
+def check(state: Any, kind: Kind) -> None:
+    """Raise an error if a state is not of this kind, or not of this version of the format."""
+    found: Kind = "posterior"
+    names = state.keys() if isinstance(state, dict) else ()
+    if "student" in names or (
+        "head.0.weight" in names and any(name.startswith("network.") for name in names)
+    ):
+        found = "student"
+    elif "0.record" in names:
+        found = "ensemble"
+    elif "torch_lla_em_version" not in names:
         raise ValueError(
-            "This is not a posterior saved by torch_lla_em: it has no version key. Pass a file of "
-            "LinearisedLaplace.save, or the result of state_dict()."
+            f"This is no {kind} saved by torch_lla_em: it has no version key. Pass a file of "
+            f"{_SAVED_BY[kind]}.save, or the result of state_dict()."
+        )
+    if found != kind:
+        raise ValueError(
+            f"This state holds a{'n' * (found == 'ensemble')} {found}, not a{'n' * (kind == 'ensemble')} "
+            f"{kind}: use {_SAVED_BY[found]}.load, or load_state_dict of its kind."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:

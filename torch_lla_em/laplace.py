@@ -226,11 +226,6 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         Example:
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
-        if str(shard) == "weights":
-            raise ValueError(
-                'shard="weights" is no longer supported: every rank stores whole vectors. If they do '
-                'not fit, use Compute(vectors="cpu"), fewer samples, or parameters="last_layer".'
-            )
         check_choice("shard", shard, ("data", None))
         check_choice("update", update, ("mackay", "em"))
         check_options(em_steps=em_steps, prior_precision=prior_precision)

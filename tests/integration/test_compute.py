@@ -193,12 +193,6 @@ def test_unknown_options_of_compute_raise(means):
         Compute(**means)
 
 
-def test_cuda_graphs_raise():
-    Compute(graphs=False)
-    with pytest.raises(TypeError, match="no longer supported.*Leave `graphs` out"):
-        Compute(graphs=True)
-
-
 OLD = "backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32"
 NEW = [f"backends.{name}.fp32_precision" for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")]
 FLAGS = [*OLD, *NEW, "get_float32_matmul_precision()", "backends.fp32_precision"]

@@ -227,10 +227,8 @@ def test_unwritable_folders_end_all_ranks(tmp_path):
 
 
 def test_ranks_share_nothing_but_the_data():
-    for known in "auto", "columns":
+    for known in "auto", "columns", "weights":
         with pytest.raises(
             ValueError, match=f"shard='{known}' is not known: choose one of 'data', None"
         ):
             fit(shard=known)
-    with pytest.raises(ValueError, match=r'no longer supported.*use Compute\(vectors="cpu"\)'):
-        fit(shard="weights")

@@ -35,7 +35,7 @@ MORE = {
         "posterior",
     ],
     "likelihoods": ["compare_with_log_prob"],
-    "mixtures": ["BernoulliMixture", "GaussianMixture", "Mixture", "VariationalGaussianMixture"],
+    "mixtures": ["GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
 GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}
 """Arguments that need no description; those of hooks are described by Lightning."""

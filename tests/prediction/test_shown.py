@@ -135,8 +135,6 @@ def test_outputs_of_different_units_are_noticed():
         la.fit(case.x, units * case.y, progress_bar=False)
         noticed.append(["residuals of output 0" in "".join(la.messages), len(la.messages) > 1])
     assert noticed == [[True, True], [False, False]]
-    with pytest.warns(DeprecationWarning, match="now called la.messages"):
-        assert la.said == la.messages
 
 
 def test_groups_are_of_examples_of_one_shape():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from os import PathLike
@@ -99,12 +98,6 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
     def messages(self) -> list[str]:
         """The memory plan of the fit, then the warnings of it and of ``calibrate``."""
         return [] if self._posterior is None else list(self._posterior.messages)
-
-    @property
-    def said(self) -> list[str]:
-        """Deprecated: the former name of ``messages``."""
-        warnings.warn("la.said is now called la.messages.", DeprecationWarning, stacklevel=2)
-        return self.messages
 
     @property
     def mean(self) -> str:

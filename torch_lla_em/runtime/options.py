@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from math import inf
 from numbers import Integral, Real
 from os import PathLike
@@ -42,15 +42,7 @@ class Compute:
     """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
     of its memory. Default True. False takes the batches from the loader in every pass."""
 
-    graphs: InitVar[bool] = False
-
-    def __post_init__(self, graphs: bool) -> None:
-        if graphs:
-            raise TypeError(
-                "Compute(graphs=True) is no longer supported, because CUDA graphs did not make fits "
-                "faster. Leave `graphs` out. If small batches leave the GPU idle, use larger "
-                "ones, or keep_data=True, which joins small batches."
-            )
+    def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
         check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
         check_options(columns=self.columns, rows=self.rows)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from torch_lla_em.prediction import (
     PredictedData,
-    Prediction,
     Predictor,
     auroc,
     binned,
@@ -31,14 +30,11 @@ Axes = Any
 Examples = Iterable[Any] | PredictedData
 """A loader, or the result of ``predicted_data`` for it."""
 
-_NETWORK, _POSTERIOR = "0.6", "C0"
+_COLOURS = {"network": "0.6", "posterior": "C0"}
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
-_GRID = 320
 _NINETY = 1.6449  # standard deviations that contain 90 % of a normal distribution
-# largest numbers of points and of error bars in a plot; more are thinned evenly
-_POINTS, _BARS = 2000, 200
-# number of examples from which the accuracy of a bin is shown as known
-_SURE = 10
+_MOST = 500  # points of a plot; more are thinned evenly
+_SURE = 10  # examples from which the accuracy of a bin is shown as known
 
 
 def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
@@ -62,23 +58,22 @@ def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins:
     if not la.likelihood.gives_probabilities:
         raise TypeError("reliability needs probabilities. For regression, use coverage.")
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
-    lowest, unsure = 1.0, 0
-    for name, colour, prediction in _both(rows):
-        stated, right = stated_and_right(prediction, rows.targets)
-        count, said, true = binned(stated, right, bins)
-        ece, kept = calibration_error(stated, right, bins), count > 0
-        x, y, share = (_array(v[kept]) for v in (said / count, true / count, count / len(stated)))
-        lowest = min(lowest, x.min(), y.min())
-        sure, sizes = _array(count[kept] >= _SURE), 8 + 150 * share
+    for name, colour in _COLOURS.items():
+        stated, right = stated_and_right(getattr(rows, name), rows.targets)
+        count, confidence, true = (_array(v) for v in binned(stated, right, bins))
+        label = f"{name}: ECE {calibration_error(stated, right, bins):.3f}"
+        sure, few = count >= _SURE, (count > 0) & (count < _SURE)
+        x, y, sizes = (
+            confidence / count.clip(1),
+            true / count.clip(1),
+            8 + 150 * count / len(stated),
+        )
         axes.plot(x[sure], y[sure], color=colour, alpha=0.6, linewidth=1)
-        axes.scatter(x[sure], y[sure], sizes[sure], color=colour, label=f"{name}: ECE {ece:.3f}")
-        few = ~sure
-        axes.scatter(x[few], y[few], sizes[few], facecolors="none", edgecolors=colour, alpha=0.6)
-        unsure += few.sum()
-    if unsure:
-        words = f"hollow: fewer than {_SURE} examples"
-        axes.scatter([], [], facecolors="none", edgecolors="black", label=words)
-    axes.set(xlim=(lowest - 0.05, 1.05), ylim=(lowest - 0.05, 1.05))
+        axes.scatter(x[sure], y[sure], sizes[sure], color=colour, label=label)
+        hollow = {"facecolors": "none", "edgecolors": colour, "alpha": 0.6}
+        note = name == "posterior" and few.any()
+        label = f"hollow: fewer than {_SURE} examples" if note else "_"
+        axes.scatter(x[few], y[few], sizes[few], label=label, **hollow)
     return _finished(axes, "confidence", "accuracy")
 
 
@@ -105,7 +100,7 @@ def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int
     """Plot a regression with 90 % prediction intervals.
 
     Inputs of one number are the horizontal axis. For other inputs targets are plotted over
-    predictions, in the order of the predictions and thinned to 200 error bars.
+    predictions, in the order of the predictions.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
@@ -120,28 +115,31 @@ def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int
         >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
     rows, axes = _regression_rows(la, loader), _axes(axes)
-    x, y = rows.inputs, _columns(rows.targets)[:, output]
-    if x is None or x[0].numel() != 1:
-        mean, _, outer = _intervals(rows.posterior, output)
-        kept = _thinned(mean.argsort(), _BARS)
-        label = "90 %" if len(kept) == len(y) else f"90 %, {len(kept)} of {len(y):,} examples"
-        bars = {"fmt": ".", "color": _POSTERIOR, "alpha": 0.4, "label": label}
+    y, x = _columns(rows.targets)[:, output], rows.inputs
+    over = x is not None and x[0].numel() == 1
+    predicted = rows.posterior
+    if over:
+        margin = 0.3 * (x.max() - x.min())
+        grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
+        predicted = la.predict(grid.view(-1, *x.shape[1:]))
+    mean = _columns(predicted.expectation)[:, output]
+    variances = predicted.epistemic, predicted.predictive_variance
+    inner, outer = (_NINETY * _columns(variance)[:, output] ** 0.5 for variance in variances)
+    places = _array(x.flatten()) if over else mean
+    order = np.linspace(0, len(y) - 1, min(len(y), _MOST)).round().astype(int)
+    kept = places.argsort()[order]
+    if not over:
+        bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
         axes.errorbar(mean[kept], y[kept], xerr=outer[kept], **bars)
         line = min(mean.min(), y.min()), max(mean.max(), y.max())
         axes.plot(line, line, **_DIAGONAL)
         return _finished(axes, "prediction", "target")
-    ends = x.min(), x.max()
-    margin = 0.3 * (ends[1] - ends[0])
-    grid = torch.linspace(ends[0] - margin, ends[1] + margin, _GRID, device="cpu").to(x)
-    mean, inner, outer = _intervals(la.predict(grid.view(-1, *x.shape[1:])), output)
-    places = _array(grid)
+    at = _array(grid)
     for half, alpha, label in ((outer, 0.2, "90 % of targets"), (inner, 0.35, "90 % of means")):
-        band = {"color": _POSTERIOR, "alpha": alpha, "linewidth": 0, "label": label}
-        axes.fill_between(places, mean - half, mean + half, **band)
-    axes.plot(places, mean, color=_POSTERIOR)
-    kept = _thinned(_array(x.flatten().argsort()), _POINTS)
-    dots = {"s": 6, "alpha": 1.0} if len(kept) <= _BARS else {"s": 2, "alpha": 0.4}
-    axes.scatter(_array(x.flatten())[kept], y[kept], color="black", label="data", zorder=3, **dots)
+        band = {"color": "C0", "alpha": alpha, "linewidth": 0, "label": label}
+        axes.fill_between(at, mean - half, mean + half, **band)
+    axes.plot(at, mean, color="C0")
+    axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
     return _finished(axes, "input", "target")
 
 
@@ -162,11 +160,11 @@ def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
     rows, axes = _regression_rows(la, loader), _axes(axes)
     levels = torch.linspace(0.02, 0.98, 49, device="cpu").tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
-    for name, colour, prediction in _both(rows):
-        inside = [covered(prediction, rows.targets, level) for level in levels]
+    for name, colour in _COLOURS.items():
+        inside = [covered(getattr(rows, name), rows.targets, level) for level in levels]
         shares = [each.double().mean().item() for each in inside]
-        name = "noise alone" if prediction is rows.network else name
-        axes.plot(levels, shares, color=colour, label=name)
+        label = "noise alone" if name == "network" else name
+        axes.plot(levels, shares, color=colour, label=label)
     return _finished(axes, "level of the interval", "coverage")
 
 
@@ -184,11 +182,11 @@ def out_of_distribution(
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    axes, sets = _axes(axes), [_epistemic(la, data) for data in (loader, other)]
+    axes, sets = _axes(axes), [_epistemic(_posterior(la), data) for data in (loader, other)]
     area = auroc(*map(torch.from_numpy, reversed(sets)))
     both = np.log10(np.concatenate(sets))
     edges = np.logspace(np.quantile(both, 0.002), both.max() + 1e-3, 31)
-    for values, name, colour in zip(sets, ("data", "other data"), (_POSTERIOR, "C1")):
+    for values, name, colour in zip(sets, ("data", "other data"), ("C0", "C1")):
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
@@ -229,29 +227,12 @@ def _finished(axes: Axes, x: str, y: str) -> Axes:
     return axes
 
 
-def _both(rows: PredictedData) -> list[tuple[str, str, Prediction]]:
-    return [("network", _NETWORK, rows.network), ("posterior", _POSTERIOR, rows.posterior)]
-
-
-def _intervals(prediction: Prediction, output: int) -> list[np.ndarray]:
-    """Return the mean of one output, and half the 90 % intervals of the mean and of y, (B,)."""
-    variances = prediction.epistemic, prediction.predictive_variance
-    halves = (_NINETY * variance.sqrt() for variance in variances)
-    return [_columns(values)[:, output] for values in (prediction.expectation, *halves)]
-
-
-def _thinned(order: np.ndarray, most: int) -> np.ndarray:
-    """Return at most so many entries of an order, evenly spaced, both ends included."""
-    places = np.linspace(0, len(order) - 1, min(len(order), most)).round().astype(int)
-    return np.asarray(order[places])
-
-
 def _epistemic(la: Predictor, data: Any) -> np.ndarray:
     """Return the epistemic uncertainty of a loader's examples, or of inputs, (N,)."""
     if isinstance(data, PredictedData):
         predictions = iter([data.posterior])
     else:
-        predictions = _posterior(la).predictions([data] if isinstance(data, Tensor) else data)
+        predictions = la.predictions([data] if isinstance(data, Tensor) else data)
     values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
     return _array(torch.cat(values).double().clamp_min(1e-12))
 

@@ -49,7 +49,7 @@ def test_bins_with_few_examples_are_hollow_and_beside_the_line():
     rows = predicted_data(la, data)
     stated, right = metrics.stated_and_right(rows.posterior, rows.targets)
     count = metrics.binned(stated, right, 10)[0]
-    *_, sure, few, note = axes.collections
+    *_, sure, few = axes.collections
     assert len(sure.get_offsets()) == (count >= 10).sum()
     assert len(few.get_offsets()) == ((count > 0) & (count < 10)).sum() > 0
     assert not len(few.get_facecolors()) and len(axes.lines[-1].get_xdata()) == (count >= 10).sum()

@@ -254,7 +254,7 @@ def one_row(value):
         (ValueError, r"one row per example, shape \(n, D\)", {"data": draw()[:, :0]}),
         (ValueError, "no examples. Is the loader empty", {"data": []}),
         (TypeError, "iterator .list_iterator., which ends after one", {"data": iter([draw()])}),
-        (ValueError, "holds a ndarray of shape None. Pass tensors", {"data": [draw().numpy()]}),
+        (ValueError, "holds a str of shape None. Pass tensors", {"data": ["words"]}),
         (ValueError, r"needs batches \(x, labels\)", {"data": draw(), "by_label": True}),
         (ValueError, "labels are torch.float32", {"labels": torch.zeros(300)}),
         (ValueError, "one integer per example", {"labels": torch.zeros(3).long()}),
@@ -306,3 +306,17 @@ def test_cuda_agrees_with_the_cpu(kind, structure):
     labels = torch.arange(len(x)).cuda() % 2
     mixture = made(kind, 1, **options).fit([(x.cuda(), labels)], by_label=True)
     assert mixture.class_log_prob(x.cuda()).shape == (len(x), 2)
+
+
+def test_arrays_are_data_and_the_most_probable_component_or_label_is_predicted():
+    x = draw()
+    mixture, same = GaussianMixture(3), GaussianMixture(3).fit(x.numpy())
+    assert "not fitted" in repr(mixture)
+    mixture.fit(x)
+    assert torch.equal(mixture.log_prob(x), same.log_prob(x.numpy()))
+    assert torch.equal(mixture.predict(x.numpy()), mixture.responsibilities(x).argmax(1))
+    assert f"converged after {len(mixture.history)} steps" in repr(mixture)
+    labels = 5 + (x[:, 0] > x[:, 0].median()).long()
+    by_label = GaussianMixture(1).fit([(x, labels)], by_label=True)
+    predicted = by_label.predict(x)
+    assert set(predicted.tolist()) == {5, 6} and (predicted == labels).double().mean() > 0.8

@@ -7,12 +7,12 @@ For any distribution q over the components z of the examples,
 The E-step makes the divergence zero and the M-step raises the bound L, so log p(X | θ) never falls.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +29,7 @@ Piece = tuple[Tensor, Tensor]
 
 
 class Examples:
-    """The checked examples of batches; without labels, all have the label 0."""
+    """The checked examples of batches, as tensors; without labels, all have the label 0."""
 
     def __init__(self, data: Tensor | Iterable[Any], by_label: bool = False):
         if isinstance(data, Iterator):
@@ -37,13 +37,14 @@ class Examples:
                 f"The data are an iterator ({type(data).__name__}), which ends after one pass, but "
                 "EM needs several. Pass tensors, a list of batches or a DataLoader."
             )
-        self.batches = [data] if isinstance(data, Tensor) else data
+        self.batches = [data] if isinstance(data, (Tensor, np.ndarray)) else data
         self.by_label = by_label
 
     def pieces(self, width: int | None = None) -> Iterator[Piece]:
         """Yield a few examples at a time, for computations with ``width`` (or D) numbers for each."""
         for batch in self.batches:
             x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
+            x = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
             if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] == 0:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else None
                 raise ValueError(
@@ -134,61 +135,25 @@ def _with_largest_keys(sample: list[tuple[Tensor, ...]], size: int) -> tuple[Ten
     return tuple(tensor[chosen] for tensor in (keys, *others))
 
 
-class Family(ABC):
-    """One kind of mixture: θ, φ and the M-step, in the coordinates of the fit.
+class Family(Protocol):
+    """Components whose log joint density is θ_k · φ(x), with φ = (1, x, x xᵀ), in the coordinates of the fit.
 
     θ is a tuple of tensors: a constant for each component (K,), the coefficients of x (K, D), and
-    those of the rest of φ = (1, x, ...). Sums of φ are a tuple of the same shapes.
+    those of x xᵀ in blocks. Sums of φ are a tuple of the same shapes. See ``gaussian``.
     """
 
     width: int
     """About how many numbers are computed for each example."""
 
-    empties = False
+    empties: bool
     """Whether the bound can rise if a component has no examples."""
 
-    @abstractmethod
-    def __init__(
-        self,
-        mixture: Any,
-        num_components: int,
-        centre: Tensor,
-        variance: Tensor,
-        regularised: bool = False,
-    ):
-        """Take the options of a mixture, and the means and variances of the data's columns.
-
-        With ``regularised`` the family has a prior even if the mixture has none, so that no component
-        collapses onto a few examples.
-        """
-
-    @abstractmethod
-    def columns(self, x: Tensor) -> Tensor:
-        """Return examples (n, D) as columns (D, n) in the coordinates of the fit, in float64."""
-
-    def log_joint(self, natural: Tensors, columns: Tensor) -> Tensor:
-        """Return θ_k · φ(x_n), which is log p(x_n, k) in the user's coordinates, shape (K, n)."""
-        return torch.addmm(natural[0][:, None], natural[1], columns)
-
-    def sums(self, r: Tensor, columns: Tensor) -> Tensors:
-        """Return Σ_n r_kn φ(x_n) for responsibilities r, shape (K, n)."""
-        return r.sum(1), r @ columns.T
-
-    @abstractmethod
-    def natural(self, parameters: Any) -> Tensors:
-        """Return θ."""
-
-    @abstractmethod
-    def maximise(self, sums: Tensors) -> Any:
-        """Return the parameters that maximise the bound."""
-
-    @abstractmethod
-    def log_prior(self, parameters: Any) -> Tensor:
-        """Return what the objective adds to log p(X | θ), shape ()."""
-
-    def leave(self, parameters: Any) -> Any:
-        """Return parameters in the user's coordinates."""
-        return parameters
+    def columns(self, x: Tensor) -> Tensor: ...
+    def log_joint(self, natural: Tensors, columns: Tensor) -> Tensor: ...
+    def sums(self, r: Tensor, columns: Tensor) -> Tensors: ...
+    def natural(self, parameters: Any) -> Tensors: ...
+    def maximise(self, sums: Tensors) -> Any: ...
+    def log_prior(self, parameters: Any) -> Tensor: ...
 
 
 class MixtureState(NamedTuple):

@@ -20,8 +20,7 @@ from torch_lla_em.data import (
     to_device,
 )
 from torch_lla_em.jacobian import Network, NetworkState
-from torch_lla_em.mixtures.gaussian import GaussianMixture
-from torch_lla_em.mixtures.mixture import Mixture
+from torch_lla_em.mixtures.mixture import GaussianMixture, Mixture
 
 _BATCH_SIZE = 256
 """Number of examples that the network runs on at once if whole tensors are passed."""

@@ -1,23 +1,24 @@
-"""Gaussian mixtures by maximum likelihood, by MAP, and by variational EM."""
+"""Gaussian components: θ, the sums of φ, and M-steps by maximum likelihood, MAP and variational EM."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.conjugate import Gaussians, NormalWishart, apply, outer, weak_prior
-from torch_lla_em.mixtures.em import Family, Tensors
-from torch_lla_em.mixtures.mixture import Mixture
-from torch_lla_em.runtime import check_choice
+from torch_lla_em.mixtures.em import Tensors
 
 
-class GaussianFamily(Family):
+class GaussianFamily:
     """Gaussian components with φ(x) = (1, x, x xᵀ), in coordinates u = (x − centre) / unit.
 
     In these coordinates the columns have mean 0 and variance 1, so that sums of squares keep
-    their digits.
+    their digits. With ``regularised`` there is a prior even if the mixture has none, so that no
+    component collapses onto a few examples.
     """
+
+    empties = False
 
     def __init__(
         self,
@@ -41,24 +42,29 @@ class GaussianFamily(Family):
         return 2.0
 
     def columns(self, x: Tensor) -> Tensor:
+        """Return examples (n, D) as columns (D, n) in the coordinates of the fit, in float64."""
         columns = x.T.to(self.unit, copy=True, memory_format=torch.contiguous_format)
         return columns.sub_(self.centre[:, None]).div_(self.unit[:, None])
 
     def log_joint(self, natural: Tensors, columns: Tensor) -> Tensor:
-        linear, blocks = super().log_joint(natural, columns), natural[2]
+        """Return θ_k · φ(x_n), which is log p(x_n, k) in the user's coordinates, shape (K, n)."""
+        linear = torch.addmm(natural[0][:, None], natural[1], columns)
+        blocks = natural[2]
         if not self.is_full:
             return linear + blocks.flatten(1) @ columns.square()
         products = (blocks.reshape(-1, len(columns)) @ columns).view(len(blocks), *columns.shape)
         return linear + products.mul_(columns).sum(1)
 
     def sums(self, r: Tensor, columns: Tensor) -> Tensors:
+        """Return Σ_n r_kn φ(x_n) for responsibilities r, shape (K, n)."""
         if self.is_full:
             second = (r[:, None] * columns).flatten(0, 1) @ columns.T
         else:
             second = r @ columns.square().T
-        return *super().sums(r, columns), second.view(self.blocks)
+        return r.sum(1), r @ columns.T, second.view(self.blocks)
 
     def natural(self, parameters: Any) -> Tensors:
+        """Return θ."""
         log_weights, log_dets, precision = parameters.expectations()
         volume = self.unit.log().sum() + 0.5 * len(self.unit) * math.log(2 * math.pi)
         linear = apply(precision, parameters.means)
@@ -67,6 +73,7 @@ class GaussianFamily(Family):
         return constant, linear, -0.5 * precision
 
     def maximise(self, sums: Tensors) -> Any:
+        """Return the parameters that maximise the bound."""
         counts, means, scatter = _moments(*sums)
         if self.regularised or self.mixture.prior:
             return self.prior.updated(counts, means, scatter).mode()
@@ -76,11 +83,13 @@ class GaussianFamily(Family):
         )
 
     def log_prior(self, parameters: Any) -> Tensor:
+        """Return what the objective adds to log p(X | θ), shape ()."""
         if self.regularised or self.mixture.prior:
             return self.prior.log_density(parameters)
         return self.unit.new_zeros(())
 
     def leave(self, parameters: Any) -> Any:
+        """Return parameters in the user's coordinates."""
         weights, means, *others, blocks = parameters
         matrices = (blocks * self._units()).reshape(self.shape)
         return type(parameters)(weights, means * self.unit + self.centre, *others, matrices)
@@ -129,80 +138,3 @@ def with_floor(blocks: Tensor, least: float) -> Tensor:
     values, vectors = torch.linalg.eigh(blocks)
     raised = (vectors * values.clamp(min=least)[..., None, :]) @ vectors.mT
     return torch.where(values[..., :1, None] < least, raised, blocks)
-
-
-class GaussianMixture(Mixture):
-    """A Gaussian mixture, by maximum likelihood, or by MAP with a prior.
-
-    p(x) = Σ_k π_k N(x | μ_k, Σ_k). All computations are in float64.
-
-    Args:
-        num_components (int): Number of components K.
-        covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if there
-            are few examples per component, or hundreds of columns.
-        prior (bool): Whether to use a weak conjugate prior (MAP), with which no component collapses
-            onto a few examples. Default False: maximum likelihood.
-        min_variance (float): Smallest variance in any direction, relative to the variance of the
-            column, if there is no prior. Default 1e-6.
-        **options: Further arguments, those of ``Mixture``.
-
-    Raises:
-        ValueError: If an option is out of range.
-
-    Example:
-        >>> mixture = GaussianMixture(3, prior=True).fit(torch.randn(500, 2))
-        >>> log_prob = mixture.log_prob(torch.randn(5, 2))
-    """
-
-    _kind = GaussianFamily
-
-    def __init__(
-        self,
-        num_components: int,
-        *,
-        covariance: Literal["full", "diagonal"] = "full",
-        prior: bool = False,
-        min_variance: float = 1e-6,
-        **options: Any,
-    ):
-        super().__init__(num_components, **options)
-        check_choice("covariance", covariance, ("full", "diagonal"))
-        if not 0 < min_variance < 1:
-            raise ValueError(f"min_variance must be between 0 and 1, not {min_variance}.")
-        self.covariance, self.prior, self.min_variance = covariance, prior, min_variance
-
-
-class VariationalGaussianMixture(Mixture):
-    """A posterior over Gaussian mixtures, q(z) q(π, μ, Λ), by variational EM.
-
-    The lower bound is the ELBO with all its constants, a bound on the log marginal likelihood.
-    ``log_prob`` is log Σ_k exp E_q log p(x, k), which is slightly below the predictive log density
-    and equal to it in the limit of many examples. ``parameters`` is a ``NormalWishart``;
-    ``parameters.expected()`` returns a plain mixture. The prior is weak, and weights of superfluous
-    components shrink.
-
-    Args:
-        num_components (int): Largest number of components K.
-        covariance (str): As in ``GaussianMixture``. Default "full".
-        **options: Further arguments, those of ``Mixture``.
-
-    Raises:
-        ValueError: If an option is out of range.
-
-    Example:
-        >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))
-        >>> weights = mixture.parameters.expected().weights
-    """
-
-    _kind = VariationalFamily
-
-    def __init__(
-        self,
-        num_components: int,
-        *,
-        covariance: Literal["full", "diagonal"] = "full",
-        **options: Any,
-    ):
-        super().__init__(num_components, **options)
-        check_choice("covariance", covariance, ("full", "diagonal"))
-        self.covariance = covariance

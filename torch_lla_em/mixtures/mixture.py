@@ -1,14 +1,17 @@
-"""The public interface of every mixture: its fit, and its densities."""
+"""The public interface: mixtures, their fits, and their densities."""
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, Examples, Family, MixtureState, survey
+from torch_lla_em.mixtures.em import EM, Examples, MixtureState, survey
+from torch_lla_em.mixtures.gaussian import GaussianFamily, VariationalFamily
 from torch_lla_em.mixtures.starts import start_of
+from torch_lla_em.runtime import check_choice
 
 
 class Bounds(NamedTuple):
@@ -23,6 +26,8 @@ class Mixture:
 
     Args:
         num_components (int): Number of components K; with labels, that of each label.
+        covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if there
+            are few examples per component, or hundreds of columns.
         max_steps (int): Largest number of EM steps. Default 200; increase it if a warning says that
             EM has not converged.
         tolerance (float): EM stops when the lower bound per example changes by no more than this.
@@ -45,18 +50,21 @@ class Mixture:
     classes: Tensor | None = None
     """After a fit by label, the label that each component belongs to, shape (K,)."""
 
-    _kind: type[Family]
+    _kind = GaussianFamily
 
     def __init__(
         self,
         num_components: int,
         *,
+        covariance: Literal["full", "diagonal"] = "full",
         max_steps: int = 200,
         tolerance: float = 1e-4,
         sample_size: int = 10_000,
         seed: int | torch.Generator = 0,
     ):
-        self.num_components, self.max_steps, self.tolerance = num_components, max_steps, tolerance
+        check_choice("covariance", covariance, ("full", "diagonal"))
+        self.num_components, self.covariance = num_components, covariance
+        self.max_steps, self.tolerance = max_steps, tolerance
         self.sample_size, self.seed = sample_size, seed
         for name in ("num_components", "max_steps", "sample_size"):
             if not getattr(self, name) >= 1:
@@ -66,14 +74,16 @@ class Mixture:
         self.history: list[Bounds] = []
         self.converged = False
 
-    def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "Mixture":
+    def fit(
+        self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
+    ) -> "Mixture":
         """Fit the mixture to data.
 
         The first pass computes means and variances, and every EM step takes another pass. If there
         are at most ``sample_size`` examples, they are read only once.
 
         Args:
-            data (Tensor or iterable): A tensor (N, D), or batches that can be read several times.
+            data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches that can be read several times.
             by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
                 components of its own. Default False. Examples with the label −100 are ignored.
 
@@ -96,7 +106,7 @@ class Mixture:
         return self
 
     def steps(
-        self, data: Tensor | Iterable[Any], *, by_label: bool = False
+        self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
     ) -> Iterator[MixtureState]:
         """Fit like ``fit``, and yield the state after each EM step; the mixture holds the last one.
 
@@ -136,17 +146,26 @@ class Mixture:
             self.parameters, self._fitted = family.leave(state.parameters), (family, state.natural)
             yield state
 
-    def log_joint(self, x: Tensor) -> Tensor:
+    def __repr__(self) -> str:
+        words = f"{type(self).__name__}({self.num_components}, covariance={self.covariance!r})"
+        if self.parameters is None:
+            return f"{words}, not fitted"
+        end = "converged" if self.converged else "not converged"
+        bound = self.history[-1].lower_bound
+        return f"{words}, {end} after {len(self.history)} steps, lower bound {bound:.6g}"
+
+    def log_joint(self, x: Tensor | np.ndarray) -> Tensor:
         """Return log p(x, component).
 
         Args:
-            x (Tensor): Examples, shape (n, D).
+            x (Tensor or array): Examples, shape (n, D).
 
         Returns:
             The joint log densities, shape (n, K), in float64.
         """
         if self.parameters is None:
             raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
+        x = _tensor(x)
         family, natural = self._fitted
         dim = natural[1].shape[1]
         if x.ndim != 2 or x.shape[1] != dim:
@@ -158,33 +177,47 @@ class Mixture:
         ]
         return torch.cat(parts, 1).T.to(x.device)
 
-    def log_prob(self, x: Tensor) -> Tensor:
+    def log_prob(self, x: Tensor | np.ndarray) -> Tensor:
         """Return log p(x).
 
         Args:
-            x (Tensor): Examples, shape (n, D).
+            x (Tensor or array): Examples, shape (n, D).
 
         Returns:
             The log densities, shape (n,).
         """
         return self.log_joint(x).logsumexp(1).to(_floating(x))
 
-    def responsibilities(self, x: Tensor) -> Tensor:
+    def responsibilities(self, x: Tensor | np.ndarray) -> Tensor:
         """Return p(component | x).
 
         Args:
-            x (Tensor): Examples, shape (n, D).
+            x (Tensor or array): Examples, shape (n, D).
 
         Returns:
             The probabilities, shape (n, K).
         """
         return self.log_joint(x).softmax(1).to(_floating(x))
 
-    def class_log_prob(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor | np.ndarray) -> Tensor:
+        """Return the most probable component of each example; after a fit by label, the label.
+
+        Args:
+            x (Tensor or array): Examples, shape (n, D).
+
+        Returns:
+            The indices of components, or labels, shape (n,).
+        """
+        if self.classes is None:
+            return self.log_joint(x).argmax(1)
+        labels = self.classes.unique()
+        return labels.to(_tensor(x).device)[self.class_log_prob(x).argmax(1)]
+
+    def class_log_prob(self, x: Tensor | np.ndarray) -> Tensor:
         """Return log p(x, label), for mixtures fitted by label.
 
         Args:
-            x (Tensor): Examples, shape (n, D).
+            x (Tensor or array): Examples, shape (n, D).
 
         Returns:
             The joint log densities, shape (n, C), with labels in increasing order.
@@ -193,8 +226,72 @@ class Mixture:
             raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
         log_joint = self.log_joint(x).to(_floating(x))
         own = [(self.classes == label).nonzero()[:, 0] for label in self.classes.unique()]
-        return torch.stack([log_joint[:, k.to(x.device)].logsumexp(1) for k in own], 1)
+        return torch.stack([log_joint[:, k.to(log_joint.device)].logsumexp(1) for k in own], 1)
 
 
-def _floating(x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_floating_point() else torch.float64
+def _tensor(x: Any) -> Tensor:
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+
+def _floating(x: Any) -> torch.dtype:
+    dtype = _tensor(x).dtype
+    return dtype if dtype.is_floating_point else torch.float64
+
+
+class GaussianMixture(Mixture):
+    """A Gaussian mixture, by maximum likelihood, or by MAP with a prior.
+
+    p(x) = Σ_k π_k N(x | μ_k, Σ_k). All computations are in float64.
+
+    Args:
+        num_components (int): Number of components K.
+        prior (bool): Whether to use a weak conjugate prior (MAP), with which no component collapses
+            onto a few examples. Default False: maximum likelihood.
+        min_variance (float): Smallest variance in any direction, relative to the variance of the
+            column, if there is no prior. Default 1e-6.
+        **options: Further arguments, those of ``Mixture``.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    Example:
+        >>> mixture = GaussianMixture(3, prior=True).fit(torch.randn(500, 2))
+        >>> log_prob = mixture.log_prob(torch.randn(5, 2))
+    """
+
+    def __init__(
+        self,
+        num_components: int,
+        *,
+        prior: bool = False,
+        min_variance: float = 1e-6,
+        **options: Any,
+    ):
+        super().__init__(num_components, **options)
+        if not 0 < min_variance < 1:
+            raise ValueError(f"min_variance must be between 0 and 1, not {min_variance}.")
+        self.prior, self.min_variance = prior, min_variance
+
+
+class VariationalGaussianMixture(Mixture):
+    """A posterior over Gaussian mixtures, q(z) q(π, μ, Λ), by variational EM.
+
+    The lower bound is the ELBO with all its constants, a bound on the log marginal likelihood.
+    ``log_prob`` is log Σ_k exp E_q log p(x, k), which is slightly below the predictive log density
+    and equal to it in the limit of many examples. ``parameters`` is a ``NormalWishart``;
+    ``parameters.expected()`` returns a plain mixture. The prior is weak, and weights of superfluous
+    components shrink.
+
+    Args:
+        num_components (int): Largest number of components K.
+        **options: Further arguments, those of ``Mixture``.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    Example:
+        >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))
+        >>> weights = mixture.parameters.expected().weights
+    """
+
+    _kind = VariationalFamily

@@ -33,7 +33,7 @@ NOTEBOOKS = EXAMPLES / "notebooks"
 PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures", "compat"
 """Subpackages for users, in the order of the navigation."""
 
-INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime"
+INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime", "integrations"
 """Subpackages that only developers of the library import from."""
 
 FOR_USERS = {
@@ -42,8 +42,14 @@ FOR_USERS = {
 }
 """Names of subpackages for users that the package itself does not export. Mixtures have only such names."""
 
-MODULES = "ensemble", "plot", "sklearn", "lightning", "botorch"
-"""Modules of the package's root with an API page of their own."""
+MODULES = (
+    "ensemble",
+    "plot",
+    "integrations.sklearn",
+    "integrations.lightning",
+    "integrations.botorch",
+)
+"""Modules with an API page of their own."""
 
 REDIRECTS = {"cards": "gpu"}
 """Former address of a page -> its address now."""
@@ -55,7 +61,7 @@ def on_config(config: Any) -> Any:
     config.repo_url = config.repo_url or repository()
     *_, api = config.nav
     public, internal = subpackages()
-    pages = [name for name in MODULES if (PACKAGE / f"{name}.py").exists()]
+    pages = [name for name in MODULES if (module_path(name)).exists()]
     api["API"] += [{name: f"api/{name}.md"} for name in public + pages]
     api["API"].append({"Internals": [{name: f"api/{name}.md"} for name in internal]})
     return config
@@ -170,17 +176,21 @@ def api_pages() -> dict[str, str]:
         pages[f"api/{name}.md"] = f"{LESS}# torch_lla_em.{name}\n\n{purpose}\n{blocks}"
         rows[name] = f"| [{name}]({name}.md) | {', '.join(f'`{member}`' for member in names)} |"
     for name in MODULES:
-        if (PACKAGE / f"{name}.py").exists():
+        if (module_path(name)).exists():
             options = "    options:\n      show_root_heading: false\n"
             pages[f"api/{name}.md"] = (
                 f"{LESS}# torch_lla_em.{name}\n\n::: torch_lla_em.{name}\n{options}"
             )
-            members = (f"`{member}`" for member in defined_names(PACKAGE / f"{name}.py"))
+            members = (f"`{member}`" for member in defined_names(module_path(name)))
             rows[name] = f"| [{name}]({name}.md) | {', '.join(members)} |"
     users = "\n".join(rows[name] for name in rows if name not in internal)
     developers = "\n".join(rows[name] for name in internal)
     pages["api/index.md"] = API.format(users=users, developers=developers)
     return pages
+
+
+def module_path(name: str) -> Path:
+    return PACKAGE / f"{name.replace('.', '/')}.py"
 
 
 def address(subpackage: str, member: str) -> str:

@@ -21,7 +21,7 @@ from sklearn.svm import SVC
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.botorch import LaplaceModel
+from torch_lla_em.integrations.botorch import LaplaceModel
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
 X, labels = load_breast_cancer(return_X_y=True)

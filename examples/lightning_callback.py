@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.lightning import LaplaceCallback
+from torch_lla_em.integrations.lightning import LaplaceCallback
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")

@@ -1,6 +1,7 @@
 """Package structure: a file imports its own subpackage, or the ``__init__`` of an earlier one."""
 
 import ast
+import importlib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -8,15 +9,15 @@ import torch_lla_em
 
 PACKAGE = Path(torch_lla_em.__file__).parent
 SUBPACKAGES = (
-    "runtime data solvers likelihoods jacobian problem inference prediction distil laplace compat"
+    "runtime data solvers likelihoods jacobian problem inference prediction distil laplace integrations compat"
 ).split()
 ROOT = "laplace"
 """Stands for the modules at the package's root, which are not a subpackage."""
 
 BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 LONGEST = 400
-ADAPTERS = {"botorch.py", "lightning.py", "sklearn.py"}
-"""Files at the root that each need another library."""
+MOVED = {"botorch.py", "lightning.py", "sklearn.py"}
+"""Former names of modules at the root."""
 
 
 def _imports(path: Path) -> set[str]:
@@ -58,10 +59,25 @@ def test_every_subpackage_has_a_place_in_the_order():
     assert found == {*SUBPACKAGES, *BESIDE} - {ROOT}
 
 
+def test_integrations_use_public_names_only():
+    faults = []
+    for path in sorted((PACKAGE / "integrations").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch_lla_em"):
+                public = importlib.import_module(node.module).__all__
+                names = [alias.name for alias in node.names if alias.name not in public]
+                faults += [f"{path.name}: {node.module}.{name}" for name in names]
+            elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
+                owner = ast.unparse(node.value)
+                if node.attr.startswith("_") and owner not in ("self", "cls"):
+                    faults.append(f"{path.name}: {owner}.{node.attr}")
+    assert not faults, faults
+
+
 def test_no_file_is_too_long():
     lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
-    assert len({path.name for path in PACKAGE.glob("*.py")} - ADAPTERS) <= 7
+    assert len({path.name for path in PACKAGE.glob("*.py")} - MOVED) <= 7
 
 
 FACTORIES = """arange as_tensor empty eye full linspace logspace ones rand randint randn randperm
@@ -81,7 +97,7 @@ def test_every_class_has_a_name_of_its_own():
 def test_every_tensor_factory_has_a_device():
     """Otherwise ``torch.set_default_device`` would choose it; estimators create data as their user does."""
     unnamed = []
-    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "sklearn.py"}:
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "integrations" / "sklearn.py"}:
         for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
             owner, _, name = ast.unparse(call.func).rpartition(".")
             named = {"device", None} & {keyword.arg for keyword in call.keywords}

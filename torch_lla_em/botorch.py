@@ -1,68 +1,9 @@
-"""A fitted posterior as a BoTorch model with joint samples over inputs.
+"""Deprecated name of ``torch_lla_em.integrations.botorch``."""
 
-Needs BoTorch: ``pip install torch_lla_em[botorch]``.
-"""
+import sys
+import warnings
+from importlib import import_module
 
-from __future__ import annotations
-
-from torch import Tensor
-
-from torch_lla_em.laplace import LinearisedLaplace
-
-try:
-    from botorch.models.ensemble import EnsembleModel
-except ImportError as error:
-    raise ImportError(
-        "torch_lla_em.botorch needs BoTorch: pip install torch_lla_em[botorch], or pip install "
-        "botorch."
-    ) from error
-
-
-class LaplaceModel(EnsembleModel):
-    """The K functions of a posterior as a BoTorch ensemble; sample k is one function of X.
-
-    Samples are values of f without observation noise, in the units of the network's outputs, and
-    differentiable in X. Fantasy models are not supported: fit again after new observations.
-
-    Args:
-        la (LinearisedLaplace): The posterior, fitted.
-        num_outputs (int): Number of outputs of the network. Default 1.
-
-    Example:
-        >>> from botorch.acquisition.logei import qLogExpectedImprovement
-        >>> acquisition = qLogExpectedImprovement(LaplaceModel(one_output), best_f=1.0)
-    """
-
-    la: LinearisedLaplace
-
-    def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
-        """Wrap the posterior; the class documents the arguments."""
-        super().__init__()
-        # not a submodule, so that ``eval`` and ``to`` of this model do not change the posterior
-        object.__setattr__(self, "la", la)
-        self._num_outputs = num_outputs
-
-    def forward(self, X: Tensor) -> Tensor:
-        """Return the K functions at X.
-
-        Args:
-            X (Tensor): Inputs, shape (..., n, d).
-
-        Returns:
-            The values, shape (..., K, n, outputs).
-
-        Raises:
-            ValueError: If the network has another number of outputs.
-        """
-        rows = X.reshape(-1, X.shape[-1]).to(next(self.la.model.parameters()).dtype)
-        samples = self.la.functional_samples(rows).to(X.dtype)
-        if samples.dim() == 2 and self.num_outputs == 1:
-            samples = samples.unsqueeze(-1)
-        if samples.dim() != 3 or samples.shape[-1] != self.num_outputs:
-            raise ValueError(
-                f"The network's outputs have shape {tuple(samples.shape[1:])}, not "
-                f"(n, {self.num_outputs}): pass num_outputs, or wrap the network in a module "
-                "that returns the quantities to optimise."
-            )
-        samples = samples.reshape(len(samples), -1, *X.shape[-2:-1], self.num_outputs)
-        return samples.movedim(0, 1).reshape(*X.shape[:-2], *samples.shape[:1], *samples.shape[2:])
+_NEW = "torch_lla_em.integrations.botorch"
+warnings.warn(f"Import {_NEW} instead of {__name__}.", DeprecationWarning, stacklevel=2)
+sys.modules[__name__] = import_module(_NEW)

@@ -18,11 +18,11 @@ from torch_lla_em import LinearisedLaplace
 
 MODULES = {  # beside the package itself, whose names are those of __all__
     "plot": None,
-    "botorch": "botorch",
-    "lightning": "lightning",
-    "sklearn": "sklearn",
+    "integrations.botorch": "botorch",
+    "integrations.lightning": "lightning",
+    "integrations.sklearn": "sklearn",
 }
-"""Modules of the package's root -> the library that they need."""
+"""Modules -> the library that they need."""
 
 MORE = {
     "compat": [
@@ -42,8 +42,9 @@ GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}
 
 
 def _defined(module):
-    """Return the public classes and functions that a file of the package's root defines."""
-    text = Path(torch_lla_em.__file__).with_name(f"{module}.py").read_text()
+    """Return the public classes and functions that a file defines."""
+    path = Path(torch_lla_em.__file__).parent / f"{module.replace('.', '/')}.py"
+    text = path.read_text()
     return re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", text, re.MULTILINE)
 
 
@@ -54,7 +55,7 @@ PUBLIC += [f"{module}.{name}" for module, names in MORE.items() for name in name
 
 def _found(address):
     """Return a public class or function; skip if the library that its module needs is missing."""
-    module, name = address.split(".")
+    module, name = address.rsplit(".", 1)
     if MODULES.get(module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,11 +128,11 @@ def _methods(public):
 @pytest.mark.filterwarnings("ignore")
 def test_examples_run(address, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    public, module = _found(address), address.split(".")[0]
+    public, module = _found(address), address.rsplit(".", 1)[0]
     if module:
         names = names | vars(import_module(f"torch_lla_em.{module}"))
     names = names | {"lightning": _of_lightning, "sklearn": _of_sklearn, "compat": _of_sklearn}.get(
-        module, dict
+        module.rpartition(".")[2], dict
     )(names)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()

@@ -13,7 +13,6 @@ from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.share import Share
 from torch_lla_em.data.sources import as_loader, paired
-from torch_lla_em.data.standardise import Standardise, as_numbers, weighted_size, width_of
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
 from torch_lla_em.data.weights import Weights, with_weights
 
@@ -22,11 +21,9 @@ __all__ = [
     "Data",
     "Identity",
     "Share",
-    "Standardise",
     "TargetFn",
     "Weights",
     "as_loader",
-    "as_numbers",
     "as_targets",
     "copied",
     "default_forward",
@@ -39,7 +36,5 @@ __all__ = [
     "paired",
     "tensors_in",
     "to_device",
-    "weighted_size",
-    "width_of",
     "with_weights",
 ]

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 from lightning.pytorch.loggers import CSVLogger
 
 from torch_lla_em import LinearisedLaplace, compare
-from torch_lla_em.lightning import LaplaceCallback
+from torch_lla_em.integrations.lightning import LaplaceCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -65,9 +65,9 @@ def trained(callback, tmp_path, epochs=2, module=Small, validation=None, **optio
     return trainer, module, validation
 
 
-def test_the_posterior_is_that_of_the_trained_network(tmp_path):
-    path = tmp_path / "posterior.pt"
-    callback = LaplaceCallback("classification", "net", num_samples=K, path=path)
+def test_the_posterior_and_the_student_are_those_of_the_trained_network(tmp_path):
+    path, few = tmp_path / "posterior.pt", {"steps": 30, "num_inputs": 60}
+    callback = LaplaceCallback("classification", "net", num_samples=K, path=path, distil=few)
     trainer, module, validation = trained(callback, tmp_path)
     assert callback.la.model is module.net
     own = LinearisedLaplace(module.net, "classification", num_samples=K)
@@ -78,49 +78,36 @@ def test_the_posterior_is_that_of_the_trained_network(tmp_path):
         logged = {k: float(v) for row in csv.DictReader(file) for k, v in row.items() if v}
     for name in ("NLL", "network NLL", "accuracy", "ECE"):
         assert logged[f"posterior/{name.replace(' ', '_')}"] == pytest.approx(record[name]), name
-    la = callback.la
+    la, student, (x, y) = callback.la, callback.student, data(40, 1).tensors
     assert logged["posterior/prior_precision"] == pytest.approx(la.prior_precision.item())
     assert logged["posterior/effective_dim"] == pytest.approx(la.effective_dim.item())
     assert logged["posterior/calibrated_NLL"] == pytest.approx(la.calibration.after)
-    x = data(5, 2).tensors[0]
     assert_close(LinearisedLaplace.load(path, module.net)(x), la(x))
-
-
-def test_a_student_of_the_posterior_is_logged(tmp_path):
-    few = {"steps": 30, "num_inputs": 60}
-    callback = LaplaceCallback("classification", "net", num_samples=K, distil=few)
-    trainer, module, validation = trained(callback, tmp_path, 1)
-    student, (x, y) = callback.student, data(40, 1).tensors
-    assert student(x).shape == (40, 3) and len(student.reference_scores) == 40
+    assert len(student.reference_scores) == len(la.predict(x).p_value) == 40
     nll = -student.predict(x).log_prob(y).mean().item()
-    assert callback.metrics["student/NLL"] == pytest.approx(nll, rel=1e-5)
-    assert callback.metrics["student/KL"] == student.error.held_out.kl
-    assert callback.la.predict(x).p_value.shape == (40,)  # the posterior stays as it was
+    assert logged["student/NLL"] == pytest.approx(nll, rel=1e-5)
+    assert logged["student/KL"] == pytest.approx(student.error.held_out.kl)
 
 
-def test_loaders_without_a_length_are_read(tmp_path):
-    class Streamed(IterableDataset):
-        def __iter__(self):
-            return iter(data(40, 1))
+class Whole(Small):
+    def forward(self, x):
+        return self.net(x)
 
-    callback = LaplaceCallback("classification", "net", num_samples=K)
-    trained(callback, tmp_path, 1, validation=DataLoader(Streamed(), 16))
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(data(40, 1))
+
+
+def test_other_modules_and_loaders(tmp_path):
+    callback = LaplaceCallback("classification", num_samples=K)
+    trained(callback, tmp_path, 1, Whole, DataLoader(Streamed(), 16))
+    assert isinstance(callback.la.model, Whole) and callback.student is None
     assert callback.la.calibration.num_rows == 40 and "posterior/NLL" in callback.metrics
-
-
-def test_a_module_with_a_forward_is_the_network(tmp_path):
-    class Whole(Small):
-        def forward(self, x):
-            return self.net(x)
-
-    other = [data(20, 3).tensors]
-    callback = LaplaceCallback("classification", num_samples=K, loader=other)
-    trained(callback, tmp_path, 1, Whole, limit_val_batches=0)
-    assert isinstance(callback.la.model, Whole) and callback.la.num_data == 20
-    assert set(callback.metrics) == {"posterior/prior_precision", "posterior/effective_dim"}
-
-
-def test_modules_without_forward_raise(tmp_path):
+    other = LaplaceCallback("classification", num_samples=K, loader=[data(20, 3).tensors])
+    trained(other, tmp_path, 1, Whole, limit_val_batches=0)
+    assert other.la.num_data == 20
+    assert set(other.metrics) == {"posterior/prior_precision", "posterior/effective_dim"}
     with pytest.raises(TypeError, match='Small has no forward.*network="net"'):
         trained(LaplaceCallback("classification"), tmp_path, 1)
     with pytest.raises(AttributeError, match="nett"):

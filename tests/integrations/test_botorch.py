@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from botorch.acquisition import qUpperConfidenceBound
 from botorch.acquisition.objective import LinearMCObjective
 from botorch.optim import optimize_acqf
 
-from torch_lla_em.botorch import LaplaceModel
+import torch_lla_em
+from torch_lla_em.integrations.botorch import LaplaceModel
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
 X = torch.rand(6, 2, generator=torch.Generator().manual_seed(3)).double()
@@ -25,9 +27,10 @@ Y = 1 - 4 * (X - torch.tensor([0.7, 0.2])).square().sum(-1, keepdim=True)
 def fit(model=None, y=Y, dtype=torch.float64):
     if model is None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, y.shape[1]))
+        model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, y.shape[1]))
     data = [(X.to(dtype), y.to(dtype))]
-    return fitted("regression", data, model.to(dtype), num_samples=24, em_steps=3)[1]
+    fixed = {"em_steps": 0, "prior_precision": 1.0}
+    return fitted("regression", data, model.to(dtype), num_samples=24, **fixed)[1]
 
 
 @pytest.fixture(scope="module")
@@ -35,43 +38,32 @@ def la():
     return fit()
 
 
-@pytest.mark.parametrize("shape", [(5, 2), (3, 5, 2), (2, 3, 5, 2)])
-def test_samples_are_those_of_the_posterior(la, shape):
-    X = torch.rand(*shape, dtype=torch.float64)
-    posterior = LaplaceModel(la).posterior(X)
-    assert posterior.values.shape == (*shape[:-2], 24, 5, 1)
-    flat = la.functional_samples(X.view(-1, 2)).view(24, *shape[:-1], 1)
-    assert_close(posterior.values, flat.movedim(0, -3))
-    assert_close(posterior.mean, flat.mean(0))
-    assert posterior.rsample(torch.Size([7])).shape == (7, *shape[:-1], 1)
+def test_samples_are_those_of_the_posterior(la):
+    for shape in ((5, 2), (3, 5, 2), (2, 3, 5, 2)):
+        X = torch.rand(*shape, dtype=torch.float64)
+        posterior = LaplaceModel(la).posterior(X)
+        assert posterior.values.shape == (*shape[:-2], 24, 5, 1)
+        flat = la.functional_samples(X.view(-1, 2)).view(24, *shape[:-1], 1)
+        assert_close(posterior.values, flat.movedim(0, -3))
+        assert_close(posterior.mean, flat.mean(0))
+        assert posterior.rsample(torch.Size([7])).shape == (7, *shape[:-1], 1)
+    X = torch.rand(2, 1, 2, dtype=torch.float64, requires_grad=True)
+    qUpperConfidenceBound(LaplaceModel(la), beta=1.0)(X).sum().backward()
+    assert (X.grad.abs().sum((1, 2)) > 0).all()
 
 
-def test_single_precision_networks_take_double_points():
-    la = fit(dtype=torch.float32)
-    posterior = LaplaceModel(la).posterior(torch.rand(2, 2, dtype=torch.float64))
-    assert posterior.mean.dtype == torch.float64
-
-
-def test_several_outputs_are_scalarised():
-    la = fit(y=torch.cat([Y, -Y], 1))
-    model = LaplaceModel(la, num_outputs=2)
+def test_outputs_may_be_flat_several_or_in_single_precision(la):
+    flat = fit(nn.Sequential(la.model, nn.Flatten(0)), Y[:, 0])
+    assert LaplaceModel(flat).posterior(X).mean.shape == (6, 1)
+    assert LaplaceModel(fit(dtype=torch.float32)).posterior(X).mean.dtype == torch.float64
+    both = fit(y=torch.cat([Y, -Y], 1))
+    model = LaplaceModel(both, num_outputs=2)
     assert model.posterior(X, output_indices=[1]).mean.shape == (6, 1)
     weights = LinearMCObjective(torch.tensor([1.0, 0.5], dtype=torch.float64))
     acquisition = qUpperConfidenceBound(model, beta=1.0, objective=weights)
     assert torch.isfinite(acquisition(X[:, None])).all()
     with pytest.raises(ValueError, match="num_outputs"):
-        LaplaceModel(la).posterior(X)
-
-
-def test_a_flat_output_has_one_column(la):
-    flat = fit(nn.Sequential(la.model, nn.Flatten(0)), Y[:, 0])
-    assert LaplaceModel(flat).posterior(X).mean.shape == (6, 1)
-
-
-def test_acquisition_values_have_gradients(la):
-    X = torch.rand(2, 1, 2, dtype=torch.float64, requires_grad=True)
-    qUpperConfidenceBound(LaplaceModel(la), beta=1.0)(X).sum().backward()
-    assert (X.grad.abs().sum((1, 2)) > 0).all()
+        LaplaceModel(both).posterior(X)
 
 
 def test_the_best_of_a_plane_is_its_corner():
@@ -91,7 +83,10 @@ def test_the_best_of_a_plane_is_its_corner():
     assert_close(best, torch.tensor([[1.0, 0.0]]).double())
 
 
-def test_a_missing_botorch_raises_with_the_command_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "botorch.models.ensemble", None)
-    with pytest.raises(ImportError, match="pip install"):
-        runpy.run_path(sys.modules["torch_lla_em.botorch"].__file__)
+@pytest.mark.parametrize("name", ["botorch", "lightning", "sklearn"])
+def test_a_missing_library_raises_with_the_command_to_install_it(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    for loaded in [each for each in sys.modules if each.startswith(f"{name}.")]:
+        monkeypatch.setitem(sys.modules, loaded, None)
+    with pytest.raises(ImportError, match=rf"pip install torch_lla_em\[{name}\]"):
+        runpy.run_path(Path(torch_lla_em.__file__).parent / "integrations" / f"{name}.py")

@@ -1,0 +1,312 @@
+"""The estimators for scikit-learn, and scikit-learn's own checks of them."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from daily import daily
+from torch import nn
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.compose import make_column_transformer
+from sklearn.datasets import load_digits
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from torch_lla_em.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+
+FAST = {"epochs": 10, "learning_rate": 0.05, "num_samples": 4, "hidden": (8,), "random_state": 0}
+"""20 steps for 150 examples."""
+
+
+def linear(features, outputs):
+    return nn.Linear(features, outputs)
+
+
+def rows(count=150):
+    x = np.random.default_rng(0).normal(size=(count, 3))
+    return x, np.where(x[:, 0] + x[:, 1] > 0, "same", "other")
+
+
+def mixed(count=250):
+    """A frame with numbers and strings, string classes, and a target in large units with noise of 5."""
+    generator = np.random.default_rng(0)
+    x, colour = generator.normal(size=count), generator.choice(["red", "blue"], count)
+    frame = pytest.importorskip("pandas").DataFrame({"size": x, "colour": colour})
+    signal = x + (colour == "red") + 0.1 * generator.normal(size=count)
+    return frame, np.where(signal > 0.5, "yes", "no"), 1000 + 50 * signal
+
+
+def in_pipeline(estimator):
+    columns = (StandardScaler(), ["size"]), (OneHotEncoder(), ["colour"])
+    return make_pipeline(make_column_transformer(*columns, sparse_threshold=0), estimator)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    frame, labels, _ = mixed()
+    return in_pipeline(LaplaceClassifier(**FAST, validation_fraction=0.3)).fit(frame, labels)
+
+
+@pytest.fixture(scope="module")
+def regressor():
+    frame, _, y = mixed()
+    return in_pipeline(LaplaceRegressor(linear, **FAST, validation_fraction=0.3)).fit(frame, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", [LaplaceClassifier, LaplaceRegressor])
+@pytest.mark.filterwarnings("ignore")
+def test_the_checks_of_scikit_learn_pass(estimator):
+    options = {"epochs": 100, "hidden": 20, "num_samples": 4, "random_state": 0}
+    found = check_estimator(estimator(**options), on_fail=None)
+    # weights and repetitions give different batches in training
+    allowed = "check_sample_weight_equivalence_on_dense_data"
+    failed = [(r["check_name"], r["exception"]) for r in found if r["status"] == "failed"]
+    failed = [(name, error) for name, error in failed if name != allowed]
+    assert len(found) > 40 and not failed, failed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_repeated_examples_do_not_take_all_steps():
+    """Their targets are reproduced, so σ decreases to what rounding leaves, and moves with it."""
+    rng = np.random.RandomState(42)
+    x, y, count = rng.rand(15, 30), rng.randint(0, 3, size=15), rng.randint(0, 5, size=15)
+    fitted = LaplaceRegressor(epochs=100, hidden=20, num_samples=4, random_state=0)
+    fitted.fit(x.repeat(count, 0), y.repeat(count))
+    assert fitted.laplace_.history[-1]["data_passes"] < 60
+
+
+def test_a_classifier_of_a_mixed_frame(classifier):
+    frame, labels, _ = mixed()
+    assert list(classifier.classes_) == ["no", "yes"]
+    assert (classifier.predict(frame) == labels).mean() > 0.9
+    encoded, own = classifier[:-1].transform(frame), classifier[-1]
+    la = own.laplace_
+    assert la.num_data == 175 and la.calibration.num_rows == 75
+    probs = own.predict_proba(encoded)
+    np.testing.assert_allclose(probs, la(torch.tensor(encoded)).numpy())
+    np.testing.assert_allclose(probs.sum(1), 1)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(own)).predict_proba(encoded), probs)
+    assert own.predict_proba(encoded.astype("float32")).dtype == "float64"
+    sets = own.predict_set(encoded, 0.9)
+    inside = sets[np.arange(250), (labels == "yes").astype(int)]
+    assert sets.shape == (250, 2) and inside.mean() > 0.85
+    far = encoded * 40
+    assert own.is_ood(far).mean() > 0.5 > 0.15 > own.is_ood(encoded).mean()
+    np.testing.assert_array_equal(own.is_ood(far), own.p_value(far) <= 0.05)
+
+
+def test_a_regressor_of_a_mixed_frame(regressor):
+    frame, _, y = mixed()
+    encoded, own = regressor[:-1].transform(frame), regressor[-1]
+    assert type(own.laplace_.model[1]) is nn.Linear
+    mean, std = own.predict(encoded, return_std=True)
+    assert mean.shape == std.shape == (250,) and abs(std.mean() / 5 - 1) < 0.3
+    assert own.score(encoded, y) > 0.9
+    lower, upper = own.predict_interval(encoded, 0.9)
+    assert lower.shape == y.shape and 0.85 < ((lower <= y) & (y <= upper)).mean() < 0.98
+    np.testing.assert_allclose((lower + upper) / 2, mean, atol=1)
+    assert own.is_ood(encoded * 40).mean() > 0.5
+
+
+def test_estimators_in_cross_validation_leave_the_global_generator():
+    x, y = rows()
+    before = torch.get_rng_state()
+    pipeline = make_pipeline(StandardScaler(), LaplaceClassifier(linear, **FAST))
+    scores = cross_val_score(clone(pipeline), x, y, cv=2)
+    assert scores.mean() > 0.8
+    np.testing.assert_array_equal(cross_val_score(pipeline, x, y, cv=2), scores)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_threads_do_not_change_results():
+    """Initial weights and dropout are drawn from the generator that all threads share."""
+
+    def dropping(features, outputs):
+        return nn.Sequential(nn.Linear(features, 6), nn.Dropout(0.5), nn.Linear(6, outputs))
+
+    x, y = rows()
+    before, parts = torch.get_rng_state(), [slice(0, 100), slice(50, 150)]
+
+    def fitted(part):
+        return LaplaceClassifier(dropping, **FAST).fit(x[part], y[part]).predict_proba(x)
+
+    serial = [fitted(part) for part in parts]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(fitted, 4 * parts))
+    np.testing.assert_allclose(found, 4 * serial, rtol=1e-6)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_ensembles_hold_out_a_fold_at_a_time():
+    x, y = rows()
+    fitted = LaplaceClassifier(linear, **FAST, ensemble=2).fit(x, y)
+    members = fitted.laplace_.members
+    assert [la.num_data for la in members] == [75, 75]
+    assert fitted.laplace_.calibration.num_rows == 150
+    assert not torch.equal(*(la.model[0].mean for la in members))
+    probs = fitted.predict_proba(x)
+    np.testing.assert_allclose(probs, fitted.laplace_(torch.tensor(x)).numpy())
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict_proba(x), probs)
+    both = np.stack([x[:, 0], -x[:, 1]], 1) + 0.1 * (y == "same")[:, None]
+    options = {"curvature": "linear"}
+    regressor = LaplaceRegressor(linear, **FAST, ensemble=3, options=options).fit(x, both)
+    mean, std = regressor.predict(x, return_std=True)
+    assert mean.shape == std.shape == (150, 2) and len(regressor.laplace_.members) == 3
+    assert regressor.laplace_.members[0].curvature == "linear"
+
+
+@pytest.mark.parametrize(("epochs", "passes"), daily((7, 7), rest=[(1, 1), (None, 500)]))
+def test_networks_are_trained_for_the_number_of_epochs(epochs, passes):
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            if self.training:
+                calls.append(len(x))
+            return super().forward(x)
+
+    x, y = rows(256)
+    options = {**FAST, "epochs": epochs, "validation_fraction": 0.0}
+    LaplaceClassifier(Counted, **options).fit(x, y)
+    assert calls == [128] * 2 * passes  # 1,000 gradient steps by default
+
+
+def test_one_hidden_layer_is_a_number():
+    x, y = rows()
+    one, several = (LaplaceClassifier(**{**FAST, "hidden": h}).fit(x, y) for h in (5, (5,)))
+    assert len(one.laplace_.model[1]) == 3
+    np.testing.assert_array_equal(one.predict_proba(x), several.predict_proba(x))
+
+
+def test_hyperparameters_and_targets_are_checked(caplog):
+    x, labels = rows(30)
+    wrong = {
+        "validation_fraction": [1.0, -0.1, float("nan")],
+        "hidden": [0, (5, 0), (5.5,)],
+        "epochs": [0, 2.5],
+        "ensemble": [1, 0, 2.5],
+    }
+    for estimator in (LaplaceClassifier, LaplaceRegressor):
+        with pytest.raises(NotFittedError):
+            estimator().predict(x)
+        for name, values in wrong.items():
+            for value in values:
+                with pytest.raises(ValueError, match=f"{name} must be"):
+                    estimator(**{**FAST, name: value}).fit(x, np.arange(30) % 3)
+    with pytest.raises(ValueError, match="at least two classes"):
+        LaplaceClassifier().fit(x, np.zeros(30))
+    with pytest.raises(ValueError, match="sample_weight is not supported with ensemble"):
+        LaplaceClassifier(**FAST, ensemble=2).fit(x, labels, np.ones(30))
+    with pytest.raises(ValueError, match="[Nn]egative values"):
+        LaplaceClassifier(**FAST).fit(x, labels, -np.ones(30))
+    for y in (np.ones(30), np.zeros((30, 2)), np.full(30, 1e9, dtype="float32")):
+        with pytest.raises(ValueError, match="All targets are equal"):
+            LaplaceRegressor(**FAST).fit(x, y)
+    for dtype in (str, object):
+        with pytest.raises(ValueError, match="strings such as 'same'.* Use LaplaceClassifier"):
+            LaplaceRegressor(**FAST).fit(x, labels[x[:, 0] + x[:, 1] > 0].astype(dtype))
+    some = np.stack([x[:, 0] + (labels == "same"), np.ones(30)], 1)
+    fitted = LaplaceRegressor(linear, **FAST | {"epochs": 100}, weight_decay=0.0).fit(x, some)
+    assert fitted.predict(x)[:, 1] == pytest.approx(1, abs=0.2)
+    assert "not calibrated: validation_fraction=0.1 holds out fewer" in caplog.text
+    with pytest.raises(ValueError, match="validation_fraction=0.1 holds out fewer than 20"):
+        fitted.predict_interval(x)
+    with pytest.raises(ValueError, match="distil must be"):
+        LaplaceRegressor(linear, **FAST, distil="yes").fit(x, some)
+
+
+@pytest.mark.parametrize("scale", daily(1e-200, rest=[1e-27, 1e27, 1e200]))
+def test_units_do_not_matter_to_estimators(scale):
+    x, y = rows()
+    expected = LaplaceClassifier(**FAST).fit(x, y).predict_proba(x)
+    found = LaplaceClassifier(**FAST).fit(scale * x, y).predict_proba(scale * x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    small = 1e-27 * x.astype("float32")
+    assert LaplaceClassifier(**FAST).fit(small, y).score(small, y) > 0.8
+    means = LaplaceRegressor(**FAST).fit(x, x[:, 0] + x[:, 1]).predict(x, return_std=True)
+    found = LaplaceRegressor(**FAST).fit(scale * x, scale * (x[:, 0] + x[:, 1]))
+    for one, other in zip(found.predict(scale * x, return_std=True), means):
+        np.testing.assert_allclose(one / scale, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("validation_fraction", [0.1, 0.0])
+def test_few_digits_are_predicted_no_worse_than_by_the_network(validation_fraction):
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    train, test = order[:400], order[400:]
+    options = {"validation_fraction": validation_fraction, "random_state": 0}
+    fitted = LaplaceClassifier(**options).fit(x[train], y[train])
+    with torch.no_grad():
+        network = fitted.laplace_.model(torch.tensor(x[test])).softmax(-1).numpy()
+    ours, alone = (
+        -np.log(probs[np.arange(len(test)), y[test]])
+        for probs in (fitted.predict_proba(x[test]), network)
+    )
+    gap = ours - alone
+    assert gap.mean() < 2 * gap.std() / len(gap) ** 0.5
+    assert ours.mean() < 0.25  # 0.34 with little weight decay
+
+
+def test_weights_count_as_repetitions():
+    x, y = np.zeros((300, 1)), np.where(np.arange(300) % 3 == 0, "a", "b")
+    options = {**FAST, "validation_fraction": 0}
+    fit = LaplaceClassifier(linear, **options).fit(x, y, np.where(y == "a", 2.0, 1.0))
+    np.testing.assert_allclose(fit.predict_proba(x[:1]), 0.5, atol=0.03)
+    assert fit.laplace_.num_data == 300
+    x = np.random.default_rng(0).normal(size=(300, 1))
+    weights, targets = np.where(y == "a", 2.0, 1.0), x[:, 0] + (y == "a")
+    fit = LaplaceRegressor(linear, **options | {"epochs": 40, "weight_decay": 0.0}).fit(
+        x, targets, weights
+    )
+    mean, deviation = fit.predict(x, return_std=True)
+    # the weighted mean of 1 and 0 is 1/2, and their weighted variance 1/4
+    assert (mean - x[:, 0]).mean() == pytest.approx(0.5, abs=0.05)
+    assert deviation.mean() == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("ensemble", daily(None, rest=[2]))
+def test_a_student_predicts_for_the_estimator(ensemble, monkeypatch):
+    x, labels = rows()
+    given, distil = [], {"steps": 100, "num_inputs": 300}
+    posterior = "LaplaceEnsemble" if ensemble else "LinearisedLaplace"
+    owner = __import__("torch_lla_em").__dict__[posterior]
+    original = owner.distil
+    monkeypatch.setattr(
+        owner, "distil", lambda *args, **how: given.append((*args, how)) or original(*args, **how)
+    )
+    options = {**FAST, "validation_fraction": 0.2, "ensemble": ensemble, "distil": distil}
+    classifier = LaplaceClassifier(**options).fit(x, labels)
+    student = classifier.student_
+    expected = student(torch.tensor(x)).numpy()
+    np.testing.assert_array_equal(classifier.predict_proba(x), expected)
+    theirs = classifier.laplace_(torch.tensor(x)).numpy()
+    assert 0.9 < np.corrcoef(expected[:, 0], theirs[:, 0])[0, 1] < 1
+    assert (student.error.nll is None) == (student.reference_scores is None) == bool(ensemble)
+    again = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(again.predict_proba(x), expected)
+    ((_, inputs, how),) = given
+    if not ensemble:  # it learns from none of the examples that it is calibrated on
+        held_out = how["validation"][0]
+        assert (len(inputs), len(held_out)) == (120, 30)
+        rest = torch.cat([inputs, held_out]).numpy()
+        np.testing.assert_array_equal(rest[np.lexsort(rest.T)], x[np.lexsort(x.T)])
+
+
+def test_a_student_predicts_standard_deviations():
+    x, _ = rows()
+    y, few = 3 + 10 * x[:, 0] + x[:, 1] ** 2, {"steps": 50, "num_inputs": 300}
+    regressor = LaplaceRegressor(linear, **FAST, distil=few).fit(x, y)
+    mean, deviation = regressor.predict(x, return_std=True)
+    by_student, variance = regressor.student_(torch.tensor(x))
+    np.testing.assert_allclose(mean, y.mean() + y.std() * by_student[:, 0].numpy())
+    np.testing.assert_allclose(deviation, y.std() * variance[:, 0].sqrt().numpy())

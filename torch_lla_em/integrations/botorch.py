@@ -1,0 +1,61 @@
+"""A fitted posterior as a BoTorch model with joint samples over inputs.
+
+Needs BoTorch: ``pip install torch_lla_em[botorch]``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.integrations import needs
+
+with needs("botorch"):
+    from botorch.models.ensemble import EnsembleModel
+
+__all__ = ["LaplaceModel"]
+
+
+class LaplaceModel(EnsembleModel):
+    """The K functions of a posterior as a BoTorch ensemble; sample k is one function of X.
+
+    Samples are values of f without observation noise, in the units of the network's outputs, and
+    differentiable in X. Fantasy models are not supported: fit again after new observations.
+
+    Args:
+        la (LinearisedLaplace): The posterior, fitted.
+        num_outputs (int): Number of outputs of the network. Default 1.
+
+    Example:
+        >>> from botorch.acquisition.logei import qLogExpectedImprovement
+        >>> acquisition = qLogExpectedImprovement(LaplaceModel(one_output), best_f=1.0)
+    """
+
+    la: LinearisedLaplace
+
+    def __init__(self, la: LinearisedLaplace, num_outputs: int = 1):
+        """Wrap the posterior; the class documents the arguments."""
+        super().__init__()
+        # not a submodule, so that ``eval`` and ``to`` of this model do not change the posterior
+        object.__setattr__(self, "la", la)
+        self._num_outputs = num_outputs
+
+    def forward(self, X: Tensor) -> Tensor:
+        """Return the K functions at X, shape (..., K, n, outputs).
+
+        Args:
+            X (Tensor): Inputs, shape (..., n, d).
+
+        Raises:
+            ValueError: If the network has another number of outputs.
+        """
+        rows = X.reshape(-1, X.shape[-1]).to(next(self.la.model.parameters()).dtype)
+        samples = self.la.functional_samples(rows).to(X.dtype)
+        outputs = samples.shape[2:] or (1,)
+        if tuple(outputs) != (self.num_outputs,):
+            raise ValueError(
+                f"The network's outputs have shape {tuple(samples.shape[1:])}, not (n, {self.num_outputs}): pass "
+                "num_outputs, or wrap the network in a module that returns the quantities to optimise."
+            )
+        samples = samples.reshape(len(samples), *X.shape[:-1], self.num_outputs)
+        return samples.movedim(0, -3)

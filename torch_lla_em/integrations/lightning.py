@@ -1,0 +1,125 @@
+"""A Lightning callback that fits the posterior.
+
+Needs Lightning: ``pip install torch_lla_em[lightning]``.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_lla_em import LinearisedLaplace, Student, compare
+from torch_lla_em.distil import distilled
+from torch_lla_em.integrations import needs
+
+with needs("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+__all__ = ["LaplaceCallback"]
+
+_SCORES = "NLL", "network NLL", "accuracy", "ECE", "RMSE", "90 % coverage"
+
+
+class LaplaceCallback(Callback):
+    """Fit a posterior to the network when training ends, and log its scores on the validation set.
+
+    Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
+    coverage), prior precision λ and effective dimension γ.
+
+    Args:
+        likelihood (str or Likelihood): As in ``LinearisedLaplace``.
+        network (str, optional): Name of the submodule that maps inputs to outputs, such as "net".
+            None (default) for the LightningModule itself, which needs a ``forward``.
+        loader (DataLoader, optional): The training data. None (default) takes the trainer's. Pass
+            one without augmentation if the trainer's augments at random.
+        calibrate (bool): Calibrate on the validation set after the scores were computed; logs
+            "posterior/calibrated_NLL". Default True.
+        path (str, optional): File to which rank 0 saves the posterior. Default None.
+        distil (bool or dict): Train a network of one forward pass on the posterior's predictions, and
+            log its KL divergence and NLL; or a dict of arguments of ``la.distil``. Default False.
+        **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
+
+    Attributes:
+        la (LinearisedLaplace): The posterior, on the CPU once the trainer is done.
+        student (Student or None): The network of one forward pass, with ``distil=True``.
+        metrics (dict): The logged scores.
+
+    Raises:
+        TypeError: When fitting, if the LightningModule has no ``forward``.
+
+    Example:
+        >>> callback = LaplaceCallback("classification", network="net")
+        >>> Trainer(callbacks=[callback], **quiet).fit(module, loader)
+        >>> probabilities = callback.la(x)
+    """
+
+    la: LinearisedLaplace
+    student: Student | None
+
+    def __init__(
+        self,
+        likelihood: Any,
+        network: str | None = None,
+        *,
+        loader: Any = None,
+        calibrate: bool = True,
+        path: str | PathLike[str] | None = None,
+        distil: bool | dict[str, Any] = False,
+        **options: Any,
+    ):
+        """Keep the options; the class documents the arguments."""
+        self.likelihood, self.network, self.loader = likelihood, network, loader
+        self.calibrate, self.path, self.distil = calibrate, path, distil
+        self.options, self.student = options, None
+        self.metrics: dict[str, float] = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit, log, calibrate and save."""
+        loader = trainer.train_dataloader if self.loader is None else self.loader
+        held_out = trainer.val_dataloaders
+        if isinstance(held_out, (list, tuple)):
+            held_out = next(iter(held_out), None)
+        self.la = LinearisedLaplace(self._network(pl_module), self.likelihood, **self.options)
+        self.la.fit(loader, progress_bar=False)
+        self.metrics = {
+            "posterior/prior_precision": self.la.prior_precision.log().mean().exp().item(),
+            "posterior/effective_dim": self.la.effective_dim.sum().item(),
+        }
+        if held_out is not None:
+            (scores,) = compare([self.la], held_out).records.values()
+            for name in [name for name in _SCORES if name in scores]:  # ranks reduce in one order
+                value = torch.tensor(scores[name], dtype=torch.float64, device=pl_module.device)
+                key = {"90 % coverage": "coverage_90"}.get(name, name.replace(" ", "_"))
+                self.metrics[f"posterior/{key}"] = trainer.strategy.reduce(value).item()
+            if self.calibrate:
+                self.la.calibrate(held_out)
+                self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
+        if self.path is not None and trainer.is_global_zero:
+            self.la.save(self.path)
+        self.student = distilled(self.la, self.distil, loader, held_out)
+        if self.student is not None and self.student.error.held_out is not None:
+            self.metrics["student/KL"] = self.student.error.held_out.kl
+        if self.student is not None and self.student.error.nll is not None:
+            self.metrics["student/NLL"] = self.student.error.nll.student
+        for logger in trainer.loggers:
+            logger.log_metrics(self.metrics, step=trainer.global_step)
+            logger.save()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Move the posterior to the CPU, where the trainer leaves the network."""
+        for each in (getattr(self, "la", None), self.student):
+            if stage == "fit" and each is not None:
+                each.to("cpu")
+
+    def _network(self, module: LightningModule) -> nn.Module:
+        if self.network is not None:
+            return module.get_submodule(self.network)
+        if type(module).forward is LightningModule.forward:
+            raise TypeError(
+                f"{type(module).__name__} has no forward method, which the posterior needs: define "
+                'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'
+            )
+        return module

@@ -1,0 +1,376 @@
+"""Estimators for scikit-learn: a network, its posterior and its calibration in one object.
+
+Needs scikit-learn: ``pip install torch_lla_em[sklearn]``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, pairwise
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
+from torch_lla_em.distil import distilled
+from torch_lla_em.integrations import needs
+from torch_lla_em.runtime import report
+
+with needs("sklearn"):
+    from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+
+__all__ = ["LaplaceClassifier", "LaplaceRegressor"]
+
+_BATCH = 128
+_LEAST_HELD_OUT = 20
+_FEW = "validation_fraction={:g} holds out fewer than 20 examples: increase it, or pass more data."
+# AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was chosen
+# on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
+_DECAY = 300
+_DTYPES = [np.float64, np.float32]
+# held in a fit: initial weights and dropout are drawn from torch's global generator
+_FITTING = threading.Lock()
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and value >= least
+
+
+_VALID = {
+    "hidden": "one or more positive whole numbers, the widths of the hidden layers",
+    "epochs": "None or a positive whole number",
+    "validation_fraction": "at least 0 and below 1, since the other examples train the network",
+    "ensemble": "None or a number of networks from 2",
+}
+
+
+class _Standardise(nn.Module):
+    """Shift and scale inputs by the mean and standard deviation of the training data."""
+
+    def __init__(self, x: Tensor):
+        super().__init__()
+        self.register_buffer("mean", x.mean(0))
+        self.register_buffer("width", _width(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        standard: Tensor = (x - self.mean) / self.width
+        return standard
+
+
+class _Estimator(BaseEstimator):
+    """Base class of both estimators: trains a network by AdamW, fits and calibrates its posterior.
+
+    Inputs and continuous targets are standardised, in the dtype of X.
+    """
+
+    _likelihood: Any
+    _options: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        module: Callable[[int, int], nn.Module] | None = None,
+        *,
+        hidden: int | tuple[int, ...] = (50, 50),
+        epochs: int | None = None,
+        learning_rate: float = 1e-2,
+        weight_decay: float | None = None,
+        validation_fraction: float = 0.1,
+        ensemble: int | None = None,
+        distil: bool | dict[str, Any] = False,
+        num_samples: int = 32,
+        options: dict[str, Any] | None = None,
+        device: str = "cpu",
+        random_state: Any = None,
+    ):
+        """Keep the hyperparameters, which ``fit`` checks.
+
+        Args:
+            module (callable, optional): Called with the numbers of features and outputs, returns the
+                network to train. Default None: a perceptron with tanh activations.
+            hidden (int or tuple of int): Widths of its hidden layers. Default (50, 50).
+            epochs (int, optional): Passes over the training data. Default None: at least 100, and 1,000
+                gradient steps.
+            learning_rate (float): Initial step size of AdamW. Default 0.01; reduce it if the loss oscillates.
+            weight_decay (float, optional): Default None: 300 / number of training examples, 1 at most.
+            validation_fraction (float): Share of the examples that calibrate the posterior instead of
+                training. Default 0.1. If that is fewer than 20 examples, none are held out.
+            ensemble (int, optional): Train so many networks by ``LaplaceEnsemble.from_folds``, for a lower
+                NLL at the cost of as many fits; no other examples are held out. Default None: one.
+            distil (bool or dict): Whether to predict by ``student_``, which takes one forward pass; or a
+                dict of arguments of ``laplace_.distil``. Default False.
+            num_samples (int): Number of posterior samples. Default 32; fewer are faster.
+            options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
+            device (str): Device to train and predict on. Default "cpu".
+            random_state (int, RandomState or None): Seed of all random numbers. Default None. In threads,
+                fits wait for each other, so that results are the same; processes run at once.
+        """
+        self.module, self.hidden, self.epochs = module, hidden, epochs
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.validation_fraction, self.ensemble = validation_fraction, ensemble
+        self.distil, self.num_samples = distil, num_samples
+        self.options, self.device, self.random_state = options, device, random_state
+
+    def _validated(self, X: Any, y: Any, **targets: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return checked inputs and targets; raise an error for invalid hyperparameters too."""
+        holds = {
+            "hidden": all(_is_whole(width, 1) for width in np.atleast_1d(self.hidden)),
+            "epochs": self.epochs is None or _is_whole(self.epochs, 1),
+            "validation_fraction": 0 <= self.validation_fraction < 1,
+            "ensemble": self.ensemble is None or _is_whole(self.ensemble, 2),
+        }
+        for name in [name for name in holds if not holds[name]]:
+            raise ValueError(f"{name} must be {_VALID[name]}, not {getattr(self, name)!r}.")
+        checked: tuple[np.ndarray, np.ndarray] = validate_data(self, X, y, dtype=_DTYPES, **targets)
+        return checked
+
+    def _fit(self, x: Tensor, y: Tensor, outputs: int, sample_weight: Any) -> None:
+        """Train, fit and calibrate, and distil if asked to."""
+        weights = None
+        if sample_weight is not None:
+            checked = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
+            weights = torch.tensor(checked)
+        if weights is not None and self.ensemble is not None:
+            raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
+        options |= self.options or {}
+        train, held_out = partial(self._trained, outputs=outputs), None
+        with _FITTING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.ensemble is not None:
+                how = {"folds": int(self.ensemble), "likelihood": self._likelihood, **options}
+                self.laplace_ = LaplaceEnsemble.from_folds(train, x, y, progress_bar=False, **how)
+            else:
+                out, kept = torch.randperm(len(x)).tensor_split([self._held_out(len(x))])
+                held_out = (x[out], y[out]) if len(out) else None
+                x, y, weights = x[kept], y[kept], None if weights is None else weights[kept]
+                model = train(x, y, weights)
+                if weights is not None and self._likelihood == "regression":  # σ is not learnt then
+                    with torch.no_grad():
+                        squares = (model(x.to(self.device)).cpu() - y).square().mean(1).to(weights)
+                    size = (weights @ squares / weights.sum()).sqrt().item()
+                    options.setdefault("sigma_noise", max(size, 1e-6))
+                self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
+                self.laplace_.fit(x, y, progress_bar=False, weights=weights)
+                if held_out is not None:
+                    self.laplace_.calibrate(*held_out)
+            self.student_ = distilled(self.laplace_, self.distil, x, held_out, seed=seed)
+
+    def _held_out(self, examples: int) -> int:
+        """Return how many examples are held out."""
+        count = int(self.validation_fraction * examples)
+        if 0 < count < _LEAST_HELD_OUT:
+            few = _FEW.format(self.validation_fraction)
+            report("log", f"Predictions are not calibrated: {few}")
+        return count if count >= _LEAST_HELD_OUT else 0
+
+    def _trained(
+        self, x: Tensor, y: Tensor, weights: Tensor | None = None, *, outputs: int
+    ) -> nn.Module:
+        """Return a network that was trained on these examples, in eval mode."""
+        standard = _Standardise(x)
+        network = (self.module or self._perceptron)(x.shape[1], outputs)
+        network = network.to(self.device, x.dtype)
+        w = torch.ones(len(x)) if weights is None else weights
+        self._train(network, *(part.to(self.device) for part in (standard(x), y, w.to(x))))
+        return nn.Sequential(standard, network).to(self.device).eval()
+
+    def _perceptron(self, features: int, outputs: int) -> nn.Module:
+        widths = [features, *np.atleast_1d(self.hidden).tolist()]
+        layers = [(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(widths)]
+        return nn.Sequential(*chain(*layers), nn.Linear(widths[-1], outputs))
+
+    def _train(self, network: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> None:
+        classes = self._likelihood == "classification"
+        loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
+        batches = -(-len(x) // _BATCH)
+        epochs = self.epochs or max(100, -(-1000 // batches))
+        decay = min(1.0, _DECAY / len(x)) if self.weight_decay is None else self.weight_decay
+        optimiser = torch.optim.AdamW(network.parameters(), self.learning_rate, weight_decay=decay)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(x)).tensor_split(batches):
+                optimiser.zero_grad()
+                each = loss(network(x[rows]), y[rows], reduction="none").view(len(rows), -1).mean(1)
+                ((w[rows] * each).sum() / w[rows].sum().clamp_min(1e-12)).backward()
+                optimiser.step()
+                schedule.step()
+
+    def p_value(self, X: Any) -> np.ndarray:
+        """Return the share of held-out examples that are at least as unusual as each input, (N,).
+
+        Args:
+            X (array): Inputs, shape (N, D). P-values of out-of-distribution (OOD) inputs are small.
+        """
+        return self._predicted(X, lambda p: p.p_value, held_out=True).numpy()
+
+    def is_ood(self, X: Any, rate: float = 0.05) -> np.ndarray:
+        """Return which inputs are out-of-distribution (OOD), as a mask of shape (N,).
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            rate (float): Largest share of false alarms among inputs like the training data. Default
+                0.05, which needs 38 held-out examples.
+        """
+        return self._predicted(X, lambda p: p.is_ood(rate), held_out=True).numpy()
+
+    def _predicted(
+        self, X: Any, of: Callable[[Prediction], Tensor], held_out: bool = False
+    ) -> Tensor:
+        """Return a value of predictions, which may need a comparison with ``held_out`` examples."""
+        check_is_fitted(self)
+        if held_out and self.laplace_.calibration is None:
+            few = _FEW.format(self.validation_fraction)
+            raise ValueError(f"Error rates are guaranteed by held-out examples, but {few}")
+        X = validate_data(self, X, dtype=_DTYPES, reset=False)
+        members = getattr(self.laplace_, "members", [self.laplace_])
+        own = next(members[0].model.parameters()).dtype
+        student, predictor = self.student_, self.laplace_
+        if student is not None and (not held_out or student.reference_scores is not None):
+            predictor = student
+        parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
+        return torch.cat([of(predictor.predict(rows)) for rows in parts]).cpu()
+
+
+class LaplaceClassifier(ClassifierMixin, _Estimator):
+    """A classifier with calibrated probabilities, for scikit-learn.
+
+    Attributes:
+        classes_ (ndarray): The labels, in the order of the probabilities.
+        laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior, with its ``calibration``.
+        student_ (Student or None): The network that predicts, with ``distil=True``.
+
+    Example:
+        >>> classifier = LaplaceClassifier(epochs=20, random_state=0).fit(X, labels)
+        >>> probabilities = classifier.predict_proba(X)
+    """
+
+    _likelihood = "classification"
+    # with standardised inputs all features have similar sizes, and the plain prior predicts better
+    _options = {"g_prior": False}
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
+        """Train the network, fit its posterior and calibrate it.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            y (array): Labels of any type, shape (N,).
+            sample_weight (array, optional): An example of weight 2 counts twice, shape (N,). Default None.
+        """
+        X, y = self._validated(X, y)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError("A classifier needs at least two classes, but y has one class.")
+        self._fit(torch.tensor(X), torch.as_tensor(labels), len(self.classes_), sample_weight)
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return calibrated probabilities of ``classes_``, shape (N, C).
+
+        Args:
+            X (array): Inputs, shape (N, D).
+        """
+        return self._predicted(X, lambda p: p.probs).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the most probable classes, shape (N,).
+
+        Args:
+            X (array): Inputs, shape (N, D).
+        """
+        best = self.predict_proba(X).argmax(1)
+        labels: np.ndarray = self.classes_[best]
+        return labels
+
+    def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
+        """Return masks of ``classes_`` that contain the label with probability ``level``, (N, C).
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            level (float): Coverage, between 0 and 1. Default 0.9.
+        """
+        return self._predicted(X, lambda p: p.prediction_set(level), held_out=True).numpy()
+
+
+class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
+    """A regressor with predictive standard deviations, for scikit-learn.
+
+    Attributes:
+        laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior, of standardised targets.
+        student_ (Student or None): The network that predicts, with ``distil=True``.
+
+    Example:
+        >>> regressor = LaplaceRegressor(epochs=20, random_state=0).fit(X, y)
+        >>> mean, standard_deviation = regressor.predict(X, return_std=True)
+    """
+
+    _likelihood = "regression"
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
+        """Train the network, fit its posterior and calibrate it.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            y (array): Continuous targets, shape (N,) or (N, C).
+            sample_weight (array, optional): An example of weight 2 counts twice, shape (N,). Default None.
+        """
+        first = np.asarray(y).reshape(-1)[:1].tolist()
+        if first and isinstance(first[0], str):
+            raise ValueError(
+                f"A regression needs numbers as targets, but y has strings such as {first[0]!r}. Use "
+                "LaplaceClassifier for labels, or convert y to numbers."
+            )
+        X, y = self._validated(X, y, multi_output=True, y_numeric=True, ensure_min_samples=2)
+        x, self._shape = torch.tensor(X), y.shape[1:]
+        targets = torch.tensor(y.reshape(len(y), -1)).to(x)
+        if (targets == targets[0]).all():
+            raise ValueError(
+                f"All targets are equal ({y[0]}), so there is nothing to learn. Check y; to predict "
+                "a constant, use sklearn.dummy.DummyRegressor."
+            )
+        self._centre, self._width = targets.mean(0), _width(targets)
+        self._fit(x, (targets - self._centre) / self._width, targets.shape[1], sample_weight)
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the predictive mean, and the standard deviation if asked for.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            return_std (bool): Also return the standard deviation of y, with noise. Default False.
+        """
+        both = self._predicted(X, lambda p: torch.stack([p.expectation, p.predictive_variance], 1))
+        mean = self._in_units(both[:, 0], self._centre)
+        return (mean, self._in_units(both[:, 1].sqrt(), 0)) if return_std else mean
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lower and upper ends of intervals that contain y with probability ``level``.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            level (float): Coverage of each output, between 0 and 1. Default 0.9.
+        """
+        ends = self._predicted(X, lambda p: torch.stack([*p.interval(level)], 1), held_out=True)
+        lower, upper = (self._in_units(end, self._centre) for end in ends.unbind(1))
+        return lower, upper
+
+    def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
+        array: np.ndarray = (start + self._width * values).view(len(values), *self._shape).numpy()
+        return array
+
+
+def _width(values: Tensor) -> Tensor:
+    """Return the standard deviation of each column, 1 if it is constant, without overflow."""
+    size = values.abs().amax(0)
+    size = torch.where(size > 0, size, 1.0)
+    width = (values / size).std(0, correction=0)
+    return torch.where(width > 8 * torch.finfo(values.dtype).eps, size * width, 1.0)

@@ -151,7 +151,7 @@ def test_a_shortage_is_no_property_of_the_network():
         fresh = problem_of_rows(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
         first = fresh.data.first()
         with EndsOnce(refused) as operations:
-            measured(fresh, first)
+            measured(fresh, first, 4)
         return fresh.linear_model, -operations.left
 
     expected, count = prepared()

@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
+from torch_lla_em.jacobian import explained
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW, no_room
 from torch_lla_em.runtime import (
@@ -210,8 +211,10 @@ def measured(problem: Problem, first: Batch, num_samples: int) -> Example:
                 sweep.probe(part)
                 few = next(part.split(FEW)) if sweep.pieces.stand_alone(part) else part
                 activations = model.activations(few.inputs) / len(few.rows)
-                at = model.at(few.inputs, num_samples + 1, model.factored is not None)
-                outputs, classes = at.f[0].numel(), at.f.shape[-1] if at.f.dim() > 1 else 1
+                with explained(model.network, few.inputs):
+                    at = model.at(few.inputs, num_samples + 1, model.factored is not None)
+                    f = at.f
+                outputs, classes = f[0].numel(), f.shape[-1] if f.dim() > 1 else 1
                 return Example(activations, outputs, classes, at.nbytes / len(few.rows))
         except (RuntimeError, MemoryError) as error:
             shortage = shortage_of(error)

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import pytest
 import torch
 from models import trained
 from steps import span_e_step, states_of_em
@@ -30,6 +31,7 @@ def with_new_samples(over, q, seed):
     return over.at(curved, q.precision, 1.0, q.mean, exact=True)
 
 
+@pytest.mark.slow
 def test_means_spread_over_samples_by_it():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(60, 4, generator=generator), torch.arange(60) % 3

@@ -1,5 +1,7 @@
 """A regression is the same in all units of its targets, and whatever their mean."""
 
+from itertools import product
+
 import pytest
 import torch
 from daily import daily
@@ -208,12 +210,19 @@ def learnt(model, x, y, **options):
     return la.sigma_noise
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1e-6, 5e-4, 1e6])
+OPTIONS = (
+    {},
+    {"solver": BlockCG()},
+    {"sigma_noise": 1.0},
+    {"g_prior": False},
+    {"prior": "layerwise"},
+)
+EVERY_SCALE = list(product(OPTIONS, [1e-6, 5e-4, 1e6], [torch.float32, torch.float64]))
+SOME = EVERY_SCALE[0], EVERY_SCALE[11], EVERY_SCALE[14], EVERY_SCALE[20], EVERY_SCALE[28]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"solver": BlockCG()}, {"sigma_noise": 1.0}, {"g_prior": False}, {"prior": "layerwise"}],
-    ids=str,
+    "options, scale, dtype", daily(*SOME, rest=[c for c in EVERY_SCALE if c not in SOME]), ids=str
 )
 def test_sigma_follows_the_scale_of_the_targets(scale, dtype, options):
     sigma = learnt(*scaled(scale, dtype), **options)

@@ -332,6 +332,7 @@ def test_h_of_functions_does_not_cancel_near_certainty():
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_many_classes_are_fitted_as_with_blocks(monkeypatch):
     """The last layer of 70 classes, whose H would have blocks of 70 × 70, at one λ."""
     generator = torch.Generator().manual_seed(0)
@@ -469,6 +470,7 @@ def test_the_posterior_alone_predicts_counts():
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5}])
+@pytest.mark.slow
 def test_noisy_labels_leave_the_prediction_to_the_posterior(options):
     generator, shares, scales = torch.Generator().manual_seed(0), [], []
     x = torch.randn(200, 2, generator=generator, dtype=torch.float64)

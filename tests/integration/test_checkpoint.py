@@ -102,6 +102,7 @@ def test_blocks_of_a_basis_are_written_once(tmp_path):
 
 
 @pytest.mark.parametrize("kills", daily(2, rest=[12]))
+@pytest.mark.slow
 def test_kills_at_random_moments_leave_the_posterior_alone(kills, tmp_path):
     moment = random.Random(kills)
     while True:

@@ -209,6 +209,7 @@ def together(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size, name, is_daily", daily(*EVERY_DAY, rest=OTHERS))
+@pytest.mark.slow
 def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
     expected, every_rank = alone(name), together(size, is_daily)
     for found in every_rank:

@@ -49,6 +49,7 @@ def fit_with_a_fault(rank, victim, act):
 
 
 @pytest.mark.parametrize("act, victim", daily((fail, 1), rest=[(die, 0), (die, 2), (hang, 1)]))
+@pytest.mark.slow
 def test_a_rank_that_fails_dies_or_hangs_ends_all(act, victim, tmp_path):
     timeout = 3 if act is hang else 60
     results = ranks.run(3, fit_with_a_fault, tmp_path, victim, act, timeout=timeout)
@@ -167,6 +168,7 @@ CHANGES = [
     "before, after, curvature, parameters, deaths",
     daily((2, 1, "variational", "all", (2,)), rest=CHANGES),
 )
+@pytest.mark.slow
 def test_fits_go_on_with_other_ranks(before, after, curvature, parameters, deaths, tmp_path):
     whole, folder = facts(fit(curvature=curvature, parameters=parameters)), tmp_path / "run"
 

@@ -47,6 +47,7 @@ def swin():
     ("build", "size"), [(resnet18, 32), (mobilenet, 32), (convnext, 32), (vit, 8), (swin, 16)]
 )
 @pytest.mark.parametrize("selection", [None, "last_layer"])
+@pytest.mark.slow
 def test_torchvision(build, size, selection):
     torch.manual_seed(0)
     report = check(build().double().train(), draw(2, 3, size, size), selection)

@@ -78,6 +78,7 @@ def test_smaller_gpus_give_the_same(work, least):
     assert refused == sorted(refused) and refused[-1] > refused[0]
 
 
+@pytest.mark.slow
 def test_what_did_not_fit_is_remembered():
     with Allocator() as unlimited:
         product(problem())
@@ -310,6 +311,7 @@ def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
         assert knob in message
 
 
+@pytest.mark.slow
 def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
     small = problem()
     w = torch.ones(K, small.size)

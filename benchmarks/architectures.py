@@ -20,7 +20,7 @@ import torchvision
 import transformers
 from methods import markdown
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import dropout
 from torch.nn.utils import parametrizations
 
 from torch_lla_em.jacobian.linear_model import LinearModel
@@ -50,12 +50,6 @@ class Model(nn.Module):
 
 def mlp(*extra):
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), *extra)
-
-
-def recurrent(kind):
-    return Model(
-        lambda m, x: m.b(m.a(x)[0][:, -1]), kind(4, 3, 2, batch_first=True), nn.Linear(3, 2)
-    )
 
 
 def pooled(**options):
@@ -88,49 +82,6 @@ def convolutional(*layers):
     )
 
 
-def counting():
-    def forward(m, x):
-        m.count += 1
-        m.mean.mul_(0.9).add_(m.a(x).mean(0), alpha=0.1)
-        return m.a(x) * (m.mean + m.count)
-
-    model = Model(forward, nn.Linear(4, 4))
-    model.register_buffer("count", torch.zeros(()))
-    model.register_buffer("mean", torch.zeros(4))
-    return model
-
-
-def gated_without_grad():
-    def forward(m, x):
-        with torch.no_grad():
-            gate = m.a(x).sigmoid()
-        return m.b(m.a(x) * gate)
-
-    return Model(forward, nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def spatial_transformer():
-    def forward(m, x):
-        grid = F.affine_grid(
-            m.b(x.mean((2, 3))).view(-1, 2, 3), (len(x), 4, 4, 4), align_corners=False
-        )
-        return F.grid_sample(m.a(x), grid, align_corners=False).sum((2, 3))
-
-    return Model(forward, nn.Conv2d(3, 4, 3), nn.Linear(3, 6))
-
-
-def scaled():
-    model = Model(lambda m, x: (0.5 * m.scale + 1.0) * m.a(x * m.scale), nn.Linear(4, 2))
-    model.scale = nn.Parameter(torch.tensor(2.0))
-    return model
-
-
-def two_names():
-    model = Model(lambda m, x: m.c(m.b(m.a(x).tanh())), nn.Linear(4, 4), None, nn.Linear(4, 2))
-    model.b = model.a
-    return model
-
-
 def checkpointed(reentrant):
     return Model(
         lambda m, x: m.b(torch.utils.checkpoint.checkpoint(m.a, x, use_reentrant=reentrant)),
@@ -141,9 +92,14 @@ def checkpointed(reentrant):
 
 LAYERS = {
     "MLP": lambda: (mlp(), ROWS),
-    "RNN": lambda: (recurrent(nn.RNN), SEQUENCE),
-    "GRU": lambda: (recurrent(nn.GRU), SEQUENCE),
-    "LSTM": lambda: (recurrent(nn.LSTM), SEQUENCE),
+    "LSTM": lambda: (
+        Model(
+            lambda m, x: m.b(m.a(x)[0][:, -1]),
+            nn.LSTM(4, 3, 2, batch_first=True),
+            nn.Linear(3, 2),
+        ),
+        SEQUENCE,
+    ),
     "MultiheadAttention": lambda: (
         Model(
             lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1),
@@ -155,17 +111,11 @@ LAYERS = {
     "TransformerEncoder, padding mask": lambda: (encoder(), (SEQUENCE, ~MASK[:, :3].bool())),
     "Embedding": lambda: (pooled(), IDS),
     "Embedding, padding_idx": lambda: (pooled(padding_idx=0), IDS),
-    "Embedding, sparse": lambda: (pooled(sparse=True), IDS),
-    "Embedding, max_norm": lambda: (pooled(max_norm=1.0), IDS),
     "Embedding tied to the head": lambda: (tied(pooled()), IDS),
-    "Embedding tied to the head, padding_idx": lambda: (tied(pooled(padding_idx=0)), IDS),
-    "One module under two names": lambda: (two_names(), ROWS),
     "BatchNorm": lambda: (convolutional(nn.BatchNorm2d(4), nn.ReLU()), IMAGE),
     "GroupNorm": lambda: (convolutional(nn.GroupNorm(2, 4), nn.ReLU()), IMAGE),
     "LayerNorm with parameters in the posterior": lambda: (mlp(nn.LayerNorm(4)), ROWS, "all"),
     "Activations in place": lambda: (convolutional(nn.SiLU(True), nn.ReLU(True)), IMAGE),
-    "Hardsigmoid": lambda: (mlp(nn.Hardsigmoid(), nn.Linear(4, 2)), ROWS),
-    "Buffer changed at every forward": lambda: (counting(), ROWS),
     "weight_norm": lambda: (
         nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), mlp()),
         ROWS,
@@ -175,10 +125,6 @@ LAYERS = {
         ROWS,
     ),
     "Dropout": lambda: (mlp(nn.Dropout(), nn.Linear(4, 2)), ROWS),
-    "no_grad inside forward": lambda: (gated_without_grad(), ROWS),
-    "grid_sample": lambda: (spatial_transformer(), IMAGE),
-    "cdist": lambda: (Model(lambda m, x: torch.cdist(m.a(x), x), nn.Linear(4, 4)), ROWS),
-    "0-dimensional parameter": lambda: (scaled(), ROWS),
     "Checkpointing, not reentrant": lambda: (checkpointed(False), ROWS),
     "Last layer of an MLP": lambda: (
         mlp(nn.Tanh(), nn.Linear(4, 2), nn.Softmax(-1)),
@@ -193,7 +139,7 @@ REFUSED = {
     "Checkpointing, reentrant": lambda: (checkpointed(True), ROWS),
     "Embedding, scale_grad_by_freq": lambda: (pooled(scale_grad_by_freq=True), IDS),
     "EmbeddingBag": lambda: (nn.Sequential(nn.EmbeddingBag(6, 4), mlp()), IDS),
-    "Dropout active in eval mode": lambda: (Model(lambda m, x: m.a(F.dropout(x)), mlp()), ROWS),
+    "Dropout active in eval mode": lambda: (Model(lambda m, x: m.a(dropout(x)), mlp()), ROWS),
     "torch.jit.script": lambda: (torch.jit.script(mlp()), ROWS),
 }
 

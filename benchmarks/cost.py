@@ -3,28 +3,23 @@
     python benchmarks/cost.py                              # every network: an hour
     python benchmarks/cost.py --parts fits --problems mlp regression cnn
     python benchmarks/cost.py --parts fits --problems "last layer, 2000 x 64 x 50"
-    python benchmarks/cost.py --parts first loaders growth  # first fits; batch sizes; N, P, C and K
-    python benchmarks/cost.py --before old.jsonl           # another version's lines beside these
+    python benchmarks/cost.py --parts growth               # N, P, C and K of one perceptron
 
-One thread, processor seconds; with --device cuda, those on the wall. There is a line for each
-network, which is trained by Adam in batches of 100. Classifiers are fitted as a user fits them, and
-a second time with ``curvature="network"``. K is 16, and 32 for the tables diamonds and flights. An
+One thread, processor seconds; with --device cuda, wall-clock seconds. There is a line for each
+network, which is trained by Adam in batches of 100. Classifiers are fitted with the defaults, and
+a second time with ``curvature="network"``. K is 16, and 32 for tables and last layers. An
 epoch is one of the training; a forward pass (F) is one over the same examples in eval mode, without
 gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with
 all samples, divided by that of five networks. The ensemble costs four further trainings;
 laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
-network in the same run. "first" compares the first fit of a process with the second, on 20 examples.
-Lines go to results/cost.jsonl.
+network in the same run. Lines go to results/cost.jsonl.
 
 Expected: trainings 0.5 to 7 for fits of a few thousand examples; predict F 1 to 60; served 8 about 2.
 """
 
 import argparse
 import copy
-import json
 import logging
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 from methods import markdown, tasks
-from methods.networks import resnet20
+from methods.networks import lenet, resnet20
 from methods.provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -124,14 +119,6 @@ def cnn() -> Problem:
     )
 
 
-def lenet() -> Problem:
-    """LeNet on 1,000 images of 28 × 28."""
-    layers = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5)]
-    layers += [nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(400, 120), nn.ReLU()]
-    layers += [nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
-    return Problem(nn.Sequential(*layers), *images(1000, 1, 28), 10)
-
-
 def residual(rows: int) -> Problem:
     """ResNet-20 on images of 32 × 32."""
     return Problem(resnet20(), *images(rows, 3, 32), 8)
@@ -197,7 +184,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "mlp": mlp,
     "regression": regression,
     "cnn": cnn,
-    "lenet": lenet,
+    "lenet": lambda: Problem(lenet(pool=nn.AvgPool2d), *images(1000, 1, 28), 10),
     "resnet20": partial(residual, 200),
     "many rows": partial(many, 10),
     "many rows, regression": partial(many, 1),
@@ -346,17 +333,6 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
         yield found
 
 
-def loaders(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield a line of every batch size that a loader may have."""
-    for name in args.problems or ("mlp", "cnn"):
-        problem = made(PROBLEMS[name], args.device)
-        epoch = train(problem)
-        for batch in (100, 1, 8, 64, None):
-            size = batch or len(problem.x)
-            taken = {"batch": batch or "all"} | line(problem, epoch, args.num_samples, size)
-            yield {"part": "loaders", "problem": name} | taken
-
-
 def growth(args: argparse.Namespace) -> Iterator[dict]:
     """Yield a line of every size of the first network."""
     for grown, cases in GROWTH.items():
@@ -370,61 +346,16 @@ def growth(args: argparse.Namespace) -> Iterator[dict]:
             } | found
 
 
-FIRST = """
-import sys, time, torch
-from torch import nn
-from torch_lla_em import LinearisedLaplace
-
-torch.set_num_threads(1)
-network = eval(f"nn.Sequential({sys.argv[1]})")
-x, y = torch.randn(20, 1, 8, 8), torch.arange(20) % 5
-nn.functional.cross_entropy(network(x), y).backward()
-network.eval()
-for _ in range(2):
-    began = time.process_time()
-    LinearisedLaplace(network, "classification", num_samples=2).fit(x, y, progress_bar=False)
-    print(time.process_time() - began)
-"""
-"""A process without the imports of this script, some of which a first fit needs too."""
-
-HEADS = {
-    "linear layers": "nn.Flatten(), nn.Linear(64, 5)",
-    "a convolution": "nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)",
-    "a batch norm": "nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)",
-}
-
-
-def first(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield a line of the first fit of a process to 20 examples, and of the second."""
-    for name, layers in HEADS.items():
-        command = [sys.executable, "-c", FIRST, layers]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = zip(("first fit", "second fit"), map(float, run.stdout.split()), strict=True)
-        yield {"part": "first", "problem": name} | dict(found)
-
-
 def made(make: Callable[[], Problem], device: str = "cpu") -> Problem:
     torch.manual_seed(0)
     return make().on(device)
 
 
 SHOWN = (
-    *(
-        "first fit",
-        "second fit",
-        "weights",
-        "rows",
-        "K",
-        "batch",
-        "training_seconds",
-        "seconds",
-        "trainings",
-        "before",
-    ),
-    *("epochs", "F", "network_curvature", "ensemble", "laplace_torch"),
-    *("predict F", "served 1", "served 8"),
+    *("weights", "rows", "K", "training_seconds", "seconds", "trainings", "epochs", "F"),
+    *("network_curvature", "ensemble", "laplace_torch", "predict F", "served 1", "served 8"),
 )
-PARTS = {"fits": fits, "loaders": loaders, "growth": growth, "first": first}
+PARTS = {"fits": fits, "growth": growth}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -433,27 +364,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--before", type=Path, help="lines of another version")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    key = lambda record: tuple(record.get(name) for name in ("part", "problem", "batch", "K"))  # noqa: E731
-    before = {key(record): record for record in markdown.read(args.before)} if args.before else {}
-    args.out.mkdir(parents=True, exist_ok=True)
     origin = provenance(("torch",))
     origin |= {"machine": torch.cuda.get_device_name()} if args.device != "cpu" else {}
     fitted(Problem(nn.Linear(2, 2), torch.randn(9, 2), torch.arange(9) % 2, 1), 2)  # burn-in
     for part in args.parts:
         found = []
         for record in PARTS[part](args):
-            if key(record) in before:
-                record["before"] = before[key(record)]["epochs"]
             found.append(record)
             print(record, flush=True)
-            with open(args.out / "cost.jsonl", "a") as lines:
-                lines.write(json.dumps(record | origin) + "\n")
+            markdown.append(args.out / "cost.jsonl", [record], origin)
         print("\n" + markdown.table(found, ["problem"], [k for k in SHOWN if k in found[0]]))
 
 

@@ -1,8 +1,8 @@
-"""The figures of the home page and of docs/gallery.md, from fits to small data sets.
+"""The figures of the home page and of docs/reading_results.md, from fits to small data sets.
 
     python benchmarks/gallery.py --out docs/images/gallery
 
-takes half a minute. The charts of the benchmark pages are drawn by ``benchmarks/charts.py``.
+takes half a minute. The charts of the benchmark pages are drawn by ``benchmarks/report.py``.
 """
 
 import argparse
@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from methods.learning import descend
-from sklearn.datasets import load_diabetes, load_digits
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, plot
@@ -39,38 +39,27 @@ def main() -> None:
         draw(*args, axes=axes)
         axes.figure.savefig(given.out / f"{name}.png", dpi=90)
         plt.close(axes.figure)
-        print(given.out / f"{name}.png")
 
     la, rows, other = digits(steps)
-    curve, points = gap(steps)
-    figure = overview(curve, points, la, rows, other)
+    figure = overview(*gap(steps), (la, rows[0], other))
     figure.savefig(given.out / "overview.png", dpi=110)
     plt.close(figure)
     save("reliability", plot.reliability, la, rows)
-    save("em_path", plot.em_path, la)
     save("out_of_distribution", plot.out_of_distribution, la, rows, other)
-    save("bands", plot.bands, curve, points)
-    la, rows = diabetes(steps)
-    save("predicted", plot.bands, la, rows)
-    save("coverage", plot.coverage, la, rows)
 
 
 def overview(
-    curve: LinearisedLaplace,
-    points: Rows,
-    la: LinearisedLaplace,
-    rows: Rows,
-    other: Tensor,
-    count: int = 6,
+    curve: LinearisedLaplace, points: Rows, digits: tuple[LinearisedLaplace, Tensor, Tensor]
 ) -> plt.Figure:
     """Return a regression with its intervals, and digits with their OOD flags, in one figure."""
+    (la, x, other), count = digits, 6
     figure = plt.figure(figsize=(9, 2.9), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(4, 5))
     axes = plot.bands(curve, points, axes=left.subplots())
     axes.set_title("Regression: 90 % intervals", fontsize=10)
     axes.legend(loc="lower right", fontsize=7)
     right.suptitle("Classification: prediction, and OOD flag at a rate of 0.05", fontsize=10)
-    for line, images in zip(right.subplots(2, count), (rows[0], other), strict=True):
+    for line, images in zip(right.subplots(2, count), (x, other), strict=True):
         prediction = la.predict(images[:count])
         flags, probs = prediction.is_ood(0.05), prediction.probs
         for cell, image, flag, prob in zip(line, images, flags, probs, strict=False):
@@ -78,7 +67,7 @@ def overview(
             cell.set(xticks=[], yticks=[])
             text = f"{prob.argmax()}: {prob.max():.2f}" + ("\nOOD" if flag else "\n")
             cell.set_xlabel(text, color="C3" if flag else "black", fontsize=8)
-        line[0].set_ylabel("test digits" if images is rows[0] else "rotated", fontsize=8)
+        line[0].set_ylabel("test digits" if images is x else "rotated", fontsize=8)
     return figure
 
 
@@ -90,7 +79,10 @@ def digits(steps: int) -> tuple[LinearisedLaplace, Rows, Tensor]:
     fit, held_out, test = (
         order[rows] for rows in (slice(900), slice(900, 1200), slice(1200, None))
     )
-    network = trained(perceptron(64, 64, 10), x[fit], y[fit], nn.functional.cross_entropy, steps)
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
+    network = nn.Sequential(nn.Flatten(), *layers)
+    network = trained(network, x[fit], y[fit], nn.functional.cross_entropy, steps)
     la = LinearisedLaplace(network, "classification").fit(x[fit], y[fit], progress_bar=False)
     la.calibrate(x[held_out], y[held_out])
     return la, (x[test], y[test]), x[test].rot90(1, (2, 3))
@@ -106,25 +98,6 @@ def gap(steps: int) -> tuple[LinearisedLaplace, Rows]:
     network = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
     network = trained(network, x, y, nn.functional.mse_loss, 2 * steps)
     return LinearisedLaplace(network, "regression").fit(x, y, progress_bar=False), (x, y)
-
-
-def diabetes(steps: int) -> tuple[LinearisedLaplace, Rows]:
-    """Return a regression of the progress of diabetes on ten measurements, and test data."""
-    x, y = (torch.tensor(part).float() for part in load_diabetes(return_X_y=True))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = 20 * x[order], (y[order, None] - y.mean()) / y.std()
-    fit, held_out, test = slice(250), slice(250, 330), slice(330, None)
-    network = trained(perceptron(10, 20, 1), x[fit], y[fit], nn.functional.mse_loss, steps // 15)
-    la = LinearisedLaplace(network, "regression").fit(x[fit], y[fit], progress_bar=False)
-    la.calibrate(x[held_out], y[held_out])
-    return la, (x[test], y[test])
-
-
-def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return an untrained perceptron with two hidden layers."""
-    torch.manual_seed(0)
-    layers = nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh()
-    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden, outputs))
 
 
 def trained(network: nn.Module, x: Tensor, y: Tensor, loss: Callable, steps: int) -> nn.Module:

@@ -5,11 +5,11 @@
     python benchmarks/gpu.py --tiny --device cpu          # every step at a tiny size, as a test
 
 runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to an
-error of 1e-3, with the memory used beside the logged plan; products with G (speed.py) in float32,
-TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU and with small
-ones; a fit that runs out of memory on the way; the forward pass with torch.compile; and the cost of
-fits of small networks (cost.py). Every step adds its lines to results/gpu.jsonl; one that failed says
-so there. ``report.py results/gpu.jsonl`` writes the tables of docs/gpu.md.
+error of 1e-3; products with G, against (1 + 4 K) forward passes, in float32,
+TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU; a fit that runs
+out of memory on the way; and the cost of fits of small networks (cost.py). Every step adds its lines to
+results/gpu.jsonl; one that failed says so there. ``report.py results/gpu.jsonl`` writes the tables of the
+documentation.
 """
 
 import argparse
@@ -23,32 +23,30 @@ from functools import partial
 from pathlib import Path
 
 import cost
-import speed
 import torch
-from methods import markdown
+from methods import markdown, networks
 from methods.provenance import provenance
+from torch import nn
+
+from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.data.loader import Data
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.problem import prepare
+from torch_lla_em.problem.problem import Problem
 
 ROOT = Path(__file__).parents[1]
-BATCHES = {"lenet": 8192, "resnet18": 1024, "resnet50": 128, "vit_s": 128}
-"""Batch size of a product on a GPU with 80 GB; in proportion on others."""
+NETWORKS = {
+    "lenet": (partial(networks.lenet, nn.Tanh, nn.AvgPool2d), (1, 28, 28), 8192, 8192),
+    "resnet18": (networks.resnet18, (3, 32, 32), 1024, 2000),
+    "resnet50": (networks.resnet50, (3, 224, 224), 128, 64),
+    "vit_s": (networks.vit_s, (3, 224, 224), 128, 64),
+}
+"""The network, the shape of its input, the batch size of a product on a GPU with 80 GB (in proportion on others),
+and the examples of a whole fit."""
 
-ROWS = {"lenet": 8192, "resnet18": 2000, "resnet50": 64, "vit_s": 64}
-"""Examples of a whole fit."""
-
-MEANS = "torch.func", "eager", "tf32", "bfloat16"
+PRECISIONS = "float32", "tf32", "bfloat16"
 SMALL = "mlp", "cnn", "bert", "last layer, 50000 x 512 x 10"
 Lines = list[dict]
-
-
-class Said(logging.Handler):
-    """Stores the log messages of the library, such as its memory plan."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def tests(args: argparse.Namespace) -> Lines:
@@ -63,31 +61,42 @@ def tests(args: argparse.Namespace) -> Lines:
     ]
 
 
-def products(name: str, means: str, args: argparse.Namespace) -> Lines:
+def products(name: str, precision: str, args: argparse.Namespace) -> Lines:
     """Return time, memory and error of products with G for every K."""
+    torch.manual_seed(0)
+    make, shape, batch, _ = NETWORKS[name]
     share = torch.cuda.mem_get_info()[1] / 80e9 if args.device == "cuda" else 1.0
-    batch = 4 if args.tiny else max(1, int(BATCHES[name] * share))
-    columns = [1, 2] if args.tiny else [1, 8, 32]
-    return speed.measure(_asked(args, batch, columns, 3), name, means)
+    device, batch = torch.device(args.device), 4 if args.tiny else max(1, int(batch * share))
+    model, x = make().eval().to(device), torch.randn(batch, *shape, device=device)
+    y = torch.randint(0, model(x).shape[-1], (len(x),), device=device)
+    lines = []
+    for count in (1, 2) if args.tiny else (1, 8, 32):
+        la = LinearisedLaplace(model, "classification")
+        problem = Problem(la._linear_model, Classification(), Data([(x, y)], device))
+        prepare(problem, count, Compute(precision=precision))
+        network, w = problem.linear_model.network, torch.randn(count, problem.size, device=device)
 
+        def forward() -> None:
+            with torch.no_grad(), network.computing(network.precision):
+                model(x)
 
-def launches(name: str, args: argparse.Namespace) -> Lines:
-    """Return what a small batch takes."""
-    asked = _asked(args, 4 if args.tiny else 32, [1], 8)
-    return speed.measure(asked, name, "eager")
-
-
-def _asked(
-    args: argparse.Namespace, batch: int, columns: list[int], repeats: int
-) -> argparse.Namespace:
-    return argparse.Namespace(device=args.device, batch=batch, columns=columns, repeats=repeats)
+        problem.ggn_product(w)  # what is probed or cached happens here
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        once, taken = (cost.seconds(run, 3) for run in (forward, lambda: problem.ggn_product(w)))
+        peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+        line = {"network": name, "weights": problem.size, "rows": len(x), "means": precision}
+        line |= {"columns": count, "forward": once, "product": taken, "peak_gb": peak}
+        line |= {"ratio": taken / ((1 + 4 * count) * once)}
+        lines.append(line | {"precision_error": problem.linear_model.precision_error})
+    return lines
 
 
 def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
     """Return a trained network with its data, and the seconds of an epoch."""
     torch.manual_seed(0)
-    make, (channels, size, _), _ = speed.NETWORKS[name]
-    rows = 24 if args.tiny else ROWS[name]
+    make, (channels, size, _), _, rows = NETWORKS[name]
+    rows = 24 if args.tiny else rows
     x, y = cost.images(rows, channels, size)
     options = {"tolerance": 1e-3, "curvature": "network"}
     problem = cost.Problem(make(), x, y, 1 + 4000 * (not args.tiny) // rows, options)
@@ -96,33 +105,12 @@ def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
 
 
 def fit(name: str, args: argparse.Namespace) -> Lines:
-    """Return what a whole fit costs, to a certificate of 1e-3, and what its plan said."""
+    """Return what a whole fit costs, to a certificate of 1e-3."""
     return fit_of(name, args, *trained(name, args))
 
 
 def fit_of(name: str, args: argparse.Namespace, problem: cost.Problem, epoch: float) -> Lines:
-    said = Said()
-    logger = logging.getLogger("torch_lla_em")
-    logger.addHandler(said)
-    try:
-        line = cost.line(problem, epoch, 2 if args.tiny else 8, 64)
-    finally:
-        logger.removeHandler(said)
-    return [{"network": name, "means": "eager"} | line | {"said": said.lines}]
-
-
-def compiled(name: str, args: argparse.Namespace) -> Lines:
-    """Return what torch.compile gives to the forward pass; products have no use for it."""
-    torch.manual_seed(0)
-    make, shape, _ = speed.NETWORKS[name]
-    x = torch.randn(4 if args.tiny else 32, *shape, device=args.device)
-    model = make().eval().to(args.device)
-    faster = torch.compile(model, backend="eager" if args.tiny else "inductor")
-    with torch.no_grad():
-        error = ((faster(x) - model(x)).norm() / model(x).norm()).item()
-        seconds = [cost.seconds(lambda run=run: run(x), 5) for run in (model, faster)]
-    line = {"network": name, "rows": len(x), "forward": seconds[0], "compiled": seconds[1]}
-    return [line | {"difference": error}]
+    return [{"network": name} | cost.line(problem, epoch, 2 if args.tiny else 8, 64)]
 
 
 def recovery(args: argparse.Namespace) -> Lines:
@@ -152,16 +140,13 @@ def costs(name: str, args: argparse.Namespace) -> Lines:
 
 def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], Lines]]:
     """Return what is run, in order: what is cheap and tells most comes first."""
-    names = ["lenet"] if args.tiny else list(speed.NETWORKS)
+    names = ["lenet"] if args.tiny else list(NETWORKS)
     found: dict[str, Callable[[argparse.Namespace], Lines]] = {}
     found |= {f"fit {name}": partial(fit, name) for name in names}
     for name in names:
-        for means in MEANS[1:2] if args.tiny else MEANS:
-            found[f"product {name}, {means}"] = partial(products, name, means)
+        for precision in PRECISIONS[:1] if args.tiny else PRECISIONS:
+            found[f"product {name}, {precision}"] = partial(products, name, precision)
     found["recovery"] = recovery
-    for name in names:
-        found[f"launches {name}"] = partial(launches, name)
-        found[f"compile {name}"] = partial(compiled, name)
     for name in SMALL[:1] if args.tiny else SMALL:
         found[f"cost {name}"] = partial(costs, name)
     return found if args.tiny else {"tests": tests} | found

@@ -1,38 +1,67 @@
-"""Writes the tables and draws the charts of the benchmark pages, from benchmarks/results/*.jsonl.
+"""Writes the tables and draws the charts of the documentation, from benchmarks/results/*.jsonl.
 
     python benchmarks/report.py                          # update the pages
     python benchmarks/report.py results/tables.jsonl     # first replace the stored results by a run's
 
-takes a few seconds. Benchmarks write JSON lines to results/, which git ignores. What is stored in
-benchmarks/results is the mean and the standard error over seeds. If a run has repeated lines of one
-seed, the last of them counts.
+takes a few seconds. Benchmarks write JSON lines to results/, which git ignores; benchmarks/results has those that
+the documentation shows. Of tables.py it has means over tables and seeds.
 """
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
-import aims
-import charts
 import distil
-import durations
-import estimators
-import folds
-import language
-import linear_posterior
-import ood
-import scalings
-import seeds
-import sizes
+import matplotlib
 import tables
 import testbed
 from methods import markdown
-from methods.names import named
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PROVENANCE = "machine", "versions", "command", "commit"
+
+NAMES = {
+    "network": "network alone",
+    "network (MAP)": "network alone",
+    "temperature": "temperature scaling",
+    "ensemble of 5": "ensemble of five",
+    "ensemble of 5, temperature": "ensemble of five, temperature scaling",
+    "laplace-torch, as it comes": "laplace-torch, defaults",
+    "laplace-torch, last layer, full, held-out": "laplace-torch, last layer, tuned on validation set",
+    "IVON": "IVON (mean-field variational)",
+    "ours, as fitted": "torch_lla_em, as fitted",
+    "ours, calibrated": "torch_lla_em, calibrated",
+    "ours of 5, calibrated": "torch_lla_em, five networks, calibrated",
+    "ours by folds": "torch_lla_em, five networks by folds",
+    "many rows": "MLP, many examples",
+    "many rows, regression": "MLP, many examples, regression",
+    "diamonds": "MLP, diamonds (price)",
+    "flights, late or not": "MLP, flights (late or not)",
+    "flights, delay": "MLP, flights (delay)",
+    "bert, last_layer": "BERT, last layer",
+    "segment, last_layer": "MLP, segment, last layer",
+    "resnet18": "ResNet-18",
+    "resnet20": "ResNet-20",
+    "resnet50": "ResNet-50",
+    "vit_s": "ViT-S",
+    "lenet": "LeNet",
+}
+"""Names of rows in the results -> names on the pages."""
+
+VALIDATION_NOISE = {
+    "temperature": "network, validation noise",
+    "ensemble of 5, temperature": "ensemble of five, validation noise",
+}
+STAGES = {"early": "early stopping", "on": "100 epochs"}
+CHARTED = (
+    *("network", "temperature", "ensemble of 5", "ensemble of 5, temperature"),
+    *("ours, as fitted", "ours, calibrated"),
+)
 
 
 class Shown(NamedTuple):
@@ -51,9 +80,6 @@ class Shown(NamedTuple):
     where: dict = {}
     """Values that a line must have to be in the table; tuples hold several."""
 
-    across: tuple[str, str] | None = None
-    """A key whose values name the columns, and the key of their cells; ``columns`` are then values."""
-
     best: dict[str, str] = {}
     """Columns whose "min" or "max" is set in bold."""
 
@@ -63,33 +89,9 @@ class Shown(NamedTuple):
     """Names of rows on the page, where they differ from those on the other pages."""
 
 
-BENCHMARKS = "docs/benchmarks.md"
-MORE = "docs/more_benchmarks.md"
-SEGMENTED = {
-    "weights": "parameters",
-    "network": "NLL, network",
-    "posterior": "NLL, posterior",
-    "seconds": "fit, CPU s",
-    "trainings": "fit / training",
-    "GB": "memory, GB",
-    "error": "error of samples",
-}
-LIMITED = {
-    "budget": "budget, s",
-    "seconds": "fit, s",
-    "steps": "steps",
-    "longest": "longest step, s",
-    "error": "error",
-}
-SCORES = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "joint_dyadic": "joint NLL"}
-COMPARED = {
-    "nll": "NLL",
-    "ece": "ECE",
-    "joint_dyadic": "joint NLL",
-    "auroc_rotated": "AUROC rotated",
-    "auroc_unseen": "AUROC unseen",
-    "fit_seconds": "fit, s",
-}
+BENCHMARKS, COST = "docs/benchmarks.md", "docs/cost.md"
+METHOD = {"row": "method"}
+BOTH = {"network": "network", "row": "method"}
 RELATIVE = {
     "nll": "NLL",
     "worst": "worst NLL",
@@ -99,45 +101,16 @@ RELATIVE = {
     "accuracy": "accuracy",
     "gain": "OOD AUROC",
 }
+NUMBERS = {"nll": "NLL", "worst": "worst NLL", "coverage": "coverage of 90 %", "rmse": "RMSE"}
+PRICE = {"trainings": "price, trainings"}
 LEAST = dict.fromkeys(("nll", "worst", "near", "dyadic", "ece"), "min")
 RELATIVE_BEST = LEAST | {"accuracy": "max", "gain": "max"}
-LOW_HIGH = {"accuracy": "max", "nll": "min", "ece": "min", "joint_dyadic": "min"}
-TESTED = {
-    "network": "network alone",
-    "fitted": "posterior, as fitted",
-    "calibrated": "posterior, calibrated",
-}
-NUMBERS = {"nll": "NLL", "worst": "worst NLL", "coverage": "coverage of 90 %", "rmse": "RMSE"}
-VALIDATION_NOISE = {
-    "temperature": "network, validation noise",
-    "ensemble of 5, temperature": "ensemble of five, validation noise",
-}
-STAGES = {"early": "early stopping", "on": "100 epochs"}
-LARGE_STAGES = {"early": "early stopping", "on": "20 epochs"}
-PRICE = {"trainings": "price, trainings"}
-CONFORMAL = {
-    "MAPIE lac, network": "MAPIE LAC, network",
-    "MAPIE aps, network": "MAPIE APS, network",
-    "MAPIE lac, posterior as fitted": "MAPIE LAC, posterior as fitted",
-    "MAPIE aps, posterior as fitted": "MAPIE APS, posterior as fitted",
-    "MAPIE absolute, network": "MAPIE absolute residuals, network",
-    "MAPIE absolute, posterior as fitted": "MAPIE absolute residuals, posterior as fitted",
-    "prediction_set": "**`prediction_set`**",
-    "interval": "**`interval`**",
-}
-COVERED = {"coverage": "coverage", "size": "set size or width", "score": "interval score"}
-FLAGGED = {
-    "flagged test": "test data",
-    "flagged permuted": "permuted columns",
-    "flagged x 3": "inputs × 3",
-    "flagged noise": "noise of 10 σ",
-}
-COSTS = {
+PROMISED = {"coverage": "coverage of 90 %", "flagged": "false alarms at 5 %"}
+OF_NETWORK = {"problem": "network", "weights": "parameters", "rows": "examples", "K": "samples"}
+FIT = {"seconds": "fit, s", "trainings": "fit / training"}
+COSTS = FIT | {
     "training_seconds": "training, s",
-    "seconds": "fit, s",
-    "trainings": "fit / training",
     "epochs": "fit, training epochs",
-    "F": "fit, forward passes",
     "network_curvature": 'fit with `curvature="network"`, s',
     "ensemble": "four more networks, s",
     "laplace_torch": "laplace-torch KFAC, s",
@@ -147,9 +120,7 @@ PREDICTIONS = {
     "served 1": "exported, 1 example / five networks",
     "served 8": "exported, 8 examples / five networks",
 }
-GPU_FITS = {
-    "seconds": "fit, s",
-    "trainings": "fit / training",
+GPU_FITS = FIT | {
     "epochs": "fit, training epochs",
     "relative_certificate": "error of samples, in standard deviations",
     "peak_gb": "peak memory, GB",
@@ -161,318 +132,99 @@ GPU_PRODUCTS = {
     "precision_error": "rounding error",
     "peak_gb": "peak memory, GB",
 }
-SERVED = {
-    "CPU ms of 1": "1 image: CPU, ms",
-    "ensembles, 1": "1 image / ensemble",
-    "CPU ms of 8": "8 images: CPU, ms",
-    "ensembles, 8": "8 images / ensemble",
+GPU_NETWORK = {"network": "network", "weights": "parameters", "rows": "images", "K": "samples"}
+GPU_MEMORY = {"precision": "λ", "gamma": "γ", "seconds": "fit, s", "peak_gb": "peak memory, GB"}
+SEGMENTED = {
+    "weights": "parameters",
+    "network": "NLL, network",
+    "posterior": "NLL, posterior",
+    "seconds": "fit, CPU s",
+    "trainings": "fit / training",
+    "error": "error of samples",
 }
-OF_NETWORK = {"problem": "network", "weights": "parameters", "rows": "examples", "K": "samples"}
-LENGTHS = {str(epochs): f"{epochs} epochs" for epochs in (8, 20, 60, 300)}
-SHOWN = {"nll": "NLL", "auroc": "AUROC"}
-MNIST = SCORES | {
-    f"{key} rotation {level}": f"{SHOWN[key]}, {level}°"
-    for key in ("nll", "auroc")
-    for level in (15, 45)
-}
-TOMOGRAPHY = {
-    "psnr": "PSNR, dB",
-    "nll": "NLL",
-    "patch_nll": "NLL, patches",
-    "pearson": "Pearson",
-    "coverage": "coverage of 95 %",
-    "mean_sd": "mean standard deviation",
-}
-REACHED = {"10 %": "10 %", "3 %": "3 %", "1 %": "1 %"}
-FIT = {
-    "error": "error bound",
-    "passes": "passes, samples",
-    "single": "columns, mode",
-    "seconds": "seconds",
-    "precision": "λ",
-    "gamma": "γ",
-}
-SAMPLES = {
-    f"{what}, {target}": f"{what}, {target}" for what in ("samples", "γ") for target in REACHED
-}
-EM = {f"λ, {target}": f"λ, {target}" for target in REACHED} | {
-    "passes": "passes, samples",
-    "single": "columns, mode",
-    "precision": "final λ",
-    "error": "error of λ",
-}
-COLUMNS = {"1": "K = 1", "8": "K = 8", "32": "K = 32"}
-BATCHES = {str(batch): f"batches of {batch}" for batch in (1, 8, 64, 100)} | {"all": "one tensor"}
-RANKS = {
-    "seconds": "wall-clock, s",
-    "own_seconds": "CPU of a rank, s",
-    "bytes": "bytes sent / 4 K P",
-}
+DIGITS = {"accuracy": "max", "NLL": "min", "joint NLL": "min"}
+DIGITS |= dict.fromkeys(("rotated", "noised", "shuffled"), "max")
 
-
+HEADLINE = Shown(
+    "README.md",
+    "tables",
+    {"row": "test NLL / that of temperature scaling"},
+    STAGES,
+    {"set": "kept", "row": CHARTED},
+    dict.fromkeys(STAGES, "min"),
+    2,
+)
 TABLES = {
-    "headline": Shown(
-        "README.md",
-        "tables",
-        {"row": "test NLL / that of temperature scaling"},
-        STAGES,
-        {"set": "kept", "row": tuple(charts.METHODS)},
-        ("network", "nll"),
-        dict.fromkeys(STAGES, "min"),
-        2,
-    ),
-    "coverage": Shown(
-        "docs/calibration.md",
-        "coverage",
-        {"table": "data", "method": "method"},
-        COVERED,
-        {"method": tuple(CONFORMAL)},
-        names=CONFORMAL,
-    ),
-    "flagged": Shown(
-        "docs/out_of_distribution.md",
-        "coverage",
-        {"table": "data"},
-        FLAGGED,
-        {"method": ("prediction_set", "interval")},
-    ),
-    "large classes": Shown(
-        BENCHMARKS,
-        "tables",
-        {"network": "network", "row": "method"},
-        RELATIVE | PRICE,
-        {"set": "large", "kind": "classes"},
-        decimals=3,
-        names=LARGE_STAGES,
-    ),
-    "large regression": Shown(
-        BENCHMARKS,
-        "tables",
-        {"network": "network", "row": "method"},
-        NUMBERS | PRICE,
-        {"set": "large", "kind": "regression"},
-        decimals=3,
-        names=VALIDATION_NOISE | LARGE_STAGES,
-    ),
+    "headline": HEADLINE,
+    "headline of the paper": HEADLINE._replace(page="paper/paper.md"),
     "digits": Shown(
-        MORE,
+        BENCHMARKS,
         "digits",
         {"method": "method"},
-        {key: key for key in ("accuracy", "NLL", "joint NLL", "rotated", "noised", "shuffled")},
-        best={"NLL": "min", "joint NLL": "min"}
-        | dict.fromkeys(("accuracy", "rotated", "noised", "shuffled"), "max"),
+        {key: key for key in DIGITS},
+        best=DIGITS,
         decimals=3,
     ),
-    "compare": Shown(
-        MORE,
-        "compare",
-        {"row": "method"},
-        COMPARED,
-        {"task": "digits"},
-        best=LOW_HIGH | {f"auroc_{name}": "max" for name in ("rotated", "unseen")},
-    ),
-    "ranking": Shown(
-        BENCHMARKS,
-        "ranking",
-        {"score": "ranked by"},
-        {f"with {name}": title for name, title in TESTED.items()},
-        best={f"with {name}": "max" for name in TESTED},
-        decimals=2,
-    ),
-    "lengths": Shown(
-        MORE,
-        "lengths",
-        {"row": "method"},
-        LENGTHS,
-        across=("epochs", "nll"),
-        best=dict.fromkeys(LENGTHS, "min"),
-    ),
-    "mnist": Shown(
-        MORE,
-        "mnist",
-        {"row": "method"},
-        MNIST,
-        best={key: "max" if "a" in key[:1] else "min" for key in MNIST},
-    ),
-    "tomography": Shown(
-        MORE,
-        "tomography",
-        {"row": "method"},
-        TOMOGRAPHY,
-        best={"nll": "min", "patch_nll": "min", "pearson": "max"},
-    ),
     "segmentation": Shown(
-        MORE,
-        "segmentation",
-        {"images": "images", "layers": "posterior over"},
-        SEGMENTED,
+        BENCHMARKS, "segmentation", {"images": "images", "layers": "posterior over"}, SEGMENTED
     ),
-    "budget": Shown("docs/long_runs.md", "budget", {"problem": "network"}, LIMITED),
     "passes": Shown(
-        "docs/passes.md",
-        "passes",
-        {"problem": "network and data", "solver": "solver"},
-        REACHED,
-        {"part": "solver"},
+        BENCHMARKS,
+        "paper",
+        {"solver": "solver"},
+        {name: name for name in ("10 %", "3 %", "1 %")},
+        {"part": "samples"},
     ),
-    "fits": Shown(
-        "docs/passes.md",
-        "passes",
-        {"problem": "network and data", "fit": "solver"},
-        FIT,
-        {"part": "fit"},
+    "promises": Shown(
+        "docs/calibration.md", "promises", BOTH | {"kind": "targets"}, PROMISED, decimals=3
     ),
-    "paper samples": Shown(
-        "docs/passes.md", "paper_sgd", {"method": "solver"}, SAMPLES, {"part": "samples"}
-    ),
-    "paper em": Shown("docs/passes.md", "paper_sgd", {"method": "solver"}, EM, {"part": "em"}),
-    "speed": Shown(
-        "docs/speed.md",
-        "speed",
-        {"network": "network", "rows": "batch size", "means": "method"},
-        COLUMNS,
-        across=("columns", "ratio"),
-    ),
-    "cost": Shown(
-        "docs/speed.md",
-        "cost",
-        OF_NETWORK,
-        COSTS,
-        {"part": "fits"},
-    ),
-    "cost of predictions": Shown(
-        "docs/speed.md", "cost", OF_NETWORK, PREDICTIONS, {"part": "fits"}
-    ),
-    "loaders": Shown(
-        "docs/speed.md",
-        "cost",
-        {"problem": "network"},
-        BATCHES,
-        {"part": "loaders"},
-        ("batch", "seconds"),
-    ),
-    "first fits": Shown(
-        "docs/speed.md",
-        "cost",
-        {"problem": "network"},
-        {name: f"{name}, s" for name in ("first fit", "second fit")},
-        {"part": "first"},
-    ),
-    "growth": Shown(
-        "docs/speed.md",
-        "cost",
-        {
-            "problem": "varied",
-            "weights": "parameters P",
-            "rows": "examples N",
-            "classes": "classes C",
-            "K": "samples K",
-        },
-        {"epochs": "epochs", "F": "forward passes", "seconds": "seconds", "columns": "columns"},
-        {"part": "growth"},
-    ),
-    "gpu fits": Shown(
-        "docs/gpu.md",
-        "gpu",
-        {"network": "network", "weights": "parameters", "rows": "images", "K": "samples"},
-        GPU_FITS,
-        {"part": "fit"},
-    ),
-    "gpu cost": Shown(
-        "docs/gpu.md",
-        "gpu",
-        OF_NETWORK,
-        {"training_seconds": "training, s"} | GPU_FITS | PREDICTIONS,
-        {"part": "cost"},
-    ),
+    "cost": Shown(COST, "cost", OF_NETWORK, COSTS, {"part": "fits"}),
+    "cost of predictions": Shown(COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits"}),
+    "gpu fits": Shown(COST, "gpu", GPU_NETWORK, GPU_FITS, {"part": "fit"}),
+    "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),
     "gpu products": Shown(
-        "docs/gpu.md",
+        COST,
         "gpu",
         {"step": "product", "rows": "images"},
         GPU_PRODUCTS,
         {"part": "product", "columns": 8},
     ),
-    "gpu small batches": Shown(
-        "docs/gpu.md",
-        "gpu",
-        {"network": "network", "rows": "images"},
-        {key: GPU_PRODUCTS[key] for key in ("forward", "product", "ratio")},
-        {"part": "launches"},
-    ),
-    "gpu memory": Shown(
-        "docs/gpu.md",
-        "gpu",
-        {"of": "memory"},
-        {"precision": "λ", "gamma": "γ"} | {key: GPU_FITS[key] for key in ("seconds", "peak_gb")},
-        {"part": "recovery"},
-    ),
-    "serving": Shown("docs/serving.md", "serving", {"predictor": "predictor"}, SERVED),
-    "scaling": Shown(
-        "docs/scaling.md",
-        "scaling",
-        {"kind": "scaling", "ranks": "ranks", "rows": "examples"},
-        RANKS,
-    ),
+    "gpu memory": Shown(COST, "gpu", {"of": "memory"}, GPU_MEMORY, {"part": "recovery"}),
 }
-TABLES["headline of the paper"] = TABLES["headline"]._replace(page="paper/paper.md")
 for stage in STAGES:
-    for name, page, columns, best in (
-        ("kept", BENCHMARKS, RELATIVE, RELATIVE_BEST),
-        ("peers", BENCHMARKS, RELATIVE | PRICE, RELATIVE_BEST),
-        ("regression", BENCHMARKS, NUMBERS, dict.fromkeys(("nll", "worst", "rmse"), "min")),
-        ("tuning", MORE, RELATIVE, RELATIVE_BEST),
+    for name, file, columns, best in (
+        ("kept", "tables", RELATIVE, RELATIVE_BEST),
+        ("peers", "peers", RELATIVE | PRICE, RELATIVE_BEST),
+        ("regression", "tables", NUMBERS, dict.fromkeys(("nll", "worst", "rmse"), "min")),
     ):
+        names = VALIDATION_NOISE if name == "regression" else {}
         where = {"set": name, "network": stage}
-        TABLES[f"{name} {stage}"] = Shown(
-            page,
-            "peers" if name == "peers" else "tables",
-            {"row": "method"},
-            columns,
-            where,
-            best=best,
-            decimals=3,
-            names=VALIDATION_NOISE if name == "regression" else {},
-        )
+        TABLES[f"{name} {stage}"] = Shown(BENCHMARKS, file, METHOD, columns, where, best, 3, names)
 
 TEXTS = {
-    "aims": (BENCHMARKS, "aims", aims.aims_table),
-    "aims each": (BENCHMARKS, "aims", aims.each_table),
-    "ensembles": ("docs/calibration.md", "aims", aims.ensembles_table),
-    "folds": ("docs/calibration.md", "folds", folds.summary),
-    "testbed": ("docs/testbed.md", "testbed", testbed.summary),
-    "distil": ("docs/distil.md", "distil", distil.summary),
-    "ood scores": ("docs/out_of_distribution.md", "ood", ood.scores_table),
-    "ood confidence": ("docs/out_of_distribution.md", "ood", ood.confidence_table),
-    "scalings": ("docs/prior_precision.md", "scalings", scalings.summary),
-    "seeds": ("docs/method.md", "seeds", seeds.summary),
-    "linear posterior": ("docs/curvature.md", "linear_posterior", linear_posterior.summary),
-    "sizes": ("docs/which_method.md", "sizes", sizes.summary),
-    "durations": ("docs/speed.md", "durations", durations.summary),
-    "language": ("docs/other_libraries.md", "language", language.scores_table),
-    "language needs": ("docs/other_libraries.md", "language", language.needs_table),
-    "estimators": ("docs/other_libraries.md", "estimators", estimators.summary),
+    "testbed": (BENCHMARKS, "testbed", testbed.summary),
+    "distil": ("docs/serving.md", "distil", distil.summary),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
 
-BY = {"ranking": ("score",), "mnist": ("task", "network", "row"), "tomography": ("row",)}
-"""Keys of the lines that are averaged over seeds; of other files every line is stored."""
+
+def named(name: object) -> object:
+    """Return what the pages call a row."""
+    if not isinstance(name, str):
+        return name
+    name = NAMES.get(name, name)
+    name = re.sub(r"\b(mlp|cnn|bert)\b", lambda word: word[0].upper(), name)
+    return re.sub("|".join(("resnet18", "resnet50", "vit_s", "lenet")), lambda w: NAMES[w[0]], name)
 
 
 def kept(path: Path) -> list[dict]:
-    """Return what is stored of a run: means over seeds, with their commit."""
+    """Return what is stored of a run; of tables.py means over tables and seeds, with their commit."""
     lines = markdown.read(path)
-    if path.stem in ("tables", "peers"):
-        common = {"commit": lines[-1]["commit"]} | (
-            {"set": "peers"} if path.stem == "peers" else {}
-        )
-        return [line | common for line in tables.lines(lines)]
-    by = BY.get(path.stem)
-    if by is None:
+    if path.stem not in ("tables", "peers", "promises"):
         return lines
-    last = {tuple(line.get(key) for key in (*by, "table", "seed")): line for line in lines}
-    found = markdown.means(last.values(), by)
-    left_out = {"seed", "table", *PROVENANCE[:3]}
-    return [{key: value for key, value in line.items() if key not in left_out} for line in found]
+    common = {"commit": lines[-1]["commit"]}
+    common |= {"set": "peers"} if path.stem == "peers" else {}
+    return [line | common for line in tables.lines(lines)]
 
 
 def replaced(stored: list[dict], lines: list[dict]) -> list[dict]:
@@ -492,8 +244,8 @@ def fill(results: Path, root: Path) -> None:
             for line in markdown.read(results / f"{shown.file}.jsonl")
             if all(_is(line.get(key), value) for key, value in shown.where.items())
         ]
-        if shown.across:
-            lines = markdown.across(lines, [*shown.rows], *shown.across)
+        if shown.columns == STAGES:
+            lines = [{"row": line["row"], line["network"]: line["nll"]} for line in lines]
         lines = [
             line | {k: shown.names.get(line[k]) or named(line[k]) for k in shown.rows if k in line}
             for line in lines
@@ -513,6 +265,49 @@ def _is(value: object, asked: object) -> bool:
     return value in asked if isinstance(asked, tuple) else value == asked
 
 
+def draw(results: Path, out: Path) -> None:
+    """Draw the charts."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = markdown.read(results / "tables.jsonl")
+    charts = {
+        "classification": (lines, "kept", "test NLL / that of temperature scaling"),
+        "regression": (lines, "regression", "test NLL − that of the network"),
+    }
+    for name, arguments in charts.items():
+        figure = compared(*arguments)
+        # without the version of matplotlib, equal charts are equal files
+        figure.savefig(out / f"{name}.png", dpi=100, metadata={"Software": None})
+        plt.close(figure)
+
+
+def compared(lines: list[dict], data: str, label: str) -> plt.Figure:
+    """Return dots for means over data sets, and lines to the worst data set."""
+    figure, columns = plt.subplots(1, 2, figsize=(7, 2.9), sharey=True, layout="constrained")
+    names = NAMES | (VALIDATION_NOISE if data == "regression" else {})
+    for axes, (stage, title) in zip(columns, STAGES.items(), strict=True):
+        found = {ln["row"]: ln for ln in lines if ln["set"] == data and ln["network"] == stage}
+        rows = [row for row in CHARTED if row in found]
+        best = min(found[row]["nll"] for row in rows)
+        for height, row in enumerate(reversed(rows)):
+            colour = "C0" if row.startswith("ours") else "0.55"
+            value, worst = found[row]["nll"], found[row]["worst"]
+            axes.plot([value, worst], [height, height], color=colour, linewidth=1, alpha=0.6)
+            axes.plot(worst, height, "|", color=colour, markersize=8)
+            axes.plot(value, height, "o", color=colour)
+            weight = "bold" if round(value, 2) == round(best, 2) else "normal"
+            place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(
+                f"{value:.2f}", (value, height), color=colour, size=8, weight=weight, **place
+            )
+        axes.margins(x=0.1)
+        axes.axvline(data == "kept", color="black", linewidth=0.8, linestyle=":")
+        labels = [names[row].replace(", ", ",\n", len(names[row]) > 25) for row in reversed(rows)]
+        axes.set_yticks(range(len(rows)), labels, fontsize=9)
+        axes.set(title=title, ylim=(-0.6, len(rows) - 0.3))
+        axes.set_xlabel(label, fontsize=9)
+    return figure
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="results to store: JSON lines of runs")
@@ -524,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
         text = "".join(json.dumps(line) + "\n" for line in replaced(stored, kept(path)))
         (results / path.name).write_text(text)
     fill(results, args.root)
-    charts.draw(results, args.root / "docs" / "images" / "charts")
+    draw(results, args.root / "docs" / "images" / "charts")
 
 
 if __name__ == "__main__":

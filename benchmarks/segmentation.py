@@ -6,9 +6,9 @@
 Squares and discs with stripes and noise; the label of every pixel is the shape's kind. One thread. "NLL" is that
 of test pixels: the network's, and the posterior's as fitted. "trainings" are the processor seconds of the fit
 divided by those of the training. "error" is the numerical error of the samples in posterior standard
-deviations, "exact" whether samples and mean are within the tolerance, and "GB" the growth of the process in the fit. Lines go to results/segmentation.jsonl.
+deviations. Lines go to results/segmentation.jsonl.
 
-Expected: see docs/more_benchmarks.md.
+Expected: over the last layer, the NLL falls from .21 to .14, for six trainings.
 """
 
 import argparse
@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 from methods import markdown
-from methods.measure import Meter
+from methods.networks import UNet
 from methods.provenance import provenance
-from methods.unet import UNet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -85,7 +84,7 @@ def case(layers: str, args: argparse.Namespace) -> dict:
     options = {"class_dim": 1, "num_samples": args.num_samples, "parameters": LAYERS[layers]}
     la = LinearisedLaplace(network, Classification(), **options)
     began = time.process_time()
-    with Meter() as meter, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la.fit(batches(x, y), progress_bar=False, budget=args.budget)
     seconds = time.process_time() - began
@@ -104,9 +103,7 @@ def case(layers: str, args: argparse.Namespace) -> dict:
         "seconds": seconds,
         "training": training,
         "trainings": seconds / training,
-        "GB": None if meter.megabytes is None else meter.megabytes / 1000,
         "error": la.accuracy.error,
-        "exact": not any("numerical error" in text for text in la.messages),
         "prior precision": la.prior_precision.item(),
         "effective dim": la.effective_dim.item(),
         "messages": la.messages,

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 from methods import markdown
 from methods.provenance import provenance
-from methods.resume import resume
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -227,28 +226,20 @@ def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, No
 
 
 def ours(
-    task: Problem,
-    generator: torch.Generator,
-    means: dict[str, str | None],
-    members: int = 1,
-    **options: int,
+    task: Problem, generator: torch.Generator, names: dict[str, None], members: int = 1
 ) -> Agents:
     clock = time.process_time()
     weights = trained(task, members, generator)
     fitted = [
-        LinearisedLaplace(network(weights, i), "classification", **options).fit(
+        LinearisedLaplace(network(weights, i), "classification").fit(
             task.x, task.y, progress_bar=False
         )
         for i in range(members)
     ]
     la = fitted[0] if members == 1 else LaplaceEnsemble(fitted)
     seconds = time.process_time() - clock
-
-    def functions(mean: str | None, x: Tensor) -> Tensor:
-        return la.predict(x, mean=mean).functions
-
-    for name, mean in means.items():
-        yield name, partial(functions, mean), seconds
+    for name in names:
+        yield name, lambda x: la.predict(x).functions, seconds
 
 
 FAMILIES: tuple[tuple[Callable[..., Agents], dict], ...] = (
@@ -260,8 +251,7 @@ FAMILIES: tuple[tuple[Callable[..., Agents], dict], ...] = (
     ),
     (dropout, {"MC dropout": None}),
     (laplace_torch, {"laplace-torch": None}),
-    (ours, {"ours": None, "ours, posterior alone": "linear"}),
-    (partial(ours, num_samples=128), {"ours, 128 samples": None}),
+    (ours, {"ours": None}),
     (partial(ours, members=5), {"ours, five networks": None}),
 )
 """Agents that share their networks."""
@@ -340,7 +330,9 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     origin = provenance(("torch", "laplace-torch"))
     agents = [*dict.fromkeys(("network", *args.agents))]  # the reference of the summary
-    found = resume(args.out, () if args.report else cases, partial(measured, agents), origin)
+    found = markdown.resume(
+        args.out, () if args.report else cases, partial(measured, agents), origin
+    )
     print("\n" + summary(found))
 
 

@@ -1,7 +1,7 @@
 """JSON lines to a table in markdown: one function for every page."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -17,6 +17,21 @@ def append(path: Path, records: Iterable[dict], origin: dict | None = None) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(record | (origin or {})) + "\n" for record in records)
+
+
+def resume(
+    path: Path, cases: Iterable[dict], measure: Callable[..., Iterable[dict]], origin: dict
+) -> list[dict]:
+    """Measure each case that has no record in the file, and return all records of the file.
+
+    ``measure`` is called with a case's values by name. A killed run repeats only the case in which it was killed.
+    """
+    done = read(path)
+    for case in cases:
+        if not any(case.items() <= record.items() for record in done):
+            append(path, [case | record for record in measure(**case)], origin)
+            print(*case.values(), flush=True)
+    return read(path)
 
 
 def table(
@@ -97,32 +112,11 @@ def number(value: float, decimals: int | None = None) -> str:
     return f"{value:#.3g}".removesuffix(".") if abs(value) >= 10 else f"{value:.2g}"
 
 
-def means(records: Iterable[dict], by: Sequence[str]) -> list[dict]:
-    """Return one record for every combination of values under ``by``: words as the first has
-    them, and of each number the pair of mean and standard error, of several records."""
-    groups: dict[tuple, list[dict]] = {}
-    for record in records:
-        groups.setdefault(tuple(record.get(key) for key in by), []).append(record)
-    return [
-        {key: _mean([r.get(key) for r in group], key in by) for key in group[0]}
-        for group in groups.values()
-    ]
-
-
 def _mean(values: list, same: bool) -> object:
     numbers = [value for value in values if isinstance(value, int | float)]
     if same or len(numbers) < 2:
         return values[0]
     return [mean(numbers), stdev(numbers) / len(numbers) ** 0.5]
-
-
-def across(records: Iterable[dict], rows: Sequence[str], column: str, value: str) -> list[dict]:
-    """Return one record a row, which holds ``value`` under what its records have as ``column``."""
-    found: dict[tuple, dict] = {}
-    for record in records:
-        line = found.setdefault(tuple(record[key] for key in rows), {k: record[k] for k in rows})
-        line[str(record[column])] = record.get(value)
-    return list(found.values())
 
 
 def insert(page: Path, name: str, text: str) -> None:

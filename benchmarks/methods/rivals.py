@@ -1,7 +1,7 @@
-"""Methods that train a network of their own, or go on from one: they run where they are asked for.
+"""Methods that train a network of their own, or continue training: they run only if they are asked for.
 
-Each takes as many epochs as the network (the factorised Gaussian four times as many), batches of 64
-and 32 functions to predict with. What is learnt of the weights is used without a validation set.
+Each takes as many epochs as the network, batches of 64, and 32 functions to predict with. No validation set
+is used, except by our ensembles.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from methods.learning import train
-from methods.peers import Case, Found, averaged
-from methods.tasks import SharedDropout
+from methods.peers import Case, Found, averaged, of_ours
+from methods.tasks import Rows, SharedDropout
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 
 _DRAWS = 32
 
@@ -34,50 +35,8 @@ def dropout(case: Case) -> Found:
     yield "MC dropout", averaged(case, draws)
 
 
-def variational(case: Case) -> Found:
-    """A factorised Gaussian over weights, from the trained ones, by pathwise gradients.
-
-    The prior is Gaussian, with the trained weights' mean square as its variance.
-    """
-    network, (x, y) = case.networks[0], case.task.train
-    generator = torch.Generator().manual_seed(case.seed)
-    means = {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
-    log_sds = {n: torch.full_like(p, -5.0).requires_grad_() for n, p in means.items()}
-    log_noise = torch.zeros((), requires_grad=True)
-    variance = torch.cat([p.detach().flatten() for p in means.values()]).square().mean()
-
-    def weights() -> dict[str, Tensor]:
-        noise = {n: torch.randn(p.shape, generator=generator) for n, p in means.items()}
-        return {n: means[n] + log_sds[n].exp() * noise[n] for n in means}
-
-    def divergence() -> Tensor:
-        total = torch.zeros(())
-        for name, centre in means.items():
-            ratio = (2 * log_sds[name]).exp() / variance
-            total = total + 0.5 * (centre.square() / variance + ratio - ratio.log() - 1).sum()
-        return total
-
-    def loss(f: Tensor, y: Tensor) -> Tensor:
-        if case.task.classes:
-            return F.cross_entropy(f, y)
-        return 0.5 * ((y - f) / log_noise.exp()).square().mean() + log_noise
-
-    optimiser = torch.optim.Adam([*means.values(), *log_sds.values(), log_noise], 2e-3)
-    for _ in range(5 if case.quick else 4 * case.epochs):
-        for rows in torch.randperm(len(x), generator=generator).split(64):
-            optimiser.zero_grad()
-            f = functional_call(network, weights(), (x[rows],))
-            # the negative ELBO over N
-            (loss(f, y[rows]) + divergence() / len(x)).backward()
-            optimiser.step()
-    fixed = [{n: w.detach() for n, w in weights().items()} for _ in range(_DRAWS)]
-    draws = lambda x: torch.stack([functional_call(network, w, (x,)) for w in fixed])  # noqa: E731
-    sigma = None if case.task.classes else log_noise.exp().item()
-    yield "mean-field variational", averaged(case, draws, sigma=sigma)
-
-
 def ivon(case: Case) -> Found:
-    """A factorised Gaussian learnt in place of Adam's weights, by IVON (Shen et al., 2024)."""
+    """Mean-field variational inference, by IVON in place of Adam (Shen et al., 2024)."""
     from ivon import IVON
 
     (x, y), regression = case.task.train, not case.task.classes
@@ -153,11 +112,32 @@ def swag(case: Case) -> Found:
     yield "SWAG, diagonal", averaged(case, draws)
 
 
+def ours_of_five(case: Case) -> Found:
+    """The mixture of the posteriors of all networks, calibrated."""
+    members = [LinearisedLaplace(network, case.likelihood) for network in case.networks]
+    la = LaplaceEnsemble([member.fit(*case.task.train, progress_bar=False) for member in members])
+    la.calibrate(*case.task.held_out)
+    yield "ours of 5, calibrated", of_ours(la, calibrated=True)
+
+
+def folds(case: Case) -> Found:
+    """Five networks by folds of training and validation examples, each trained to the end."""
+    x, y = (torch.cat(parts) for parts in zip(case.task.train, case.task.held_out))
+
+    def trained(x: Tensor, y: Tensor) -> nn.Module:
+        return train(case.task._replace(train=Rows(x, y)), case.seed, case.epochs)[1]
+
+    options = {"likelihood": case.likelihood, "seed": case.seed, "progress_bar": False}
+    la = LaplaceEnsemble.from_folds(trained, x, y, **options)
+    yield "ours by folds", of_ours(la, calibrated=True)
+
+
 MORE: dict[str, Callable[[Case], Found]] = {
     "dropout": dropout,
-    "variational": variational,
     "ivon": ivon,
     "vbll": vbll,
     "swag": swag,
+    "members": ours_of_five,
+    "folds": folds,
 }
 """What is run where it is asked for."""

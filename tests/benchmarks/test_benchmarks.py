@@ -1,0 +1,239 @@
+"""What benchmarks score and report is right, and each script runs whole at a tiny size."""
+
+import json
+import sys
+from functools import partial
+from math import log
+from pathlib import Path
+
+import cost
+import distil
+import forecast
+import gpu
+import pytest
+import report
+import segmentation
+import tables
+import testbed
+import torch
+from fresh import run_python
+from methods import markdown, peers, rivals, tasks
+from methods.metrics import Classes, Numbers
+from tiny import tiny
+
+import paper
+from torch_lla_em.solvers import BlockCG
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def test_joint_nll_rewards_dependent_functions():
+    # one of two functions knows every label, the other says the opposite
+    y = torch.zeros(20, dtype=torch.long)
+    right = torch.tensor([9.0, -9.0]).expand(20, 2)
+    scores = Classes.of(torch.stack([right, -right])).scores(y)
+    assert abs(scores["nll"] - log(2)) < 1e-4
+    assert abs(scores["joint_dyadic"] - log(2) / 10) < 1e-4
+    assert abs(scores["joint_ten"] - log(2) / 10) < 1e-4
+
+
+def test_mutual_information_is_zero_where_functions_agree():
+    agree = Classes.of(torch.ones(4, 3, 2))
+    differ = Classes.of(torch.stack([torch.eye(2), -torch.eye(2)]) * 8)
+    assert agree.unfamiliarity.abs().max() < 1e-6
+    torch.testing.assert_close(differ.unfamiliarity, torch.full((2,), log(2)), atol=1e-2, rtol=0)
+
+
+def test_gaussian_scores_match_torch():
+    samples = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).double()
+    numbers = Numbers.of(samples, 0.5)
+    y = torch.linspace(-1, 1, 12).double()
+    sd = (numbers.covariance.diagonal() + 0.25).sqrt()
+    nll = -torch.distributions.Normal(numbers.mean, sd).log_prob(y).mean()
+    assert abs(numbers.scores(y[:, None])["nll"] - nll.item()) < 1e-6
+
+
+def test_the_noise_of_a_network_has_the_least_nll_on_its_rows():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 2, generator=generator), torch.randn(30, 1, generator=generator)
+    rows = tasks.Rows(x, y)
+    case = peers.Case(tasks.Task(rows, rows, rows, {}, None, torch.nn.Linear), [], 0, [""], 1, True)
+    functions = torch.stack([x[:, :1], x[:, 1:]])
+    predict = peers.averaged(case, lambda x: functions)
+    least = min(
+        torch.logspace(-3, 1, 400).tolist(),
+        key=lambda s: Numbers.of(functions[..., 0], s).scores(y, {})["nll"],
+    )
+    assert predict(x).sigma == pytest.approx(least)
+
+
+@pytest.mark.parametrize("name", ["vowel", "friedman2", "pima:5"])
+def test_tables_are_split_standardised_and_repeatable(name):
+    task, again = tasks.task(name, 1), tasks.task(name, 1)
+    assert torch.equal(task.test.x, again.test.x) and torch.equal(task.train.y, again.train.y)
+    assert task.train.x.mean(0).abs().max() < 0.1 and len(task.held_out.x) <= 500
+    permuted = task.shifted["permuted"]
+    torch.testing.assert_close(permuted.sort(0).values, task.test.x.sort(0).values)
+    assert (task.classes is None) == task.train.y.is_floating_point()
+    assert not set(tasks.TUNING) & set(tasks.KEPT)
+
+
+def test_a_summary_is_relative_to_a_temperature():
+    score = {"network": "on", "auroc": 0.6, "fit_seconds": 1.0, "accuracy": 0.8, "ece": 0.1}
+    records = []
+    for table, seed, ratio in (("a", 0, 4.0), ("a", 1, 1.0), ("b", 0, 0.5)):
+        for row, factor in ((peers.REFERENCE, 1.0), ("other", ratio)):
+            values = dict.fromkeys(tables.RATIOS, 0.3 * factor)
+            records.append(score | values | {"table": table, "seed": seed, "row": row})
+    reference, other = tables.lines(records)
+    assert reference["nll"] == reference["worst"] == 1
+    assert other["nll"] == pytest.approx(2 ** (1 / 3)) and other["worst"] == pytest.approx(2.0)
+    assert other["tables"] == "a, b" and other["accuracy"] == 0
+
+
+def test_records_of_one_row_become_mean_and_standard_error():
+    records = [{"row": "a", "nll": 0.1}, {"row": "b", "word": "no"}, {"row": "a", "nll": 0.3}]
+    shown = markdown.table(records, ["row"], {"nll": "NLL", "word": ""}).splitlines()
+    assert shown[0] == "| | NLL | |" and shown[2] == "| a | 0.200 ± 0.100 | |"
+    assert shown[3] == "| b | | no |"
+
+
+def test_pages_and_charts_are_made_from_what_is_kept(tmp_path):
+    for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "paper/paper.md"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    report.fill(BENCHMARKS / "results", tmp_path)
+    for path in tmp_path.rglob("*.md"):
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), path
+    report.draw(BENCHMARKS / "results", tmp_path)
+    shown = {path.name for path in (ROOT / "docs/images/charts").glob("*.png")}
+    assert shown == {path.name for path in tmp_path.glob("*.png")}
+
+
+def test_runs_of_tables_replace_the_stored_lines_of_their_methods(tmp_path):
+    base = {"kind": "classes", "set": "kept", "network": "on"}
+    stored = [base | {"row": "a", "nll": 1.0}, base | {"row": "b", "nll": 2.0}]
+    assert report.replaced(stored, [base | {"row": "b", "nll": 3.0}])[1]["nll"] == 3.0
+    path = tmp_path / "digits.jsonl"
+    path.write_text(json.dumps({"method": "m", "NLL": 0.1}) + "\n")
+    assert report.kept(path) == [{"method": "m", "NLL": 0.1}]
+
+
+def test_killed_runs_continue_from_their_records(tmp_path):
+    measured = []
+
+    def measure(seed):
+        measured.append(seed)
+        return [{"nll": seed}]
+
+    for seeds in ((0,), (0, 1)):
+        found = markdown.resume(
+            tmp_path / "lines.jsonl", [{"seed": seed} for seed in seeds], measure, {}
+        )
+    assert measured == [0, 1] and [line["nll"] for line in found] == [0, 1]
+
+
+def test_a_true_agent_has_no_divergence():
+    task = testbed.problem(2, 10, 0.1, 0)
+    generator = torch.Generator().manual_seed(10_007 * 2 + 101 * 10 + 10)
+    truth = testbed.with_biases(testbed.initial(2, 1, generator), generator)
+    found = testbed.scores(lambda x: testbed.outputs(truth, x) / 0.1, task)
+    assert found == pytest.approx({"τ = 1": 0, "τ = 10": 0}, abs=1e-4)
+
+
+def test_the_system_of_the_race_is_that_of_the_dense_posterior():
+    case = tiny("classification")
+    system = paper.System(case.model, list(zip(case.x.split(12), case.y.split(12))), 4.0)
+    w = torch.randn(3, system.right_hand_side(1).shape[1]).to(case.x)
+    torch.testing.assert_close(system(w), w @ case.exact().ggn / 4.0)
+    assert system.columns == 3
+    (first, *_) = system.minibatches()
+    first(w)
+    assert 3 < system.columns < 6
+    race = paper.Race(system, 200)
+    assert race.error(race.truth) == 0
+    assert race.error(BlockCG(0.1).solve(system, race.b).x) < 0.1
+    *_, (passes, error) = race.trace("CG")
+    assert error < 0.01 and paper.reached([(3, 0.2), (5, error)], 0.1) == "5"
+    assert paper.reached([(3, 0.2)], 0.1) == "– (0.2 at 3)"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_tables_run_whole(tmp_path, capsys):
+    out = str(tmp_path / "tables.jsonl")
+    command = ["--tables", "wine", "diabetes", "--seeds", "0", "--quick", "--out", out]
+    tables.main([*command, "--ours", "num_samples=8", "--methods", *peers.METHODS, *rivals.MORE])
+    records = markdown.read(tmp_path / "tables.jsonl")
+    assert not [record for record in records if "error" in record]
+    assert {record["network"] for record in records} == {"early", "on"}
+    shown = capsys.readouterr().out
+    for text in ("ours (num_samples=8), calibrated", "ours by folds", "MC dropout", "IVON"):
+        assert text in shown
+    ours = [record for record in records if record["row"].endswith("calibrated")]
+    assert ours and all(0 <= record["flagged"] < 0.5 for record in ours)
+    reference = next(r for r in tables.compared(records) if r["row"] == peers.REFERENCE)
+    assert reference["nll"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_small_scripts_run_whole(tmp_path, monkeypatch):
+    small = partial(cost.mlp, rows=60, width=5)
+    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": small})
+    monkeypatch.setattr(cost, "GROWTH", {"K": [({"rows": 60, "width": 5}, 2)]})
+    cost.main(["--num-samples", "2", "--out", str(tmp_path)])
+    fit, growth = markdown.read(tmp_path / "cost.jsonl")
+    for key in ("laplace_torch", "ensemble", "network_curvature", "served 1", "served 8"):
+        assert fit[key] > 0
+    assert growth["epochs"] == pytest.approx(growth["seconds"] / growth["epoch_seconds"])
+    segmentation.main(["--tiny", "--out", str(tmp_path)])
+    lines = markdown.read(tmp_path / "segmentation.jsonl")
+    assert [line["layers"] for line in lines] == ["last layer", "last block", "all layers"]
+    assert lines[0]["weights"] == 72 < lines[1]["weights"] < lines[2]["weights"]
+    paper.main(["--rows", "60", "--epochs", "2", "--num-samples", "2", "--out", str(tmp_path)])
+    assert len(markdown.read(tmp_path / "paper.jsonl")) == 5
+    out = tmp_path / "distil.jsonl"
+    distil.main(["--tasks", "wdbc", "diabetes", "--quick", "--out", str(out)])
+    assert {r["nll"] for r in markdown.read(out) if r["method"] == "posterior"} == {1.0, 0.0}
+    out = tmp_path / "testbed.jsonl"
+    testbed.main(["--inputs", "2", "--ratios", "1", "--temperatures", ".1", "--out", str(out)])
+    assert {r["agent"] for r in markdown.read(out)} == set(testbed.AGENTS)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.cuda),
+    ],
+)
+def test_a_gpu_is_measured_whole(tmp_path, device, monkeypatch):
+    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
+    path = tmp_path / "gpu.jsonl"
+    gpu.main(["--tiny", "--device", device, "--out", str(path)])
+    steps = {line["step"]: line for line in markdown.read(path)}
+    assert set(steps) == {"fit lenet", "product lenet, float32", "recovery", "cost mlp"}
+    assert not [line for line in steps.values() if "failed" in line]
+    assert steps["fit lenet"]["relative_certificate"] <= 1e-3
+    assert steps["product lenet, float32"]["columns"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gallery", "digits"])
+def test_pictures_are_drawn(name, tmp_path):
+    options = ["--tiny"] if name == "gallery" else ["--num-samples", 2]
+    run_python(BENCHMARKS / f"{name}.py", *options, "--out", tmp_path / name)
+    drawn = {path.name for path in (tmp_path / name).glob("*.png")}
+    shown = {path.name for path in (ROOT / "docs/images/gallery").glob("*.png")}
+    assert drawn == (shown if name == "gallery" else {"digits.png"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
+def test_a_plan_expects_the_peak_of_memory_within_a_factor_of_two(tmp_path):
+    forecast.main(["--problems", "lenet", "--out", str(tmp_path)])
+    (found,) = markdown.read(tmp_path / "forecast_memory.jsonl")
+    assert found["peak"] > 40 and found["holds"], found

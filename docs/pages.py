@@ -51,7 +51,7 @@ MODULES = (
 )
 """Modules with an API page of their own."""
 
-REDIRECTS = {"cards": "gpu"}
+REDIRECTS = {"gpu": "cost", "long_runs": "cost", "scaling": "cost", "distil": "serving"}
 """Former address of a page -> its address now."""
 
 

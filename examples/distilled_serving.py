@@ -4,7 +4,7 @@
 # A prediction of a posterior takes many forward passes. `distil` trains a student that predicts the same in one:
 # probabilities, epistemic uncertainty and the OOD score. We compare both, guarantee the student's error
 # rates, and export it as a program that needs neither this library nor the network's code.
-# [Predictions in one forward pass](../distil.md) has the measurements.
+# [Predictions in one forward pass](../serving.md#distillation) has the measurements.
 
 # %%
 import os

@@ -116,5 +116,5 @@ if not dist.is_torchelastic_launched():
     print(f"largest difference of probabilities {difference:.1e}")
 
 # %% [markdown]
-# See also [several GPUs and machines](../scaling.md) and
-# [checkpoints](../long_runs.md#checkpoints).
+# See also [several GPUs and machines](../cost.md#distributed-fits-torchrun-several-gpus-and-machines) and
+# [checkpoints](../cost.md#checkpoints).

@@ -124,18 +124,6 @@ def test_the_page_on_mixtures_runs(capsys):
     assert "-" in capsys.readouterr().out
 
 
-def test_the_table_on_mixtures_is_a_committed_result():
-    measured = set()
-    for r in results("mixtures"):
-        size = f"{r['rows']:,}".replace(",", " ")
-        measured.add(
-            f"| {size} × {r['columns']}, {r['dtype']} | {r['components']} | {r['covariance']} "
-            f"| {r['seconds']:.1f} | {r['sklearn_seconds']:.1f} | {r['times_faster']:.1f} |"
-        )
-    rows = [line for line in page("mixtures").splitlines() if line.startswith("| 1")]
-    assert len(rows) >= 4 and set(rows) <= measured
-
-
 def test_the_page_on_weight_decay_runs():
     names = run_page("prior_precision")
     assert names["la"].prior_precision == pytest.approx(0.2)

@@ -34,20 +34,20 @@ SOUGHT = {
     "Bayesian optimisation": "tutorials/bayesian_optimisation/",
     "BoTorch": "tutorials/bayesian_optimisation/",
     "calibration": "calibration/",
-    "checkpoint": "long_runs/",
+    "checkpoint": "cost/",
     "choosing a model": "choosing_a_model/",
     "class weights": "tutorials/class_balance/",
     "conformal": "calibration/",
     "coverage": "calibration/",
     "custom likelihood": "tutorials/own_likelihood/",
-    "distillation": "distil/",
-    "distributed": "scaling/",
+    "distillation": "serving/",
+    "distributed": "cost/",
     "ensemble": "calibration/",
     "evidence": "tutorials/choosing/",
     "export": "serving/",
     "fine-tuning": "tutorials/text_and_lora/",
     "glossary": "reading_results/",
-    "GPU": "gpu/",
+    "GPU": "cost/",
     "heteroscedastic": "tutorials/heteroscedastic/",
     "imbalanced": "tutorials/class_balance/",
     "laplace-torch": "coming_from_laplace_torch/",
@@ -56,7 +56,7 @@ SOUGHT = {
     "MC dropout": "benchmarks/",
     "ONNX": "serving/",
     "OOD": "out_of_distribution/",
-    "out of memory": "long_runs/",
+    "out of memory": "cost/",
     "out-of-distribution": "out_of_distribution/",
     "prediction sets": "calibration/",
     "prior precision": "prior_precision/",
@@ -99,7 +99,7 @@ def test_every_public_name_is_in_the_reference(site):
 
 
 def test_former_addresses_redirect(site):
-    assert "../gpu/" in (site / "cards/index.html").read_text()
+    assert "../cost/" in (site / "gpu/index.html").read_text()
 
 
 def test_figures_have_alternative_texts(site):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 from torch_lla_em.distil import distilled
 from torch_lla_em.integrations import needs
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import current_group, first, report
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
@@ -139,7 +139,8 @@ class _Estimator(BaseEstimator):
             weights = torch.tensor(checked)
         if weights is not None and self.ensemble is not None:
             raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        own = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = current_group().meet(own, first)  # every rank trains the same network
         options = {"num_samples": self.num_samples, "seed": seed, **self._options}
         options |= self.options or {}
         train, held_out = partial(self._trained, outputs=outputs), None

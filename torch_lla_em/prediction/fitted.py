@@ -318,12 +318,16 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
     def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
         return (self._fitted(surely),)
 
+    def _as_fitted(self) -> tuple[Posterior, ...]:
+        posterior = self._posterior or self._fitted()  # all ranks check the network together
+        return (posterior.as_fitted(),)
+
     @property
     def _components(self) -> Components:
         return self._posterior.components
 
     def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
-        self._posterior = self._posterior.calibrated(found, reference, messages)
+        self._posterior = self._posterior.as_fitted().calibrated(found, reference, messages)
 
     @property
     def _linear_model(self) -> LinearModel:

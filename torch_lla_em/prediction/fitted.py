@@ -66,6 +66,9 @@ class PosteriorBase(PrintedPosterior, Exports, nn.Module):
     effective_dim_error = _result("result.effective_dim.standard_error", "Monte Carlo error of γ.")
     certificate = _result("result.certificate", "The numerical error of each sample, (K,).")
     scale = _result("result.scale", "Prior standard deviation of each parameter at λ = 1, (P,).")
+    w_MAP = _result(
+        "setting.linear_model.w_MAP", "The trained weights of the parameters in it, (P,)."
+    )
     w_lin = _result("result.w_lin", "The mode of the linear model, (P,).")
     w_samples = _result("result.w_samples", "The posterior samples, with mean zero, (K, P).")
     mixture = _result("result.mixture", "The components of predictions.")

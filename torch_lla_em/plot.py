@@ -171,7 +171,9 @@ def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
 def out_of_distribution(
     la: Predictor, loader: Examples, other: Any, axes: Axes | None = None
 ) -> Axes:
-    """Plot the epistemic uncertainty of two data sets, and the AUROC with which it separates them.
+    """Plot the p-values of two data sets, and the AUROC with which they separate them, as ``is_ood`` does.
+
+    Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
@@ -182,15 +184,16 @@ def out_of_distribution(
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    axes, sets = _axes(axes), [_epistemic(_posterior(la), data) for data in (loader, other)]
-    area = auroc(*map(torch.from_numpy, reversed(sets)))
+    axes, (sets, by_rank) = _axes(axes), _unusual(_posterior(la), (loader, other))
+    sign = -1 if by_rank else 1  # small p-values are unusual
+    area = auroc(*(sign * torch.from_numpy(values) for values in reversed(sets)))
     both = np.log10(np.concatenate(sets))
     edges = np.logspace(np.quantile(both, 0.002), both.max() + 1e-3, 31)
     for values, name, colour in zip(sets, ("data", "other data"), ("C0", "C1")):
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
-    return _finished(axes, "epistemic uncertainty", "share of examples")
+    return _finished(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 
 
 def _posterior(la: Predictor) -> Predictor:
@@ -227,14 +230,22 @@ def _finished(axes: Axes, x: str, y: str) -> Axes:
     return axes
 
 
-def _epistemic(la: Predictor, data: Any) -> np.ndarray:
-    """Return the epistemic uncertainty of a loader's examples, or of inputs, (N,)."""
-    if isinstance(data, PredictedData):
-        predictions = iter([data.posterior])
-    else:
-        predictions = la.predictions([data] if isinstance(data, Tensor) else data)
-    values = [p.epistemic.reshape(len(p.centre), -1).mean(1) for p in predictions]
-    return _array(torch.cat(values).double().clamp_min(1e-12))
+def _unusual(la: Predictor, sets: Iterable[Any]) -> tuple[list[np.ndarray], bool]:
+    """Return the p-values of loaders' examples or of inputs, (N,), or else the epistemic uncertainty."""
+    reference = la.reference
+    by_rank = reference is not None and reference.groups is None
+    found = []
+    for data in sets:
+        if isinstance(data, PredictedData):
+            predictions = iter([data.posterior])
+        else:
+            predictions = la.predictions([data] if isinstance(data, Tensor) else data)
+        values = [
+            p.p_value if by_rank else p.epistemic.reshape(len(p.centre), -1).mean(1)
+            for p in predictions
+        ]
+        found.append(_array(torch.cat(values).double().clamp_min(1e-12)))
+    return found, by_rank
 
 
 def _columns(values: Tensor) -> np.ndarray:

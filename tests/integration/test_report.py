@@ -18,7 +18,7 @@ from matplotlib import pyplot
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.prediction import predicted_data
-from torch_lla_em.report import advice
+from torch_lla_em.report import to_do_for as advice
 
 
 @pytest.mark.parametrize(

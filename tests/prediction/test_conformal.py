@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 from torch_lla_em.likelihoods import Bernoulli, Classification, Regression
-from torch_lla_em.prediction.conformal import (
+from torch_lla_em.prediction.metrics import auroc
+from torch_lla_em.prediction.neighbours import (
     TrainingExamples,
     output_variance,
     variances_without,
@@ -36,14 +37,15 @@ def test_among_examples_that_are_alike_false_alarms_keep_to_their_rate(ties):
         assert ties or share > rate - 3 / 60
 
 
-def test_p_values_are_ranks_of_the_larger_rank():
-    reference, scores = draw(25, 2), draw(40, 2, seed=1)
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_p_values_rank_a_harmonic_mean_of_the_shares_of_larger_scores(columns):
+    reference, scores = draw(25, columns), draw(40, columns, seed=1)
+    weights = torch.tensor([4.0, 1.0, 1.0] if columns == 3 else columns * [1.0]).double()
     for score, found in zip(scores, p_values(reference, scores)):
         every = torch.cat([score[None], reference])
-        larger = (every[:, None] <= every).sum(0)  # examples that are at least as unusual
-        least = (every[None] >= every[:, None]).sum(1).min(1).values
-        assert larger.shape == (26, 2)
-        assert_close(found.item(), (least <= least[0]).double().mean().item())
+        shares = (every[None] >= every[:, None]).double().mean(1)
+        unusual = (weights / shares).sum(1)
+        assert_close(found.item(), (unusual >= unusual[0] - 1e-9).double().mean().item())
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.95])
@@ -121,7 +123,7 @@ def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
     other[1::2] = (other[1::2] + 1) % 4
     la.calibrate(x[:60], other)
     assert torch.equal(la.reference.table, before)
-    assert la.reference.unusual.shape == (30, 1) and la.reference.errors.shape == (30, 1)
+    assert la.reference.unusual.shape == (30, 3) and la.reference.errors.shape == (30, 1)
     la.calibrate(list(zip(x[:60].split(7), y[:60].split(7))))
     assert_close(la.reference.table, before, rtol=1e-4, atol=1e-5)
 
@@ -184,6 +186,42 @@ def test_other_likelihoods_have_p_values_and_no_sets(name):
             ask()
 
 
+def test_some_of_the_scores_can_be_chosen(blobs):
+    la, x, y = blobs
+    la.calibrate(x[:400], y[:400])
+    prediction, (reference, own) = la.predict(x[400:500]), la.predict(x[400:500]).judge()
+    scores, units = own._ood_scores(), own._units()
+    assert_close(own.epistemic.double(), scores[:, 0], rtol=1e-4, atol=1e-6)
+    for score, columns in (("all", [0, 1, 2]), ("epistemic", [0]), ("distance", [1, 2])):
+        among = reference.unusual[:, columns], scores[:, columns]
+        due = p_values(*among, prediction._room(), units[columns])
+        assert_close(prediction.p_values(score), due)
+        assert torch.equal(la.is_ood(x[400:500], score=score), due <= 0.05)
+    assert torch.equal(prediction.p_value, prediction.p_values())
+    with pytest.raises(ValueError, match="score='entropy'"):
+        prediction.is_ood(score="entropy")
+
+
+def test_posteriors_of_earlier_versions_have_the_p_values_of_their_one_score(blobs):
+    la, x, y = blobs
+    la.calibrate(x[:400], y[:400])
+    state = la.state_dict()
+    for name in ("conformal_unusual", "training_distances"):
+        state[name] = state[name][:, -1:]
+    state["training_distances"] = state["training_distances"][:, 0]
+    old = LinearisedLaplace(la.model, "classification", num_samples=16)
+    old.load_state_dict(state)
+    prediction, (reference, own) = old.predict(x[400:500]), old.predict(x[400:500]).judge()
+    among = reference.unusual, own._ood_scores()[:, 2:]
+    due = p_values(*among, prediction._room(), own._units()[2:])
+    assert_close(prediction.p_value, due)
+    with pytest.raises(ValueError, match='score="epistemic" needs a reference with this score'):
+        prediction.p_values("epistemic")
+    without = {n: t for n, t in state.items() if not n.startswith("conformal")}
+    old.load_state_dict(without)
+    assert old.predict(x[400:500]).p_value.shape == (100,)
+
+
 def test_examples_without_a_label_are_no_reference():
     case, la = tiny.fitted("classification", em_steps=0, prior_precision=1.0)
     y = case.y.clone()
@@ -217,9 +255,14 @@ def test_the_distance_is_the_standard_deviation_of_a_difference():
 
     apart = new[:, :, None] - known.movedim(0, 1)[:, None]  # (6, 4, 5, 3)
     every = apart.square().sum(-1).mean(0).sqrt()
-    assert_close(examples(Bernoulli()).distance(new), every.min(1).values)
-    shifted = examples(Classification()).distance(new + draw(6, 4, 1, seed=2))
-    assert_close(shifted, examples(Classification()).distance(new))
+    sizes = [part.square().sum(-1).mean(0).sqrt() for part in (new, known.movedim(0, 1))]
+    relative = every / (sizes[0][:, None] * sizes[1]).sqrt()
+    due = torch.stack([relative.min(1).values, every.min(1).values], 1)
+    assert_close(examples(Bernoulli()).distances(new), due)
+    small = examples(Bernoulli()).distances(1e-3 * new)  # near 0, and yet not near an example
+    assert (small[:, 0] > 3 * due[:, 0]).all()
+    shifted = examples(Classification()).distances(new + draw(6, 4, 1, seed=2))
+    assert_close(shifted, examples(Classification()).distances(new))
 
 
 def test_training_examples_are_compared_without_themselves_in_the_posterior():
@@ -230,7 +273,7 @@ def test_training_examples_are_compared_without_themselves_in_the_posterior():
     roots = P**0.5 * torch.linalg.cholesky(torch.linalg.inv(precision)).T
     Jw = torch.einsum("ncp,kp->nkc", J, roots)
     leverages = torch.einsum("nkc,ncd,nld->nkl", Jw, H, Jw) / P
-    found = TrainingExamples(Classification(), Jw, torch.tensor(1.0)).distances(leverages)
+    found = TrainingExamples(Classification(), Jw, torch.tensor(1.0)).distances_without(leverages)
     centred = J - J.mean(1, keepdim=True)
     expected, variances = [], []
     for i in range(6):
@@ -238,11 +281,13 @@ def test_training_examples_are_compared_without_themselves_in_the_posterior():
         variances.append(torch.einsum("cp,pq,cq->", centred[i], without, centred[i]) / 3)
         apart = centred[i] - centred
         every = torch.einsum("ncp,pq,ncq->n", apart, without, apart).sqrt()
-        expected.append(others(every, i).min())
+        sizes = torch.einsum("ncp,pq,ncq->n", centred, without, centred).sqrt()
+        relative = every / (sizes * sizes[i]).sqrt()
+        expected.append(torch.stack([others(each, i).min() for each in (relative, every)]))
     assert_close(found, torch.stack(expected))
     assert_close(variances_without(Classification(), Jw, leverages), torch.stack(variances))
     alone = TrainingExamples(Classification(), Jw[:1], torch.tensor(1.0))
-    assert alone.distances(leverages[:1]).isinf().all()
+    assert alone.distances_without(leverages[:1]).isinf().all()
 
 
 def test_a_fit_takes_the_leverage_of_each_example_from_its_curvature(kept):
@@ -254,9 +299,9 @@ def test_a_fit_takes_the_leverage_of_each_example_from_its_curvature(kept):
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
     training, found = la._posterior.training(), la._posterior.training_distances
     # H of the fit is an average over other draws, which matters where a leverage is near 1
-    apart = (found / training.distances(leverages) - 1).abs()
+    apart = (found / training.distances_without(leverages) - 1).abs()
     assert apart.median() < 0.02
-    apart = found / training.distances(0 * leverages)
+    apart = (found / training.distances_without(0 * leverages))[:, 1]
     assert apart.min() > 1 - 1e-6 and apart.mean() > 1.03
 
 
@@ -289,7 +334,7 @@ def test_an_ensemble_takes_the_mean_of_the_distances(kept):
     other.fit(x, y, progress_bar=False)
     ensemble = LaplaceEnsemble([la, other]).calibrate(draw(40, 3, seed=3), y[:40])
     distances = [member.predict(x).nearest() for member in (la, other)]
-    assert_close(ensemble.predict(x)._ood_scores()[:, 0], torch.stack(distances).mean(0))
+    assert_close(ensemble.predict(x)._ood_scores()[:, 1:], torch.stack(distances).mean(0))
     assert (ensemble.predict(30 * x).p_value <= 0.1).double().mean() > 0.8
 
 
@@ -360,6 +405,44 @@ def test_p_values_of_regressions_do_not_depend_on_the_batch(seed):
         ends = [la.predict(part).interval(0.8) for part in x.split(size)]
         lower, upper = (torch.cat(end) for end in zip(*ends))
         assert ((lower <= y) & (y <= upper))[1::2].double().mean(0).min() >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [False, True])
+def test_flags_of_images_are_about_as_good_as_the_better_score(norm):
+    """With and without BatchNorm, whichever of the two scores misses a shift of 8 x 8 digits."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(x).float().view(-1, 1, 8, 8)[order] / 16, torch.tensor(y)[order]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 16, 3, padding=1), *[nn.BatchNorm2d(16)] * norm, nn.ReLU()]
+        layers += [nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+        optimiser = torch.optim.Adam(net.parameters(), 3e-3)
+        for _ in range(40):
+            for rows in torch.randperm(700).split(64):
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
+                optimiser.step()
+    la = LinearisedLaplace(net.eval(), "classification", seed=0)
+    la.fit(x[:700], y[:700], progress_bar=False).calibrate(x[700:1300], y[700:1300])
+    new, generator = x[1300:], torch.Generator().manual_seed(1)
+    shifts = {
+        "90°": new.rot90(dims=(2, 3)),
+        "180°": new.rot90(2, dims=(2, 3)),
+        "blur": nn.functional.avg_pool2d(new, 3, 1, 1),
+        "noise": new + 0.5 * torch.randn(new.shape, generator=generator),
+        "inverted": 1 - new,
+    }
+    known = la.predict(new)
+    for name, inputs in shifts.items():
+        far, area = la.predict(inputs), {}
+        for score in ("all", "epistemic", "distance"):
+            area[score] = auroc(-far.p_values(score), -known.p_values(score)).item()
+        assert area["all"] > max(area["epistemic"], area["distance"]) - 0.05, (name, area)
+        assert area["all"] > 0.7, (name, area)
 
 
 @pytest.mark.cuda

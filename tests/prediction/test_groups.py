@@ -121,7 +121,7 @@ def test_p_values_by_class_are_the_largest_of_those_among_each_class(blobs):
     la.calibrate(x[:500], y[:500], groups="classes")
     prediction = la.predict(x[500:520])
     reference, own = prediction.judge()
-    ties = own._ood_scores(), prediction._room(), own.unit()
+    ties = own._ood_scores(), prediction._room(), own._units()
     each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
     assert_close(prediction.p_value, torch.stack(each).amax(0))
 
@@ -139,7 +139,7 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         bound = errors[-(-(len(errors) + 1) * 9 // 10) - 1]
         of_all = own._errors(torch.zeros(100).long())
         assert torch.equal(mine.prediction_set(0.9)[:, 0], (of_all <= bound + mine._room())[:, 0])
-        ties = own._ood_scores(), mine._room(), own.unit()
+        ties = own._ood_scores(), mine._room(), own._units()
         among = p_values(reference.unusual[reference.groups == g], *ties)
         assert_close(mine.p_value, among)
     mixed = torch.tensor([-2, 5] * 50)
@@ -402,7 +402,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(blobs):
 def test_a_check_points_to_sets_by_class(blobs):
     la, x, y = blobs
     found = la.calibrate(x[:600], y[:600]).check(x[600:4000], y[600:4000])
-    assert "class 2" in found.findings[0] and 'groups="classes"' in found.findings[1]
+    assert "class 2" in found.findings[0] and 'groups="classes"' in found.findings[0]
     la.calibrate(x[:600], y[:600], groups="classes")
     by_name = {g.name: g for g in la.check(x[600:4000], y[600:4000]).groups}
     assert not by_name["class 2"].is_low(0.9)

@@ -12,6 +12,7 @@ from torch.export import Dim, ExportedProgram
 
 from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.distil.predicted import StudentPrediction
+from torch_lla_em.prediction import combined
 
 # relative differences that ONNX may make, which stores constants in single precision
 _OF_ONNX = 1e-5
@@ -46,9 +47,9 @@ class Program(nn.Module):
     def _p_values(self, scores: Tensor) -> Tensor:
         """Return the p-values by comparisons alone, which every runtime has."""
         reference = self.student.reference_scores
-        own = 1 + (reference >= (self.shrink * scores)[:, None]).sum(1).min(1).values
-        theirs = (self.above + (scores[:, None] >= self.bounds)).min(2).values
-        return (1 + (theirs <= own[:, None]).sum(1)).double() / (1 + len(reference))
+        own = combined((1 + (reference >= (self.shrink * scores)[:, None]).sum(1)).double())
+        theirs = combined((self.above + (scores[:, None] >= self.bounds)).double())
+        return (1 + (theirs <= own[:, None] * (1 + 1e-9)).sum(1)).double() / (1 + len(reference))
 
 
 def named_outputs(prediction: StudentPrediction, level: float | None) -> dict[str, Tensor]:

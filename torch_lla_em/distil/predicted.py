@@ -16,6 +16,8 @@ from torch_lla_em.prediction import (
     Interval,
     Printed,
     Reference,
+    Score,
+    chosen,
     infinite_if_nan,
     of_examples,
     p_values,
@@ -248,8 +250,12 @@ class StudentPrediction(Printed, Conformal):
     def _ood_scores(self) -> Tensor:
         return infinite_if_nan(self.log_scores.double().exp())
 
-    def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
-        return p_values(reference.unusual, self._ood_scores(), self._room())
+    def _p_values(
+        self, reference: Reference, prediction: Conformal, score: Score = "all"
+    ) -> Tensor:
+        scores = self._ood_scores()
+        some = chosen(score, scores.shape[1], scores.shape[1])
+        return p_values(reference.unusual[:, some], scores[:, some], self._room())
 
     def _judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Conformal]:
         if self.reference is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 from torch_lla_em.distil import distilled
 from torch_lla_em.integrations import needs
-from torch_lla_em.runtime import current_group, first, report
+from torch_lla_em.runtime import report
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
@@ -41,7 +41,7 @@ _FITTING = threading.Lock()
 
 
 def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and int(value) >= least
+    return isinstance(value, Integral) and value >= least
 
 
 _VALID = {
@@ -55,16 +55,14 @@ _VALID = {
 class _Standardise(nn.Module):
     """Shift and scale inputs by the mean and standard deviation of the training data."""
 
-    mean: Tensor
-    width: Tensor
-
     def __init__(self, x: Tensor):
         super().__init__()
         self.register_buffer("mean", x.mean(0))
         self.register_buffer("width", _width(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.width
+        standard: Tensor = (x - self.mean) / self.width
+        return standard
 
 
 class _Estimator(BaseEstimator):
@@ -75,7 +73,6 @@ class _Estimator(BaseEstimator):
 
     _likelihood: Any
     _options: dict[str, Any] = {}
-    laplace_: Any
 
     def __init__(
         self,
@@ -142,8 +139,7 @@ class _Estimator(BaseEstimator):
             weights = torch.tensor(checked)
         if weights is not None and self.ensemble is not None:
             raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-        own = int(check_random_state(self.random_state).randint(2**31 - 1))
-        seed = current_group().meet(own, first)  # every rank trains the same network
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         options = {"num_samples": self.num_samples, "seed": seed, **self._options}
         options |= self.options or {}
         train, held_out = partial(self._trained, outputs=outputs), None
@@ -237,8 +233,7 @@ class _Estimator(BaseEstimator):
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
         members = getattr(self.laplace_, "members", [self.laplace_])
         own = next(members[0].model.parameters()).dtype
-        predictor: Any = self.laplace_
-        student = self.student_
+        student, predictor = self.student_, self.laplace_
         if student is not None and (not held_out or student.reference_scores is not None):
             predictor = student
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)

@@ -1,7 +1,7 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-A prediction is a mixture of ``functions``: ``conformal`` compares it with stored examples, and
-``prediction`` has its public properties. ``pushforward`` makes it from the outputs and products of
+A prediction is a mixture of ``functions``: ``conformal`` compares it with a validation set, ``neighbours``
+with training examples, and ``prediction`` has its public properties. ``pushforward`` makes it from the outputs and products of
 inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data; ``reference`` has what
 ``calibrate`` keeps of them. ``posterior`` is the frozen
 record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of
@@ -11,7 +11,7 @@ one posterior (``fitted``) or several (``ensemble``); ``exports`` and ``export``
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibrates import calibrated_on
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.conformal import Conformal, Interval
+from torch_lla_em.prediction.conformal import Conformal, Interval, Score, chosen
 from torch_lla_em.prediction.ensemble import Ensemble
 from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.metrics import (
@@ -28,12 +28,12 @@ from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushforward import inputs_in
-from torch_lla_em.prediction.ranks import infinite_if_nan, p_values, rounding
+from torch_lla_em.prediction.ranks import combined, infinite_if_nan, p_values, rounding
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
-from torch_lla_em.prediction.summary import Printed, as_html, of_examples
+from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_examples
 from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
@@ -43,6 +43,7 @@ from torch_lla_em.prediction.validation import (
 )
 
 __all__ = [
+    "CALL",
     "Calibration",
     "Comparison",
     "Conformal",
@@ -58,12 +59,16 @@ __all__ = [
     "Printed",
     "Reference",
     "RiskControl",
+    "Score",
     "Setting",
-    "as_html",
+    "Table",
+    "advice",
     "auroc",
     "binned",
     "calibrated_on",
     "calibration_error",
+    "chosen",
+    "combined",
     "compare",
     "covered",
     "infinite_if_nan",

@@ -1,27 +1,32 @@
-"""Coverage of sets and intervals within groups of held-out examples."""
+"""Checks on held-out examples: coverage of sets and intervals within groups, and OOD flags of shifted copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.metrics import auroc
 from torch_lla_em.prediction.passes import under_all
-from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushforward import Pushforward, joined
-from torch_lla_em.prediction.reference import Stated
+from torch_lla_em.prediction.pushforward import joined
+from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
-_PARTS, _LARGEST, _FEWEST = 4, 3, 10
-"""Groups by a quantity, features by which examples are grouped, and the fewest examples of a group."""
+_QUARTERS = "lowest", "second", "third", "highest"
+_LARGEST, _FEWEST = 3, 10
+"""Features by which examples are grouped, and the fewest examples of a group."""
 
 _CLEAR = 3.0
 """Standard errors below the level at which the coverage of a group is too low; there are many groups."""
+
+_COPIES, _BLIND = 200, 0.7
+"""Most examples of which shifted copies are made, and the AUROC below which OOD flags miss them."""
 
 
 class GroupCoverage(NamedTuple):
@@ -33,97 +38,137 @@ class GroupCoverage(NamedTuple):
     size: float
     """Mean number of classes in a set, or mean width of an interval."""
 
+    references: float = float("inf")
+    """Number of calibration examples that its sets or intervals are from."""
+
     def is_low(self, level: float) -> bool:
-        """Whether the coverage is below the level, beyond chance."""
-        error = (level * (1 - level) / max(1, self.number)) ** 0.5
+        """Whether the coverage is below the level, beyond chance of these and of the calibration examples."""
+        error = sqrt(level * (1 - level) * (1 / max(1, self.number) + 1 / (2 + self.references)))
         return self.number >= _FEWEST and self.coverage < level - _CLEAR * error
 
 
 class Check(Printed):
-    """The result of ``la.check``: coverage by group; print it for a table and what to do.
+    """The result of ``la.check``: coverage by group, and OOD flags; print it for a table and what to do.
 
     Attributes:
         level (float): The level that was requested.
         groups (list of GroupCoverage): ``name``, ``number``, ``coverage`` and ``size`` of each group; the first
             holds all examples.
+        shifted (dict): The AUROC with which p-values separate shifted copies of examples from the examples, by
+            the name of the shift. Empty for inputs of which no copies are made.
 
     Example:
         >>> print(la.check(x, y))  # doctest: +SKIP
     """
 
-    def __init__(self, level: float, groups: Sequence[GroupCoverage], likelihood: Likelihood):
-        self.level, self.groups, self._likelihood = level, list(groups), likelihood
+    def __init__(
+        self,
+        level: float,
+        groups: list[GroupCoverage],
+        shifted: dict[str, float],
+        prediction: Prediction,
+    ):
+        self.level, self.groups, self.shifted = level, groups, shifted
+        self._likelihood = prediction.likelihood
+        self._reference = _reference_of(prediction)
 
     @property
     def findings(self) -> list[str]:
         """What follows, as sentences."""
         low = [group.name for group in self.groups if group.is_low(self.level)]
-        if not low:
-            return ["No group has a coverage that is clearly below the level."]
-        words = f"The coverage is clearly below {self.level:g} for: {', '.join(low)}."
-        if self._likelihood.real_valued:
-            advice = (
-                "The guarantee holds on average over inputs only. If the noise depends on the inputs, train a "
-                'network that predicts it, and fit it with likelihood="heteroscedastic".'
+        lines = ["No group has a coverage that is clearly below the level."]
+        if low:
+            names = ", ".join(low)
+            lines = [
+                f"The coverage is clearly below {self.level:g} for: {names}. {self._remedy(low)}"
+            ]
+        blind = [f"{name} ({area:.2f})" for name, area in self.shifted.items() if area < _BLIND]
+        if blind:
+            lines.append(
+                f"OOD flags miss many inputs with {', '.join(blind)}: AUROC of shifted copies of these examples. "
+                "Do not rely on is_ood for such shifts."
             )
-        else:
-            advice = (
-                "The guarantee holds on average over classes only. For one that holds for each class, call "
-                'la.calibrate(validation_loader, groups="classes"), with 18 examples of each class or more for '
-                "a level of 0.9."
+        return lines
+
+    def _remedy(self, low: list[str]) -> str:
+        """Return what can raise the coverage of these groups and has not been done."""
+        kinds, by = {name.split(" ")[0] for name in low}, self._reference
+        if "all" in low:
+            return "Calibrate with data from the same distribution as these."
+        if "group" in kinds and by.groups is None:
+            return (
+                "The guarantee is an average over groups. For one in each group, call "
+                "la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)."
             )
-        if any(name.startswith("group ") for name in low):
-            advice = (
-                "The guarantee holds on average over groups only. For one that holds for each, call "
-                "la.calibrate(validation_loader, groups=labels), and la.predict(x, groups=labels)."
+        if "class" in kinds and by.classes is None and by.groups is None:
+            return (
+                "The guarantee is an average over classes. For one in each class, call "
+                'la.calibrate(validation_loader, groups="classes").'
             )
-        return [words, advice]
+        own = ("group" in kinds and by.groups is not None) or (
+            "class" in kinds and by.classes is not None
+        )
+        if own:
+            return (
+                "They have calibration examples of their own: calibrate with data from the same distribution "
+                "as these."
+            )
+        if self._likelihood.observation_noise is not None:
+            return (
+                "If the noise depends on the inputs, train a network that predicts it, and fit it with "
+                'likelihood="heteroscedastic".'
+            )
+        return (
+            "The guarantee is an average over inputs. For one in each quarter, pass the number of each example's "
+            "part as groups= to la.calibrate and la.predict."
+        )
 
     def _table(self) -> tuple[str, Cells]:
         size = "width" if self._likelihood.real_valued else "set size"
         rows: Cells = [("examples", "count", "coverage", f"mean {size}")]
         for group in self.groups:
             mark = " (low)" if group.is_low(self.level) else ""
-            rows.append(
-                (
-                    group.name,
-                    f"{group.number:,}",
-                    f"{group.coverage:.3f}{mark}",
-                    f"{group.size:.3g}",
-                )
-            )
+            numbers = f"{group.number:,}", f"{group.coverage:.3f}{mark}", f"{group.size:.3g}"
+            rows.append((group.name, *numbers))
+        for name, area in self.shifted.items():
+            rows.append((name, "", f"AUROC of OOD flags {area:.2f}", ""))
         return f"Coverage at a level of {self.level:g}", rows
 
-    def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *self.findings])
 
-
-def checked(
-    posteriors: Sequence[Posterior],
-    predict: Callable[[Pushforward], Any],
-    loader: Any,
-    level: float,
-    groups: Any = None,
-) -> Check:
+def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
     """Return the coverage by group, class, predicted noise and the inputs' largest features."""
-    parts, products = zip(*under_all(posteriors, loader))
+    parts, products = zip(*under_all(la._members(True), loader))
     data = joined(products)
-    flat = all(isinstance(x, Tensor) and x.dim() == 2 for x in parts)
-    inputs = torch.cat(parts) if flat else None
+    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in parts}
+    x = torch.cat(parts) if len(shapes) == 1 and None not in shapes else None
     known = data.likelihood.labelled(data.y)
     stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
-    data, inputs = data.part(known), None if inputs is None else inputs[known.to(inputs.device)]
+    data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
-        prediction = predict(data)
-        if prediction.judge is not None and prediction.judge()[0].groups is not None:
+        prediction = la._predicted(data)
+        by_group = prediction.judge is not None and _reference_of(prediction).groups is not None
+        if by_group:
             prediction = replace(prediction, stated=stated)
-        return _by_group(prediction, data.y, inputs, stated.groups, level)
+        found = list(_groups(prediction, data.y, x, stated.groups, level))
+        shifted = {}
+        if x is not None and x.is_floating_point() and len(x):
+            own, size = prediction.p_value, len(parts[0])
+            for name, copies in _copies(x[:_COPIES]):
+                values = []
+                for i, other in enumerate(la.predictions(list(copies.split(size)))):
+                    if by_group:
+                        some = stated.part(slice(_COPIES)).part(slice(i * size, (i + 1) * size))
+                        other = replace(other, stated=some)
+                    values.append(other.p_value)
+                shifted[name] = auroc(-torch.cat(values), -own).item()
+        return Check(level, found, shifted, prediction)
 
 
-def _by_group(
-    prediction: Prediction, y: Tensor, inputs: Tensor | None, labels: Tensor | None, level: float
-) -> Check:
-    likelihood = prediction.likelihood
+def _groups(
+    prediction: Prediction, y: Tensor, x: Tensor | None, labels: Tensor | None, level: float
+) -> Iterator[GroupCoverage]:
+    """Yield the coverage within each group."""
+    likelihood, reference = prediction.likelihood, _reference_of(prediction)
     if likelihood.real_valued:
         lower, upper = prediction.interval(level)
         inside, size = (lower <= y) & (y <= upper), upper - lower
@@ -133,38 +178,60 @@ def _by_group(
         sets = prediction.prediction_set(level)
         inside = sets.gather(1, y.long()[:, None])[:, 0].double()
         size, noise = sets.double().sum(1), prediction.entropy
-    groups = [_group("all", torch.ones_like(inside, dtype=torch.bool), inside, size)]
-    if labels is not None:
-        for label in labels.unique().tolist():
-            groups.append(_group(f"group {label}", labels == label, inside, size))
-    if not likelihood.real_valued:
-        for label in y.unique().tolist():
-            groups.append(_group(f"class {int(label)}", y == label, inside, size))
+
+    def group(name: str, rows: Tensor, own: Tensor | None = None, label: int = 0) -> GroupCoverage:
+        rows = rows.to(inside.device)
+        count, references = len(inside[rows]), _effective(reference, own, label)
+        return GroupCoverage(
+            name, count, inside[rows].mean().item(), size[rows].mean().item(), references
+        )
+
+    def quarters(name: str, values: Tensor) -> Iterator[GroupCoverage]:
+        order = values.argsort(stable=True)
+        if values[order[0]] != values[order[-1]]:
+            for part, rows in zip(_QUARTERS, order.tensor_split(len(_QUARTERS))):
+                yield group(f"{name}, {part} quarter", rows)
+
+    yield group("all", torch.ones_like(inside, dtype=torch.bool))
+    for label in [] if labels is None else labels.unique().tolist():
+        yield group(f"group {label}", labels == label, reference.groups, label)
+    for label in [] if likelihood.real_valued else y.unique().tolist():
+        yield group(f"class {int(label)}", y == label, reference.classes, int(label))
     words = "predicted noise" if likelihood.real_valued else "entropy"
-    groups += _parts(words, noise.double().reshape(len(y), -1).mean(1), inside, size)
-    if inputs is not None and inputs.is_floating_point():
-        spread = inputs.double().std(0)
-        scaled = (inputs.double() - inputs.double().mean(0)) / spread.clamp_min(1e-30)
-        extreme = scaled.abs().amax(0).topk(min(_LARGEST, inputs.shape[1])).indices
-        for feature in extreme.tolist():
-            groups += _parts(f"feature {feature}", inputs[:, feature].double(), inside, size)
-    return Check(level, groups, likelihood)
+    yield from quarters(words, noise.double().reshape(len(y), -1).mean(1))
+    if x is not None and x.dim() == 2 and x.is_floating_point():
+        scaled = (x.double() - x.double().mean(0)) / x.double().std(0).clamp_min(1e-30)
+        for feature in scaled.abs().amax(0).topk(min(_LARGEST, x.shape[1])).indices.tolist():
+            yield from quarters(f"feature {feature}", x[:, feature].double())
 
 
-def _parts(name: str, values: Tensor, inside: Tensor, size: Tensor) -> Iterator[GroupCoverage]:
-    """Yield groups of equal numbers of examples by a value, if there are several values."""
-    order = values.argsort(stable=True)
-    if values[order[0]] == values[order[-1]]:
-        return
-    for number, rows in enumerate(order.tensor_split(_PARTS)):
-        part = "lowest" if number == 0 else "highest" if number == _PARTS - 1 else f"{number + 1}."
-        mask = torch.zeros_like(inside, dtype=torch.bool)
-        mask[rows] = True
-        yield _group(f"{name}, {part} quarter", mask, inside, size)
+def _reference_of(prediction: Prediction) -> Reference:
+    return prediction._judged("check", by_labels=True)[0]
 
 
-def _group(name: str, mask: Tensor, inside: Tensor, size: Tensor) -> GroupCoverage:
-    mask = mask.to(inside.device)
-    return GroupCoverage(
-        name, int(mask.sum()), inside[mask].mean().item(), size[mask].mean().item()
-    )
+def _effective(reference: Reference, own: Tensor | None, label: int) -> float:
+    """Return the effective number of calibration examples: of all, or of those with their own label."""
+    weights: Any = reference.weights
+    if weights is None:
+        weights = torch.ones_like(reference.unusual[:, 0])
+    weights = weights if own is None else weights[own.to(weights.device) == label]
+    weights = weights.double()
+    return float(weights.sum().square() / weights.square().sum().clamp_min(1e-30))
+
+
+def _copies(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield shifted copies of images (B, channels, H, W), or of rows of a table (B, features)."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    spread = x.std(0, correction=0) if x.dim() == 2 else x.std(correction=0)
+    noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
+    if x.dim() == 2:
+        order = torch.rand(x.shape, generator=generator, device="cpu").argsort(0).to(x.device)
+        yield "permuted columns", x.gather(0, order)
+        yield "noise of 3 standard deviations", x + 3 * spread * noise
+    elif x.dim() == 4:
+        yield "rotation by 90°", x.rot90(dims=(2, 3)) if x.shape[2] == x.shape[3] else x.flip(2, 3)
+        width = 2 * (min(x.shape[2:]) // 8) + 1
+        yield "blur", F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False)
+        yield "noise", x + spread * noise
+        lowest, highest = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+        yield "inverted values", lowest + highest - x

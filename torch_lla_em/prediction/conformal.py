@@ -1,9 +1,4 @@
-"""Comparisons of inputs with stored examples: of the training data, and of a validation set.
-
-An input is described by J w_k, the posterior's samples of its outputs. Its distance to a training
-example is the posterior standard deviation of the difference of their outputs. Where outputs vary
-more than they would at any of these examples without its label, the means of a prediction are
-extrapolated, and shrunk in proportion.
+"""Comparisons of inputs with a validation set: p-values, prediction sets and intervals.
 
 Conformal p-values, prediction sets and intervals have guaranteed error rates: ``calibrate`` fits its
 numbers a second time, to one half of the validation set, and computes scores of the other half.
@@ -20,15 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import Functions
+from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.prediction.ranks import (
-    NUMBERS,
     ROUNDING,
     crossed,
     infinite_if_nan,
@@ -36,110 +30,32 @@ from torch_lla_em.prediction.ranks import (
     rounding,
 )
 from torch_lla_em.prediction.reference import Reference, Stated
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import check_choice, report
 
 # scores below this are rounding errors of double precision
 _SMALLEST = 1e-9
-# number of neighbours of a training example among which the nearest without it is looked for
-_CANDIDATES = 64
-# largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1
-_MOST = 0.95
 
 Own = TypeVar("Own", bound="Conformal")
+Score = Literal["all", "epistemic", "distance"]
 
 _UNCALIBRATED = (
-    "is_ood compares inputs with training examples, because calibrate has not been called, and its rate is "
-    "not guaranteed: it flagged 4.6 % of test data at a rate of 5 % on average, and 8.5 % for the worst of "
-    "40 networks. Call la.calibrate(validation_loader)."
+    "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
+    "not guaranteed. Call la.calibrate(validation_loader)."
 )
 
 
-class TrainingExamples(NamedTuple):
-    """What is known of some training examples."""
-
-    likelihood: Likelihood
-
-    deviations: Tensor
-    """J w_k, (n, K, ..., C)."""
-
-    largest_variance: Tensor
-    """The largest variance of their centred outputs, each without itself in the posterior, ()."""
-
-    def distance(self, deviations: Tensor) -> Tensor:
-        """Return the distance of inputs, given by J w_k (K, B, ..., C), to the nearest one, (B,)."""
-        known = self._features()
-        points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
-        step = max(1, NUMBERS // max(1, len(known)))
-        # one part without a number of rows, so that exported programs take any
-        parts = [points] if len(points) <= step else points.split(step)
-        nearest = [(part - known[torch.cdist(part, known).argmin(1)]).norm(dim=1) for part in parts]
-        distances = torch.cat(nearest) if len(nearest) > 1 else nearest[0]
-        scaled: Tensor = distances / len(deviations) ** 0.5
-        return scaled
-
-    def distances(self, leverages: Tensor) -> Tensor:
-        """Return the distance of each of these examples to the nearest other one, (n,).
-
-        They are those of the posterior without the example itself, so that they are comparable to the
-        distances of new inputs. Among many others the nearest few with the example are candidates.
-        """
-        known, K = self._features(), self.deviations.shape[1]
-        count = min(len(known) - 1, _CANDIDATES)
-        if not count:
-            return torch.full_like(known[:, 0], torch.inf)
-        apart = torch.cdist(known, known).fill_diagonal_(torch.inf)
-        nearest = apart.topk(count, largest=False).indices
-        least = [
-            (factor @ (own - known[others]).view(count, K, -1)).flatten(1).norm(dim=1).min()
-            for own, others, factor in zip(known, nearest, _without_itself(leverages))
-        ]
-        distances: Tensor = torch.stack(least) / K**0.5
-        return distances
-
-    def unit(self) -> Tensor:
-        """Return the largest standard deviation of these examples, relative to which distances round."""
-        outputs = self.deviations[:1, 0].numel()
-        return (self.largest_variance.double() * outputs).sqrt()
-
-    def kept_share(self, deviations: Tensor) -> Tensor:
-        """Return the factor of the mean at inputs, (B,): 1 if the variance is within that of training data."""
-        variance = output_variance(self.likelihood, deviations)
-        largest = self.largest_variance.to(variance)
-        return torch.where(variance > largest, largest / variance, torch.ones_like(variance))
-
-    def _features(self) -> Tensor:
-        # distances are differences of squares, in which float32 would lose half of its digits
-        return centred(self.likelihood, self.deviations).flatten(1).double()
-
-
-def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
-    """Return outputs without their mean over classes, which moves no prediction."""
-    if likelihood.gives_probabilities and not likelihood.elementwise:
-        return deviations - deviations.mean(-1, keepdim=True)
-    return deviations
-
-
-def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
-    """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
-    variance = centred(likelihood, deviations).square().mean(0)
-    return variance[:, None].flatten(1).mean(1)
-
-
-def variances_without(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:
-    """Return this variance for training examples, each in the posterior without itself, (n,)."""
-    moved = _without_itself(leverages) @ deviations.flatten(2).double()
-    return output_variance(likelihood, moved.view_as(deviations).movedim(1, 0))
-
-
-def _without_itself(leverages: Tensor) -> Tensor:
-    """Return the factors that turn J w_k of an example into draws without it, (n, K, K).
-
-    With the leverage L_i of an example, (K, K), the covariance of the samples' coefficients is I / K with, and
-    (I - L_i)⁻¹ / K without it.
-    """
-    shares, vectors = torch.linalg.eigh(leverages.double())
-    factors: Tensor = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT
-    return factors
+def chosen(score: Score, computed: int, known: int) -> list[int]:
+    """Return which of the computed scores are compared; of the last ones, the reference knows so many."""
+    check_choice("score", score, ("all", "epistemic", "distance"))
+    if score == "epistemic" and known < max(2, computed):
+        raise ValueError(
+            'score="epistemic" needs a reference with this score, which only calibrate of this version makes: '
+            "call la.calibrate(validation_loader)."
+        )
+    columns = list(range(computed - known, computed))
+    if score == "all":
+        return columns
+    return [0] if score == "epistemic" else [i for i in columns if i or computed == 1]
 
 
 class Interval(NamedTuple):
@@ -157,10 +73,10 @@ class Conformal(Functions):
     """Returns reference scores, and the prediction by the numbers of the first half."""
 
     nearest: Callable[[], Tensor] | None = field(default=None, kw_only=True)
-    """Returns the distance of each input to the nearest training example, (B,), if some are kept."""
+    """Returns the distances of each input to the nearest training example, (B, 2), if some are kept."""
 
     unit: Callable[[], Tensor] | None = field(default=None, kw_only=True)
-    """Returns the scale of these distances, (), relative to which they are rounded."""
+    """Returns the scale of the second distance, (), relative to which it is rounded."""
 
     stated: Stated = field(default=Stated(), kw_only=True)
     """The groups and weights of the inputs, if the reference has any."""
@@ -176,11 +92,13 @@ class Conformal(Functions):
         included. For inputs from that distribution, P(p_value <= rate) <= rate. Scores that differ by
         rounding alone are equal, so that the p-value of an input is the same in every batch.
 
-        With the variational curvature, the score of an example is its distance to the nearest stored
-        training example, where the distance is the posterior standard deviation of the difference
-        of their outputs. Otherwise there are two scores, and the larger rank is used: the mutual
-        information (for regression the variance of f relative to the observation noise), and the
-        variance of the centred outputs.
+        For each of several scores, the share of examples with larger ones is taken, and an example is
+        unusual if the harmonic mean of its shares is small. The scores are ``epistemic`` (for regression
+        relative to the observation noise), with twice the weight of all others, and the distances to the
+        nearest stored training example, where a distance is the posterior standard deviation of the
+        difference of outputs, and the same relative to the outputs' own. Where no training examples are
+        stored (regression, and other curvatures than the default), it is ``epistemic`` and the variance of
+        the centred outputs. ``p_values`` takes some of them alone.
 
         If ``calibrate`` had ``groups``, the reference are the examples of the input's group. With
         ``groups="classes"`` the input is compared with the examples of each class, and has the largest
@@ -193,15 +111,30 @@ class Conformal(Functions):
             ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
                 not variational.
         """
-        return self._p_values(*self._judged("p_value"))
+        return self.p_values()
 
-    def is_ood(self, rate: float = 0.05) -> Tensor:
+    def p_values(self, score: Score = "all") -> Tensor:
+        """Return conformal p-values by some of the scores, (B,); see ``p_value``.
+
+        Args:
+            score (str): "all" (default), "epistemic" alone, or "distance": all scores but that one.
+
+        Raises:
+            ValueError: If there are no reference examples, or none with this score.
+
+        Example:
+            >>> by_distance = la.predict(x).p_values("distance")
+        """
+        return self._p_values(*self._judged("p_value"), score)
+
+    def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
 
         Args:
             rate (float): The largest accepted share of false alarms among inputs from the
                 validation set's distribution. Default 0.05; it needs at least 1 / rate - 1
                 reference examples.
+            score (str): "all" (default), "epistemic" or "distance", as in ``p_values``.
 
         Raises:
             ValueError: If there are no reference examples (see ``p_value``), or too few.
@@ -215,7 +148,7 @@ class Conformal(Functions):
         if reference.errors is None:
             report("warn", _UNCALIBRATED)
         reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", self.stated)
-        return self._p_values(reference, prediction) <= rate
+        return self._p_values(reference, prediction, score) <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more.
@@ -300,9 +233,7 @@ class Conformal(Functions):
         return judged
 
     def _ood_scores(self) -> Tensor:
-        """Return scores of each input that are large out of distribution, (B, 1) or (B, 2)."""
-        if self.nearest is not None:
-            return infinite_if_nan(self.nearest()[:, None].double())
+        """Return scores of each input that are large out of distribution, (B, 2) or (B, 3), epistemic first."""
         likelihood, double = self.likelihood, self._double()
         epistemic = variance = centred(likelihood, double.deviations).square().mean(0)
         if likelihood.gives_probabilities:
@@ -310,15 +241,33 @@ class Conformal(Functions):
         elif likelihood.real_valued:
             aleatoric, epistemic = double._uncertainties()
             variance = epistemic = epistemic / aleatoric
-        scores = (s.flatten(1).mean(1) if s.dim() > 1 else s for s in (epistemic, variance))
-        return torch.stack([infinite_if_nan(s.double()) for s in scores], 1)
+        scores = [epistemic] if self.nearest is not None else [epistemic, variance]
+        columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
+        if self.nearest is not None:
+            columns.append(self.nearest().double())
+        return infinite_if_nan(torch.cat(columns, 1))
 
-    def _p_values(self, reference: Reference, prediction: Conformal) -> Tensor:
+    def _units(self) -> Tensor:
+        """Return the scale of each score, relative to which it is rounded, (S,)."""
+        if self.unit is None:
+            return torch.full((2,), _SMALLEST, dtype=torch.float64, device=self.centre.device)
+        unit = self.unit().double()
+        return torch.stack([_SMALLEST * torch.ones_like(unit), torch.ones_like(unit), unit])
+
+    def _p_values(
+        self, reference: Reference, prediction: Conformal, score: Score = "all"
+    ) -> Tensor:
         room = self._room()
 
         def of(reference: Reference, prediction: Conformal) -> Tensor:
-            unit = _SMALLEST if prediction.unit is None else prediction.unit()
-            return reference.p_values(prediction._ood_scores(), self.stated, room, unit)
+            scores, units = prediction._ood_scores(), prediction._units()
+            # training examples, and references of earlier versions, have the last scores only
+            count = reference.unusual.shape[1]
+            some = chosen(score, scores.shape[1], count)
+            known = reference._replace(
+                unusual=reference.unusual[:, [i - scores.shape[1] for i in some]]
+            )
+            return known.p_values(scores[:, some], self.stated, room, units[some])
 
         if reference.folds is None:
             return of(reference, prediction)

@@ -23,11 +23,11 @@ from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
-from torch_lla_em.prediction.summary import Details, Printed, details_of_ensemble, of_ensemble
-from torch_lla_em.runtime import collected, files
+from torch_lla_em.prediction.summary import PrintedResult
+from torch_lla_em.runtime import Group, collected, files
 
 
-class Ensemble(Printed, Exports, nn.Module):
+class Ensemble(PrintedResult, Exports, nn.Module):
     """The equally weighted mixture of the posteriors of several networks: ``LaplaceEnsemble``."""
 
     def __init__(self, members: Iterable[PosteriorBase]):
@@ -55,16 +55,6 @@ class Ensemble(Printed, Exports, nn.Module):
         for name in ("table", "noise", *REFERENCE):
             self.register_buffer(name, None)
 
-    _table = of_ensemble
-
-    def details(self) -> Details:
-        """Return the results of the ensemble, then all numbers of each member's fit; print it.
-
-        Example:
-            >>> print(LaplaceEnsemble([la, other]).details())  # doctest: +SKIP
-        """
-        return details_of_ensemble(self)
-
     def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
         return tuple(member._fitted(surely) for member in self.members)
 
@@ -89,7 +79,7 @@ class Ensemble(Printed, Exports, nn.Module):
         self.calibration, self.table, self.noise = found.calibration, None, None
         for name, tensor in zip(REFERENCE, reference):
             setattr(self, name, tensor)
-        self.messages = messages
+        self.messages += [words for words in messages if words not in self.messages]
         if found.calibration.applied:
             self.table = found.table
             sigma = self.members[0].likelihood.observation_noise
@@ -102,7 +92,7 @@ class Ensemble(Printed, Exports, nn.Module):
         with collected(messages), torch.inference_mode(False), torch.no_grad():
             each = zip(self._members(), unseen)
             parts = [joined(part for _, part in pushed(*pair)) for pair in each]
-            found = calibrated(parts, [member.mixture for member in self.members])
+            found = calibrated(parts, [member.mixture for member in self.members], Group())
             reference = folds_as_reference(parts, found)
         self._keep(found, reference, messages)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -66,21 +66,14 @@ def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
     # outputs last, whose means may differ
     shape = (-1, 1) if y.dim() == 1 else (-1, y.shape[prediction.class_dim])
     targets, mean = (v.double().movedim(prediction.class_dim, -1).reshape(shape) for v in (y, mean))
-    error, inside = targets - mean, None
-    if likelihood.real_valued:
-        inside = covered(prediction, y).flatten()
-    return Outcomes(log_prob, error=error, y=targets, inside=inside)
+    inside = covered(prediction, y).flatten() if likelihood.real_valued else None
+    return Outcomes(log_prob, error=targets - mean, y=targets, inside=inside)
 
 
 def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
     """Return which targets lie in their prediction intervals, in the shape of the targets."""
     lower, upper = prediction.credible_interval(level)
     return (y >= lower) & (y <= upper)
-
-
-def concatenated(parts: Iterable[Outcomes]) -> Outcomes:
-    """Concatenate the outcomes of several batches."""
-    return Outcomes(*(None if each[0] is None else torch.cat(each) for each in zip(*parts)))
 
 
 def scores(found: Outcomes) -> dict[str, float]:
@@ -135,83 +128,65 @@ def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Te
     """Return the count of each bin, the sum of stated probabilities, and the number right."""
     place = (bins * stated).long().clamp_max(bins - 1)
     zeros = stated.new_zeros(bins)  # torch.bincount is not deterministic on a GPU
-    count, confidence, correct = (
-        zeros.index_add(0, place, values.to(stated))
-        for values in (torch.ones_like(stated), stated, right)
-    )
+    each = torch.ones_like(stated), stated, right
+    count, confidence, correct = (zeros.index_add(0, place, v.to(stated)) for v in each)
     return count, confidence, correct
 
 
 def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
     """Yield a warning for each sign that a fit has failed, given predictions of training examples."""
-    result = posterior.result
+    result, likelihood = posterior.result, prediction.likelihood
     gamma, error = result.effective_dim
     gamma, error = gamma.sum().item(), error.norm().item()
     low, high = PRECISION_BOUNDS
     if collapsed := gamma < max(4 / len(result.w_samples), 2 * error):
         yield (
-            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}), so the "
-            "posterior is close to the prior. If the network fits its data, try g_prior=False, a "
-            "smaller initial prior_precision, or parameters of layers closer to the outputs."
+            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
+            "to the prior. Try g_prior=False, a smaller prior_precision, or parameters of later layers."
         )
     elif (result.prior_precision <= 2 * low).any() or (result.prior_precision >= high / 2).any():
         yield (
-            f"The prior precision ended at a bound of [{low:g}, {high:g}], so the fit ignores "
-            "either the prior or the data. Check that the network was trained on these targets. "
-            "Otherwise try g_prior=False, fewer parameters, or em_steps=0 with your own "
-            "prior_precision."
+            f"The prior precision ended at a bound of [{low:g}, {high:g}], so prior or data are ignored. Check "
+            "that the network was trained on these targets, or set prior_precision with em_steps=0."
         )
-    if prediction.likelihood.gives_probabilities:
-        yield from _too_uncertain(prediction, y)
-    elif prediction.likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
+    if likelihood.gives_probabilities:
+        stated, right = stated_and_right(prediction, y)
+        accuracy, confidence = right.double().mean().item(), stated.double().mean().item()
+        if accuracy - confidence > _GAP + 1 / max(right.numel(), 1) ** 0.5:
+            yield (
+                f"Training accuracy is {accuracy:.0%}, and the mean confidence {confidence:.0%}: "
+                f"predictions are far less certain than they could be. {CALL}."
+            )
+    elif likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
+        squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
         if not collapsed:  # otherwise σ is too large
-            yield from _overfitted(prediction, y, gamma / (posterior.num_data * y[0].numel()))
-        if not result.sigma_noise.dim() and y.dim() > 1 and y.shape[prediction.class_dim] > 1:
-            yield from _of_other_units(prediction, y)
+            yield from _overfitted(squares, gamma / (posterior.num_data * y[0].numel()))
+        count = y.shape[prediction.class_dim] if y.dim() > 1 else 1
+        outputs = squares.movedim(prediction.class_dim, -1).reshape(-1, count).mean(0)
+        share, output = outputs.min(0)
+        if not result.sigma_noise.dim() and count > 1 and share < _SHARED:
+            yield (
+                f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
+                f"it: its intervals are far too wide. Pass sigma_noise=torch.ones({count}) to learn one for each."
+            )
 
 
-def _too_uncertain(prediction: Prediction, y: Tensor) -> Iterator[str]:
-    stated, right = stated_and_right(prediction, y)
-    accuracy, confidence = right.double().mean().item(), stated.double().mean().item()
-    if accuracy - confidence > _GAP + 1 / max(right.numel(), 1) ** 0.5:
-        yield (
-            f"On training data the accuracy is {accuracy:.0%} and the mean confidence "
-            f"{confidence:.0%}, so predictions are far less certain than they could be. "
-            f"{CALL}, or pass validation=loader to fit."
-        )
-
-
-def _overfitted(prediction: Prediction, y: Tensor, share: float) -> Iterator[str]:
+def _overfitted(squares: Tensor, share: float) -> Iterator[str]:
     """Yield a warning if a regression network has overfitted, so that σ is too small.
 
     If γ of the N C targets, a ``share`` of them, are needed to determine the weights, the residuals
     have the variance σ² (1 - γ / N C); what is learnt of σ takes this into account, but not that the
     features were fitted to the same targets.
     """
-    squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
     left = squares.mean().item() / max(1 - share, 1e-9)
-    few_residuals = left * (1 + 2 * (2 / y.numel()) ** 0.5) < _RESIDUALS
+    few_residuals = left * (1 + 2 * (2 / squares.numel()) ** 0.5) < _RESIDUALS
     if share > _DETERMINED or few_residuals:
         why = (
             f"γ is {share:.0%} of the number of targets"
             if share > _DETERMINED
-            else f"the squared training residuals are {left:.0%} of what σ implies"
+            else f"squared training residuals are {left:.0%} of what σ implies"
         )
         yield (
-            f"The network has overfitted ({why}), so σ is probably too small and intervals too narrow. "
-            f"{CALL} to learn σ from other examples, and use "
-            "la.predict(x).interval(level) for intervals with guaranteed coverage."
-        )
-
-
-def _of_other_units(prediction: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield a warning if one σ for all outputs is far too large for some of them."""
-    squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
-    share, output = squares.movedim(prediction.class_dim, -1).flatten(0, -2).mean(0).min(0)
-    if share < _SHARED:
-        yield (
-            f"All outputs share sigma_noise, but the residuals of output {output} are only "
-            f"{share.sqrt():.1%} of it, so the intervals of this output are far too wide. Pass "
-            f"sigma_noise=torch.ones({squares.shape[prediction.class_dim]}) to learn one for each "
-            "output, or train the network on standardised targets."
+            f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
+            "examples; la.predict(x).interval(level) has a guaranteed coverage then."
         )

@@ -16,7 +16,7 @@ from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
-from torch_lla_em.prediction.conformal import TrainingExamples, variances_without
+from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without
 from torch_lla_em.prediction.pushforward import Products, Pushforward, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import rounding
 from torch_lla_em.prediction.reference import Reference
@@ -71,14 +71,6 @@ class Setting(NamedTuple):
             )
 
 
-class Replaced(NamedTuple):
-    """What ``calibrate`` has replaced of a posterior as fitted."""
-
-    mixture: Tensor
-    sigma_noise: Tensor | None
-    messages: tuple[str, ...]
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
     """The result of a fit. It is replaced as a whole and never changed."""
@@ -96,7 +88,7 @@ class Posterior:
     in the posterior, ()."""
 
     training_distances: Tensor | None = None
-    """The distance of each to the nearest other one, without itself in the posterior, (n,)."""
+    """The distances of each to the nearest other one, without itself in the posterior, (n, 2)."""
 
     reference: Reference | None = None
     """What ``calibrate`` found by splitting the validation set."""
@@ -119,9 +111,6 @@ class Posterior:
     messages: tuple[str, ...] = ()
     """The memory plan, then the warnings of the fit and of ``calibrate``."""
 
-    replaced: Replaced | None = None
-    """What the last ``calibrate`` has replaced, from which the next one starts; None before the first."""
-
     @classmethod
     def of_fit(
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
@@ -142,7 +131,9 @@ class Posterior:
             return found
         largest = variances_without(likelihood, examples, learnt.leverages).max()
         found = replace(found, largest_variance=largest.to(examples))
-        return replace(found, training_distances=found.training().distances(learnt.leverages))
+        return replace(
+            found, training_distances=found.training().distances_without(learnt.leverages)
+        )
 
     @property
     def components(self) -> Components:
@@ -158,7 +149,12 @@ class Posterior:
 
     @cached_property
     def _of_training(self) -> Reference:
-        return Reference(self.result.mixture, None, self.training_distances[:, None], None)
+        return Reference(
+            self.result.mixture,
+            None,
+            self.training_distances.view(len(self.training_distances), -1),
+            None,
+        )
 
     def training(self, num_samples: int | None = None) -> TrainingExamples | None:
         """Return the training examples that the fit has kept, if there are any."""
@@ -180,24 +176,13 @@ class Posterior:
         error = self.result.mean_error
         return Pushforward((Products(self.likelihood, f, Jw, training, class_dim, error),), y)
 
-    def as_fitted(self) -> Posterior:
-        """Return this posterior without what ``calibrate`` has found."""
-        if self.replaced is None:
-            return self
-        mixture, sigma, messages = self.replaced
-        result = self.result._replace(mixture=mixture, sigma_noise=sigma)
-        likelihood = self.likelihood if sigma is None else self.likelihood.with_noise(sigma)
-        cleared: dict[str, Any] = dict.fromkeys(("replaced", "calibration", "reference"))
-        return replace(self, result=result, likelihood=likelihood, messages=messages, **cleared)
-
     def calibrated(
         self, found: CalibratedComponents, reference: Reference, messages: list[str]
     ) -> Posterior:
-        """Return this posterior, as fitted, with what ``calibrate`` has found."""
+        """Return this posterior with what ``calibrate`` has found."""
         own = tuple(words for words in messages if words not in self.messages)
         known = replace(
             self,
-            replaced=Replaced(self.result.mixture, self.result.sigma_noise, self.messages),
             reference=reference,
             room=max(self.room, self.setting.room()),
             calibration=found.calibration,
@@ -219,5 +204,5 @@ class Posterior:
         return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
 
 
-_MOVED = "result", "largest_variance", "training_distances", "reference", "replaced"
+_MOVED = "result", "largest_variance", "training_distances", "reference"
 """Fields that hold tensors."""

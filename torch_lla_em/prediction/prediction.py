@@ -15,7 +15,7 @@ from torch_lla_em.likelihoods import mean_square
 from torch_lla_em.prediction.conformal import Conformal, Interval
 from torch_lla_em.prediction.functions import Functions, log_mean_exp, quantile
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
-from torch_lla_em.prediction.summary import Printed, of_prediction
+from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import without_autocast
 
 # largest number of functions of equal weight that stand for a mixture
@@ -341,4 +341,5 @@ class Prediction(Printed, Conformal):
         found = replace(self, centre=centre, deviations=deviations, drift=drift, members=members)
         return replace(found, judge=None)
 
-    _table = of_prediction
+    def _table(self) -> tuple[str, Cells]:
+        return of_examples("Prediction", self)

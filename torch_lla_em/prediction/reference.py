@@ -44,6 +44,11 @@ class Stated(NamedTuple):
     weights: Any = None
     """A weight for each example; None: all are equal."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether nothing is stated of single examples, of which every rank would need its share."""
+        return self.weights is None and (self.groups is None or isinstance(self.groups, str))
+
     def checked(self, count: int, device: torch.device) -> Stated:
         """Return groups and weights of so many examples as tensors; raise an error if they are not."""
         groups, weights = self.groups, self.weights
@@ -154,7 +159,7 @@ class Reference(NamedTuple):
         for of, rows in sizes.items():
             require(len(rows), needed, asked, of)
 
-    def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: float | Tensor) -> Tensor:
+    def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
         """Return the p-values, (B,), of inputs with these scores, (B, S), and with ties as in ``ranks``.
 
         With a reference for every class, an input is compared with each class and has the largest p-value.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from html import escape
 from math import nan
 from typing import Any, NamedTuple
 
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
-from torch_lla_em.inference import Estimate
-from torch_lla_em.prediction.metrics import Outcomes, concatenated, outcomes, scores, warnings_of
+from torch_lla_em.prediction.metrics import Outcomes, outcomes, scores, warnings_of
 from torch_lla_em.prediction.passes import over_batches, same_targets, under_all
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
@@ -48,45 +45,53 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
 
-class HeldOutEvidence:
-    """Σ log p(y of some examples | x of them) over batches, of which no more than these are kept.
+class _Held:
+    """What ``compare`` keeps of held-out examples under one posterior, batch by batch.
 
-    So many consecutive examples are predicted ``together``, whatever the batches; only the last ones
-    may be fewer, and those in front of examples of another shape.
+    The evidence Σ log p(y of some examples | x of them) is that of so many consecutive examples ``together``,
+    whatever the batches; only the last ones may be fewer, and those in front of examples of another shape.
     """
 
     def __init__(self, components: Components, together: int):
         self._components, self._together = components, together
-        self._values: list[Tensor] = []
+        self._kept: list[tuple[Any, ...]] = []
+        self._joint: list[Tensor] = []
         self._rest: Pushforward | None = None
         """The last examples, which are too few."""
 
-    def add(self, part: Pushforward) -> None:
-        """Add the next examples."""
-        rest, values = self._rest, []
+    def add(self, _: Any, part: Pushforward) -> None:
+        """Add the examples of a batch."""
+        found = outcomes(self._predicted(part), part.y)
+        network = part.network()._log_prob(part.y).double()[part.likelihood.labelled(part.y)]
+        rest, joint = self._rest, []
         if rest is not None and rest.f.shape[1:] != part.f.shape[1:]:
-            rest, values = None, [self._of(rest)]
-        part = part if rest is None else joined([rest, part])
-        whole = len(part.y) - len(part.y) % self._together
-        values += [self._of(some) for some in part.part(slice(whole)).split(self._together)]
-        rest = part.part(torch.arange(whole, len(part.y), device=part.f.device))
+            rest, joint = None, [self._joint_of(rest)]
+        whole = part if rest is None else joined([rest, part])
+        full = len(whole.y) - len(whole.y) % self._together
+        joint += [self._joint_of(some) for some in whole.part(slice(full)).split(self._together)]
+        rest = whole.part(torch.arange(full, len(whole.y), device=whole.f.device))
         # at once, since a batch is repeated if memory runs out
-        self._values, self._rest = [*self._values, *values], rest if len(rest.y) else None
+        self._kept, self._joint = [*self._kept, (part.y, network, *found)], [*self._joint, *joint]
+        self._rest = rest if len(rest.y) else None
 
-    def total(self) -> Estimate:
-        """Return the sum so far."""
-        rest = [] if self._rest is None else [self._of(self._rest)]
-        values = torch.stack([*self._values, *rest])
-        # the spread of one value is not known: 0 / 0 is NaN
-        variance = (values - values.mean()).square().sum() / (len(values) - 1)
-        return Estimate(values.sum(), (len(values) * variance).sqrt())
+    def evidence(self) -> tuple[float, float]:
+        """Return the evidence and its standard error, NaN for a single group."""
+        values = torch.stack([*self._joint, *([self._joint_of(self._rest)] if self._rest else [])])
+        return values.sum().item(), len(values) ** 0.5 * (
+            values.std().item() if len(values) > 1 else nan
+        )
 
-    def _of(self, some: Pushforward) -> Tensor:
-        return self.predicted(some)._joint_log_prob(some.y).double()
+    def kept(self) -> tuple[list[Tensor], Tensor, Outcomes]:
+        """Return the targets of each batch, log p(y | x) under the network, and the outcomes."""
+        y, network, *fields = zip(*self._kept)
+        whole = (None if each[0] is None else torch.cat(each) for each in fields)
+        return list(y), torch.cat(network).cpu(), Outcomes(*whole)
 
-    def predicted(self, part: Pushforward) -> Prediction:
-        """Return the prediction of some examples."""
+    def _predicted(self, part: Pushforward) -> Prediction:
         return part.prediction(self._components.tables, self._components.noise)
+
+    def _joint_of(self, some: Pushforward) -> Tensor:
+        return self._predicted(some)._joint_log_prob(some.y).double()
 
 
 def predicted_data(la: Predictor, loader: Iterable[Any]) -> PredictedData:
@@ -97,8 +102,7 @@ def predicted_data(la: Predictor, loader: Iterable[Any]) -> PredictedData:
     whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     with torch.no_grad():
         every = joined(parts)
-        found = every.prediction(components.tables, components.noise)
-        return PredictedData(whole, every.y, every.network(), found)
+        return PredictedData(whole, every.y, every.network(), predicted(every, components))
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,12 +163,6 @@ class Comparison(Printed):
             f"evidence is the log probability of {self.together} examples together: higher is better.",
         ]
 
-    def __repr__(self) -> str:
-        return "\n".join([super().__repr__(), *self.findings])
-
-    def _repr_html_(self) -> str:
-        return f"{super()._repr_html_()}<p>{'<br>'.join(map(escape, self.findings))}</p>"
-
     def _table(self) -> tuple[str, Cells]:
         count = len(self.log_probs[self.ranking[0]])
         known = [c for c in _COLUMNS if any(c in record for record in self.records.values())]
@@ -174,7 +172,8 @@ class Comparison(Printed):
             joint = f"{record['held-out evidence']:.1f} ± {record['evidence error']:.1f}"
             cost = f"{record['seconds']:.1f}" if "seconds" in record else ""
             rows.append((name, *cells, joint, cost, f"{record['parameters']:,}"))
-        return f"{len(self.records)} posteriors on {count:,} examples", rows
+        several = "posteriors" if len(self.records) > 1 else "posterior"
+        return f"{len(self.records)} {several} on {count:,} examples", rows
 
 
 def compare(
@@ -233,16 +232,25 @@ def compare(
     loader = as_loader(paired(validation, targets))
     records, log_probs, networks, known = {}, {}, {}, None
     for name, la in named.items():
-        evidence = HeldOutEvidence(la._components, together)
+        held = _Held(la._components, together)
         if len(members[name]) == 1:
-            found = over_batches(members[name][0], loader, partial(_scored_batch, evidence))
+            over_batches(members[name][0], loader, held.add)
         else:
-            found = [_scored(part, evidence) for _, part in under_all(members[name], loader)]
-        y, parts, network = zip(*found)
-        known = same_targets(list(y), known)
-        records[name], log_probs[name] = _record(la, concatenated(parts), evidence.total())
-        records[name]["network NLL"] = -torch.cat(network).mean().item()
-        networks[name] = torch.cat(network).cpu()
+            for pair in under_all(members[name], loader):
+                held.add(*pair)
+        y, networks[name], found = held.kept()
+        known = same_targets(y, known)
+        value, error = held.evidence()
+        records[name] = {
+            **scores(found),
+            "network NLL": -networks[name].mean().item(),
+            "held-out evidence": value,
+            "evidence error": error,
+            "parameters": sum(p.setting.linear_model.layout.size for p in members[name]),
+        }
+        if all(p.history for p in members[name]):
+            records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in members[name])
+        log_probs[name] = found.log_prob.cpu()
     return Comparison(records, log_probs, together, networks)
 
 
@@ -256,35 +264,6 @@ def _name(la: Any) -> str:
     members = getattr(la, "members", None)
     model = type(getattr(la, "model", la)).__name__
     return model if members is None else f"ensemble of {len(members)}"
-
-
-def _scored_batch(
-    evidence: HeldOutEvidence, _: Any, part: Pushforward
-) -> tuple[Tensor, Outcomes, Tensor]:
-    return _scored(part, evidence)
-
-
-def _scored(part: Pushforward, evidence: HeldOutEvidence) -> tuple[Tensor, Outcomes, Tensor]:
-    """Return targets, outcomes, and log p(y | x) under the network alone, of each example of a batch."""
-    kept = part.likelihood.labelled(part.y)
-    found = part.y, outcomes(evidence.predicted(part), part.y)
-    network = part.network()._log_prob(part.y).double()[kept]
-    evidence.add(part)
-    return *found, network
-
-
-def _record(la: Any, found: Outcomes, evidence: Estimate) -> tuple[dict[str, float], Tensor]:
-    """Return the scores of a posterior by name, and log p(y | x) of each example."""
-    each = list(getattr(la, "members", [la]))
-    record = {
-        **scores(found),
-        "held-out evidence": evidence.value.item(),
-        "evidence error": evidence.standard_error.item(),
-        "parameters": sum(p.numel() for one in each for p in one.model.parameters()),
-    }
-    if all(one.history for one in each):
-        record["seconds"] = sum(one.history[-1]["seconds"] for one in each)
-    return record, found.log_prob.cpu()
 
 
 def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:

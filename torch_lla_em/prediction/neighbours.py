@@ -1,0 +1,127 @@
+"""Training examples that a fit keeps, and the distances of inputs to them under the posterior.
+
+An input is described by J w_k, the posterior's samples of its outputs. Its distance to a training
+example is the posterior standard deviation of the difference of their outputs. Where outputs vary
+more than they would at any of these examples without its label, the means of a prediction are
+extrapolated, and shrunk in proportion.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.ranks import NUMBERS
+
+# number of neighbours of a training example among which the nearest without it is looked for
+_CANDIDATES = 64
+# largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1
+_MOST = 0.95
+
+
+class TrainingExamples(NamedTuple):
+    """What is known of some training examples."""
+
+    likelihood: Likelihood
+
+    deviations: Tensor
+    """J w_k, (n, K, ..., C)."""
+
+    largest_variance: Tensor
+    """The largest variance of their centred outputs, each without itself in the posterior, ()."""
+
+    def distances(self, deviations: Tensor) -> Tensor:
+        """Return the distances of inputs, given by J w_k (K, B, ..., C), to the nearest example, (B, 2).
+
+        The second is the posterior standard deviation d of a difference of outputs. The first is relative to the
+        outputs' own standard deviations, d / √(σ σ'), so that it is large for small outputs too.
+        """
+        known, K = self._features(), len(deviations)
+        points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
+        sizes = known.norm(dim=1)
+
+        def nearest(part: Tensor) -> Tensor:
+            apart = torch.cdist(part, known)
+            least = (apart / sizes.sqrt()).argmin(1), apart.argmin(1)
+            relative, distance = ((part - known[at]).norm(dim=1) for at in least)
+            scale = (part.norm(dim=1) * sizes[least[0]]).sqrt()
+            return torch.stack([relative / scale, distance / K**0.5], 1)
+
+        step = max(1, NUMBERS // max(1, len(known)))
+        # one part without a number of rows, so that exported programs take any
+        parts = [points] if len(points) <= step else points.split(step)
+        each = list(map(nearest, parts))
+        return torch.cat(each) if len(each) > 1 else each[0]
+
+    def distances_without(self, leverages: Tensor) -> Tensor:
+        """Return the distances of each of these examples to the nearest other one, (n, 2).
+
+        They are those of the posterior without the example itself, so that they are comparable to the
+        distances of new inputs. Among many others the nearest few with the example are candidates.
+        """
+        known, K = self._features(), self.deviations.shape[1]
+        count = min(len(known) - 1, _CANDIDATES)
+        if not count:
+            return torch.full_like(known[:, :2], torch.inf)
+        apart, sizes = torch.cdist(known, known).fill_diagonal_(torch.inf), known.norm(dim=1)
+        candidates = [
+            (apart / scale).topk(count, largest=False).indices for scale in (sizes.sqrt(), 1)
+        ]
+        found = []
+        for own, near, factor in zip(known, zip(*candidates), _without_itself(leverages)):
+            moved = [
+                (factor @ part.view(len(part), K, -1)).flatten(1)
+                for part in (own[None], *(known[n] for n in near))
+            ]
+            relative, distance = ((moved[0] - others).norm(dim=1) for others in moved[1:])
+            relative = relative / (moved[0].norm() * moved[1].norm(dim=1)).sqrt()
+            found.append(torch.stack([relative.min(), distance.min() / K**0.5]))
+        return torch.stack(found)
+
+    def unit(self) -> Tensor:
+        """Return the largest standard deviation of these examples, relative to which distances round."""
+        outputs = self.deviations[:1, 0].numel()
+        return (self.largest_variance.double() * outputs).sqrt()
+
+    def kept_share(self, deviations: Tensor) -> Tensor:
+        """Return the factor of the mean at inputs, (B,): 1 if the variance is within that of training data."""
+        variance = output_variance(self.likelihood, deviations)
+        largest = self.largest_variance.to(variance)
+        return torch.where(variance > largest, largest / variance, torch.ones_like(variance))
+
+    def _features(self) -> Tensor:
+        # distances are differences of squares, in which float32 would lose half of its digits
+        return centred(self.likelihood, self.deviations).flatten(1).double()
+
+
+def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
+    """Return outputs without their mean over classes, which moves no prediction."""
+    if likelihood.gives_probabilities and not likelihood.elementwise:
+        return deviations - deviations.mean(-1, keepdim=True)
+    return deviations
+
+
+def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
+    """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
+    variance = centred(likelihood, deviations).square().mean(0)
+    return variance[:, None].flatten(1).mean(1)
+
+
+def variances_without(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:
+    """Return this variance for training examples, each in the posterior without itself, (n,)."""
+    moved = _without_itself(leverages) @ deviations.flatten(2).double()
+    return output_variance(likelihood, moved.view_as(deviations).movedim(1, 0))
+
+
+def _without_itself(leverages: Tensor) -> Tensor:
+    """Return the factors that turn J w_k of an example into draws without it, (n, K, K).
+
+    With the leverage L_i of an example, (K, K), the covariance of the samples' coefficients is I / K with, and
+    (I - L_i)⁻¹ / K without it.
+    """
+    shares, vectors = torch.linalg.eigh(leverages.double())
+    factors: Tensor = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT
+    return factors

@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples"
 SHOWN = EXAMPLES / "shown"
 NOTEBOOKS = EXAMPLES / "notebooks"
 
-PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures", "compat"
+PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures"
 """Subpackages for users, in the order of the navigation."""
 
 INTERNAL = "data", "jacobian", "problem", "checkpoint", "runtime", "integrations"
@@ -48,6 +48,8 @@ MODULES = (
     "integrations.sklearn",
     "integrations.lightning",
     "integrations.botorch",
+    "integrations.estimators",
+    "integrations.laplace_torch",
 )
 """Modules with an API page of their own."""
 

@@ -9,14 +9,14 @@ import torch_lla_em
 
 PACKAGE = Path(torch_lla_em.__file__).parent
 SUBPACKAGES = (
-    "runtime data solvers likelihoods jacobian problem inference prediction distil laplace integrations compat"
+    "runtime data solvers likelihoods jacobian problem inference prediction distil laplace integrations"
 ).split()
 ROOT = "laplace"
 """Stands for the modules at the package's root, which are not a subpackage."""
 
 BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 LONGEST = 400
-MOVED = {"botorch.py", "lightning.py", "sklearn.py"}
+MOVED = {"botorch.py", "compat.py", "lightning.py", "sklearn.py"}
 """Former names of modules at the root."""
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
 from torch_lla_em.distil import Distillation
-from torch_lla_em.inference import FitOptions, Solver, choose_scalings, learn
+from torch_lla_em.inference import FitOptions, Solver, choose_scaling, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -45,14 +44,12 @@ from torch_lla_em.prediction import (
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import Reports
 from torch_lla_em.runtime import (
-    Budget,
     Compute,
     Group,
     check_choice,
     check_options,
     files,
     group_of,
-    report,
 )
 from torch_lla_em.session import Run, Session
 
@@ -60,11 +57,6 @@ logger = logging.getLogger("torch_lla_em")
 
 # the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
-
-_ONE_FAILED = (
-    "The fit with g_prior=%r failed, and the posterior that was fitted with g_prior=%r is kept: %s: %s. "
-    "To see the whole error, call fit with that g_prior."
-)
 
 Task = Literal[
     "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
@@ -236,40 +228,16 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         start = _start(prior_precision, em_steps)
         options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
         may_vary = not self.likelihood.is_quadratic and options.allows_variational
-        choices = choose_scalings(self.g_prior, may_vary, validation is not None)
+        options = replace(options, g_prior=choose_scaling(self.g_prior, may_vary))
         unseen = None
         if validation is not None:
-            held_out, ranks = paired(validation, None), group_of(shard).joined()
-            unseen = Data(held_out, self._device, self.target_fn, ranks).read()
-        best: Posterior | None = None
-        chosen, clock = None, Budget(budget)
-        for number, g_prior in enumerate(choices):
-            folder = checkpoint
-            if checkpoint is not None and len(choices) > 1:
-                folder = Path(checkpoint) / f"g_prior={g_prior}"
-            run = replace(options, g_prior=g_prior)
-            try:
-                left = clock.share(len(choices) - number)
-                found = self._fit(
-                    data, weights, run, Run(folder, progress_bar, left, shard, unseen)
-                )
-                if validation is not None:
-                    known = calibrated_on([found], found.components, paired(validation, None))
-                    found = found.calibrated(*known)
-                    nll = found.calibration.kept
-                    logger.info("g_prior=%r: validation NLL %.4g.", g_prior, nll)
-            except BaseException as error:
-                if best is None:
-                    raise
-                words = _ONE_FAILED % (g_prior, chosen, type(error).__name__, error)
-                self._posterior = replace(best, messages=(*best.messages, words))
-                if not isinstance(error, Exception):
-                    raise
-                report("log", words)
-                return self
-            if best is None or found.calibration.kept < best.calibration.kept:
-                best, chosen = found, g_prior
-        self._posterior = best
+            ranks = group_of(shard).joined()
+            unseen = Data(validation, self._device, self.target_fn, ranks).read()
+        run = Run(checkpoint, progress_bar, budget, shard, unseen)
+        found = self._fit(data, weights, options, run)
+        if validation is not None:
+            found = found.calibrated(*calibrated_on([found], validation))
+        self._posterior = found
         return self
 
     def _fit(

@@ -11,12 +11,15 @@ import torch
 from daily import daily
 from loaders import batches, in_one_batch, in_order, shuffled, streamed
 from ranks import facts
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em import SGD, BlockCG, FunctionSpace
+from torch_lla_em import SGD, BlockCG, FunctionSpace, LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.span_e_step import SpanEStep
+from torch_lla_em.integrations.sklearn import LaplaceClassifier
+from torch_lla_em.prediction import NotFittedError
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import current_group
 
@@ -131,12 +134,58 @@ def fitted(name):
     return facts(la)
 
 
+def by_tensors(kind):
+    """Return what calls with tensors give, some of which leave a rank without examples."""
+    case, found = tiny.tiny(kind), {}
+    x, y, few = case.x, case.y, DataLoader(TensorDataset(case.x, case.y), batch_size=64)
+    la = LinearisedLaplace(case.model, kind, num_samples=4)
+    la.fit(x, y, validation=[(x[:9], y[:9])], em_steps=2, progress_bar=False)
+    uses = {
+        "fit": lambda: la,
+        "uneven": lambda: la.calibrate(x[:7], y[:7]),
+        "one batch": lambda: la.calibrate(few),
+        "groups": lambda: la.calibrate(x, y, groups=torch.arange(30) % 2),
+        "weights": lambda: la.calibrate(x, y, weights=torch.linspace(0.1, 1, 30)),
+        "classes": lambda: la.calibrate(x, y, groups="classes" if y.dim() == 1 else None),
+        "ensemble": lambda: LaplaceEnsemble([la]).calibrate(x, y),
+    }
+    for name, use in uses.items():
+        used = use()
+        state = {n: t for n, t in used.state_dict().items() if not n.endswith("record")}
+        groups = torch.arange(5) % 2 if name == "groups" else None
+        found[name] = state, used.predict(x[:5], groups=groups).p_value
+    found["check"] = [group[1:] for group in la.check(x, y, level=0.5).groups]
+    with pytest.raises(ValueError, match="there are 30 examples"):
+        la.calibrate(x, y, weights=torch.ones(7))
+    return found
+
+
+def after_a_change_on_one_rank(rank):
+    """Return the error of ``calibrate`` on each rank if the network of rank 1 has changed."""
+    case, la = tiny.fitted(em_steps=1)
+    with torch.no_grad():
+        case.model[0].bias += rank
+    try:
+        la.calibrate(case.x, case.y)
+    except Exception as error:
+        return error
+
+
+def by_an_estimator():
+    X = tiny.tiny("classification").x.float().numpy()
+    model = LaplaceClassifier(hidden=4, epochs=2, num_samples=2, validation_fraction=0.4)
+    return model.fit(X, X[:, 0] > 0).predict_proba(X)
+
+
 def every_case(rank, is_daily):
     found = {name: fitted(name) for name in cases_of(current_group().size, is_daily)}
     if is_daily:
         found["passes"] = {loader.__name__: one_pass(loader) for loader in LOADERS}
         found["sgd"] = by_sgd(batches(tiny.tiny("classification")))
         found["stored"] = stored_by_a_fit()
+        found["tensors"] = {kind: by_tensors(kind) for kind in ("classification", "regression")}
+        found["a change"] = after_a_change_on_one_rank(rank)
+        found["estimator"] = by_an_estimator()
     return found
 
 
@@ -144,7 +193,7 @@ LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
 
 
 def one_pass(loader):
-    """Return this rank's inputs by the number of their row, what a pass counts, and the largest shares."""
+    """Return this rank's inputs by the number of their example, what a pass counts, and the largest shares."""
     problem = tiny.tiny("regression").problem()
     data = Data(loader(tiny.tiny("regression")), torch.device("cpu"), group=current_group())
     before = data.largest_share
@@ -216,9 +265,7 @@ def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
         assert found[name]["num_data"] == expected["num_data"]
         for key, tensor in expected["state"].items():
             assert torch.equal(found[name]["state"][key], every_rank[0][name]["state"][key]), key
-            if key.startswith("conformal_"):  # each rank halves its own share of the validation set
-                continue
-            torch.testing.assert_close(found[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
+            assert_close(found[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
         for key in ("columns", "data_passes", "step"):
             asked = [record[key] for record in expected["history"]]
             assert [record[key] for record in found[name]["history"]] == pytest.approx(asked)
@@ -238,8 +285,35 @@ def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
         assert by_examples == max(map(len, shares)) / len(expected)
         known = loader(tiny.tiny("regression"))
         if isinstance(known, list):
-            assert by_batches == math.ceil(len(known) / size) / len(known)
-    assert shares[1] or loader is in_one_batch
+            shared = len(known) if len(known) >= size else len(expected)  # batches or examples
+            assert by_batches == math.ceil(shared / size) / shared
+    assert all(shares)
+
+
+@pytest.mark.parametrize("size", daily(2, rest=[3]))
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_tensors_are_shared_out_too(kind, size, together):
+    expected = by_tensors(kind)
+    for found in (found["tensors"][kind] for found in together(size, True)):
+        assert found.keys() == expected.keys()
+        assert_close(found.pop("check"), expected["check"])
+        for name, (state, p_values) in found.items():
+            due, due_p_values = expected[name]
+            assert_close(p_values, due_p_values)
+            assert state.keys() == due.keys()
+            for key, tensor in due.items():
+                assert_close(state[key], tensor, rtol=1e-6, atol=1e-6, msg=f"{name}: {key}")
+
+
+def test_an_error_of_one_rank_is_raised_on_all(together):
+    first, second = (found["a change"] for found in together(2, True))
+    assert isinstance(second, NotFittedError) and "weights have changed" in str(second)
+    assert str(first).startswith("Rank 1 failed") and str(second) in str(first)
+
+
+def test_estimators_train_the_same_network_on_every_rank(together):
+    one, two = (found["estimator"] for found in together(2, True))
+    assert (one == two).all()
 
 
 @pytest.mark.parametrize("size", daily(2, rest=[3]))
@@ -262,4 +336,4 @@ def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
     expected = by_sgd(unions)["state"]
     for found in together(size, True):
         for name, tensor in expected.items():
-            torch.testing.assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)
+            assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)

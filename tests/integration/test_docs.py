@@ -144,52 +144,31 @@ def test_the_answers_to_questions_run(capsys):
     assert names["student"](names["x"]).shape == (300, 2)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("package", ["sklearn", "tabm", "probly"])
-def test_the_page_on_trained_estimators_runs(package):
-    pytest.importorskip(package)
-    case, la = fitted(em_steps=0, prior_precision=5.0)
-    names = {"la": la, "x": case.x}
-    marks = {"sklearn": "import MLPClassifier\n", "tabm": "# tabm", "probly": "# probly"}
-    (block,) = [b for b in blocks(page("other_libraries")) if marks[package] in b]
-    exec(block, names)
-    if package == "sklearn":
-        assert names["probabilities"].shape == (37, 3)
-    elif package == "tabm":
-        assert names["la"].model(torch.zeros(2, 4)).shape == (2, 3)
-    else:
-        assert len(names["epistemic"]) == len(case.x)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_page_on_pytabkit_runs():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("pytabkit")
-    import pandas as pd
-
-    frame = pd.DataFrame({"a": range(40), "b": ["x", "y"] * 20})
-    names = {"frame": frame, "y": [0, 1] * 20}
-    (block,) = [b for b in blocks(page("other_libraries")) if "# pytabkit" in b]
-    exec(block.replace("random_state=0", 'random_state=0, n_epochs=2, device="cpu"'), names)
-    assert names["probabilities"].shape == (40, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("package", ["mapie", "torch_uncertainty"])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "package", ["lightning_uq_box", "mapie", "probly", "pytabkit", "sklearn.neural_network"]
+)
 def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip(package)
+        pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
-    (block,) = [block for block in blocks(page("other_libraries")) if f"from {package}." in block]
+    monkeypatch.syspath_prepend(ROOT / "examples" / "recipes")
+    (block,) = [block for block in blocks(page("other_libraries")) if f"from {package}" in block]
     case, la = fitted(em_steps=0, prior_precision=5.0)
-    names = {"la": la, "x": case.x, "y": case.y}
+    names = {"la": la, "model": la.model, "x": case.x, "y": case.y}
+    if package == "pytabkit":
+        names |= {"frame": pandas.DataFrame({"a": range(40), "b": ["x", "y"] * 20})}
+        names |= {"y": [0, 1] * 20}
     torch.manual_seed(0)
-    exec(block, names)
-    assert names["results"] if package != "mapie" else names["sets"].shape == (139, 2, 1)
+    exec(block.replace("use_ls", 'n_epochs=2, device="cpu", use_ls'), names)
+    shapes = {"mapie": ("sets", (139, 2, 1)), "pytabkit": ("probabilities", (40, 2))}
+    shapes |= {"probly": ("epistemic", (len(case.x),))}
+    shapes |= {"sklearn.neural_network": ("probabilities", (37, 3))}
+    name, shape = shapes.get(package, ("x", case.x.shape))
+    assert names[name].shape == shape
 
 
 @pytest.fixture(scope="module")

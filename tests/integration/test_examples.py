@@ -19,21 +19,14 @@ from torch_lla_em import LinearisedLaplace
 MODULES = {  # beside the package itself, whose names are those of __all__
     "plot": None,
     "integrations.botorch": "botorch",
+    "integrations.estimators": "sklearn",
+    "integrations.laplace_torch": None,
     "integrations.lightning": "lightning",
     "integrations.sklearn": "sklearn",
 }
 """Modules -> the library that they need."""
 
 MORE = {
-    "compat": [
-        "Answers",
-        "AverageHeads",
-        "EstimatorPosterior",
-        "Laplace",
-        "answers",
-        "marglik_training",
-        "posterior",
-    ],
     "likelihoods": ["compare_with_log_prob"],
     "mixtures": ["GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
@@ -131,9 +124,11 @@ def test_examples_run(address, names, tmp_path, monkeypatch):
     public, module = _found(address), address.rsplit(".", 1)[0]
     if module:
         names = names | vars(import_module(f"torch_lla_em.{module}"))
-    names = names | {"lightning": _of_lightning, "sklearn": _of_sklearn, "compat": _of_sklearn}.get(
-        module.rpartition(".")[2], dict
-    )(names)
+    names = names | {
+        "lightning": _of_lightning,
+        "sklearn": _of_sklearn,
+        "estimators": _of_sklearn,
+    }.get(module.rpartition(".")[2], dict)(names)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
     for name, _, doc in _methods(public):

@@ -14,6 +14,7 @@ from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 
 FOLDS = 3
 LOSSES = {"classification": F.cross_entropy, "regression": F.mse_loss}
+STEPS = {"classification": 60, "regression": 20}
 
 
 def data(kind, count=60, seed=0):
@@ -45,7 +46,7 @@ class Trained:
 
 @pytest.fixture(scope="module", params=LOSSES)
 def case(request):
-    (x, y), train = data(request.param), Trained(request.param)
+    (x, y), train = data(request.param), Trained(request.param, STEPS[request.param])
     options = {"num_samples": 4, "progress_bar": False}
     ensemble = LaplaceEnsemble.from_folds(train, x, y, FOLDS, **options)
     assert ensemble.calibration.applied

@@ -1,5 +1,6 @@
 """What a validation set calls for, on examples whose answer is known."""
 
+import copy
 import logging
 from types import SimpleNamespace
 
@@ -10,10 +11,9 @@ from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
-from torch_lla_em.prediction.calibration import Calibration, calibrated, numbers_of
+from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
 from torch_lla_em.prediction.pushforward import Products, Pushforward, posterior_alone
 from torch_lla_em.prediction.summary import of_calibration
-from torch_lla_em.runtime import Group
 
 PLAIN = posterior_alone()
 
@@ -30,9 +30,13 @@ def drawn(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0)
     return examples(likelihood, f, Jw, y)
 
 
-def fit(problem, before=PLAIN):
+def parts_of(problem):
     f, Jw, y = problem.parts
-    return calibrated([Pushforward((Products(problem.likelihood, f, Jw),), y)], [before], Group())
+    return [Pushforward((Products(problem.likelihood, f, Jw),), y)]
+
+
+def fit(problem, before=PLAIN):
+    return calibrated(parts_of(problem), [before])
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])
@@ -58,20 +62,13 @@ def objective(likelihood, parts, theta):
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Regression(0.5), Poisson()])
-def test_calibration_maximises_the_posterior_density(likelihood, monkeypatch):
-    kept = {}
-    from torch_lla_em.prediction import calibration
-
-    search = calibration._most_probable
-    monkeypatch.setattr(
-        calibration, "_most_probable", lambda *a: kept.setdefault("theta", search(*a))
-    )
+def test_calibration_maximises_the_posterior_density(likelihood):
     problem = drawn(likelihood, count=300)
-    fit(problem)
-    best = objective(likelihood, problem.parts, kept["theta"])
-    for step in torch.eye(len(kept["theta"]), dtype=torch.float64):
+    theta = most_probable(numbers_of(likelihood), parts_of(problem))
+    best = objective(likelihood, problem.parts, theta)
+    for step in torch.eye(len(theta), dtype=torch.float64):
         for change in (0.03, -0.03):
-            moved = kept["theta"] + change * step
+            moved = theta + change * step
             assert objective(likelihood, problem.parts, moved) < best + 1e-6
 
 
@@ -140,15 +137,60 @@ def test_better_predictions_are_kept(caplog):
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
-def test_numbers_of_a_second_calibration_are_not_used_if_they_are_no_better(name):
+def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
     case = tiny(name)
     la = LinearisedLaplace(case.model, name, num_samples=4)
     la.fit([(case.x, case.y)], em_steps=0, prior_precision=2.0, progress_bar=False)
-    la.calibrate([(case.x, case.y)])
-    before = la.state_dict()
-    assert not la.calibrate([(case.x, case.y)]).calibration.applied
-    assert torch.equal(la.mixture, before["mixture"])
-    assert la.sigma_noise is None or torch.equal(la.sigma_noise, before["sigma_noise"])
+    fitted, known = copy.copy(la), la.messages
+    due = copy.copy(la).calibrate(case.x, case.y)
+    assert due.calibration.applied and not torch.equal(due.mixture, fitted.mixture)
+    y = 100 * case.y if name == "regression" else fitted.predict(case.x[:4]).probs.argmin(1)
+    la.calibrate(case.x[: len(y)], y).save(tmp_path / "la.pt")
+    assert not torch.equal(la.mixture, due.mixture)
+    for again in (la, LinearisedLaplace.load(tmp_path / "la.pt", case.model)):
+        again.calibrate(case.x, case.y)
+        assert again.calibration == due.calibration and again.messages == due.messages
+        state = again.state_dict()
+        assert all(torch.equal(state[n], t) for n, t in due.state_dict().items())
+    assert known == fitted.messages and fitted.calibration is None
+
+
+def test_calibration_is_no_worse_than_a_temperature_but_for_its_prior():
+    """An overfitted network whose posterior predicts well: the first search ends at a local optimum."""
+    numbers = torch.Generator().manual_seed(0)
+    f = 12 * torch.randn(170, 4, generator=numbers).double()
+    y = torch.multinomial((f / 9).softmax(1), 1, generator=numbers)[:, 0]
+    Jw = 6 * torch.randn(9, 170, 4, generator=numbers).double()
+    Jw[0] = 1.6 * f + 4 * torch.randn(170, 4, generator=numbers)
+    problem = examples(Classification(), f, Jw, y)
+
+    def value(table):
+        return Products(Classification(), f, Jw).prediction(table).log_prob(y).sum().item()
+
+    factors = torch.linspace(0.02, 2, 100)
+    alone = max(Classification().log_prob(t * f, y).sum().item() for t in factors)
+    numbers = numbers_of(Classification())
+    once, _ = numbers.at(most_probable(numbers._replace(of_network=None), parts_of(problem)))
+    assert value(once) < alone - 6 and alone - 2 < value(fit(problem).table)
+
+
+def test_point_predictions_are_kept_where_their_change_is_within_noise():
+    f = draw(60, 1)
+    other = f + 0.02 * draw(60, 1, seed=1)
+    y = f + 0.3 * draw(60, 1, seed=2)
+    Jw = torch.cat([other[None], 0.1 * draw(4, 60, 1, seed=3)])
+    for mean in ("network", "linear"):
+        before = posterior_alone(mean)
+        found = fit(examples(Regression(1.0), f, Jw, y), before)
+        assert torch.equal(found.table[0, 1:3], before[0, 1:3]) and found.calibration.applied
+        assert found.calibration.rmse[0] == found.calibration.rmse[1]
+        assert str(found.calibration).endswith("; point predictions are unchanged")
+    far = torch.cat([f[None] + 1, Jw[1:]])
+    found = fit(examples(Regression(1.0), f, far, y), posterior_alone("linear")).calibration
+    errors = (f + 1 - y).square().mean().sqrt().item()
+    assert found.rmse == (pytest.approx(errors), pytest.approx(0.3, abs=0.06))
+    first, second = found.rmse
+    assert f"point predictions have changed, RMSE {first:.4g} → {second:.4g}" in str(found)
 
 
 def test_ignored_labels_are_no_examples():

@@ -55,36 +55,6 @@ def test_a_fit_that_fails_leaves_the_earlier_posterior(point, monkeypatch):
         fresh(case.x)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_first_scaling_is_kept_if_the_second_fails(error, monkeypatch, caplog):
-    case, one = tiny.fitted(g_prior="root", validation=FIRST)
-    calls, learn = [], laplace.learn
-
-    def once(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 2:
-            raise error("planted")
-        return learn(*args, **kwargs)
-
-    monkeypatch.setattr(laplace, "learn", once)
-    monkeypatch.setattr(laplace, "choose_scalings", lambda *_: ("root", "half"))
-    la = LinearisedLaplace(case.model, "classification", num_samples=4)
-
-    def fit():
-        la.fit(case.x, case.y, validation=[(case.x[:20], case.y[:20])], progress_bar=False)
-
-    if error is RuntimeError:
-        fit()
-        assert (
-            "The fit with g_prior='half' failed" in la.messages[-1] and "planted" in la.messages[-1]
-        )
-        assert "g_prior='root' is kept" in repr(la) and la.messages[-1] in caplog.text
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            fit()
-    assert_close(la(case.x), one(case.x))
-
-
 def test_a_load_that_fails_leaves_the_earlier_posterior():
     case, la = tiny.fitted(g_prior=True)
     _, other = tiny.fitted(g_prior=True, seed=1)

@@ -64,14 +64,17 @@ class Batch(NamedTuple):
             yield self
             return
         for start in range(0, rows, size):
-            piece = slice(start, min(rows, start + size))
-            yield self._replace(
-                rows=self.rows[piece],
-                inputs=cut(self.inputs, rows, piece),
-                targets=self.targets[piece],
-                weights=None if self.weights is None else self.weights[piece],
-                cache=None,
-            )
+            yield self.part(slice(start, min(rows, start + size)))
+
+    def part(self, piece: slice) -> Batch:
+        """Return some of the examples of a batch that can be cut."""
+        return self._replace(
+            rows=self.rows[piece],
+            inputs=cut(self.inputs, len(self.rows), piece),
+            targets=self.targets[piece],
+            weights=None if self.weights is None else self.weights[piece],
+            cache=None,
+        )
 
     def copied(self) -> Batch:
         """Return a copy of the batch."""

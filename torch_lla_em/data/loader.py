@@ -190,6 +190,8 @@ class Data:
         if self._most:
             return self._most / self.facts.num_rows
         batches, size = self.num_batches(), self.group.size
+        if self._source.by_examples:
+            return 1 / size
         return -(-batches // size) / batches if batches else 1 / size
 
     def num_steps(self) -> int | None:

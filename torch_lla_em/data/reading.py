@@ -96,7 +96,8 @@ class Reader:
         self.num_read = seen = 0
         workers = [Identity() for _ in range(self.source.num_workers)]
         for place, numbers, raw in self.source.batches(first, step, seed):
-            if numbers is None and place % step != first:  # another rank's
+            is_others = numbers is None and place % step != first  # another rank's
+            if is_others and not self.source.by_examples:
                 raw, _ = without_weights(raw, self._weights)
                 seen += len((self._target_fn or default_targets)(raw))
                 continue
@@ -111,7 +112,14 @@ class Reader:
             seen, self.num_read = seen + size, self.num_read + 1
             if len(workers) > 1:
                 workers[place % len(workers)].add((targets, inputs))
-            yield Batch(place, numbers, inputs, targets, weights=weights)
+            batch = Batch(place, numbers, inputs, targets, weights=weights)
+            if self.source.by_examples and step > 1:
+                can_be_cut = row_form(batch.tensors(), size) is not None
+                if not can_be_cut and is_others:
+                    continue
+                batch = batch.part(slice(first, None, step)) if can_be_cut else batch
+            if len(batch.rows):
+                yield batch
         if len(workers) > 1 and all(w.num_rows and w.agrees(workers[0]) for w in workers):
             raise ValueError(_REPEATED.format(len(workers)))
 

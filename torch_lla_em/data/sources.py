@@ -78,7 +78,8 @@ class Source:
 
     A ``DataLoader`` that shuffles is read in the order of its dataset, since the posterior does not
     depend on the order. Other loaders are read in their own order. Each of R ranks takes every R-th
-    batch; a loader that cannot skip batches is read by all ranks.
+    batch; a loader that cannot skip batches is read by all ranks. Of a list of fewer batches, such as the
+    tensors of ``fit(x, y)``, it takes every R-th example of each.
     """
 
     def __init__(self, loader: Any, num_ranks: int = 1):
@@ -90,6 +91,9 @@ class Source:
         sampler, rows = _sampler(loader), fixed_order(loader, num_ranks)
         self.is_list = type(loader) in (list, tuple)
         """Whether all batches are in memory."""
+
+        self.by_examples = self.is_list and len(loader) < num_ranks
+        """Whether ranks share the examples of each batch, and not the batches."""
 
         self.keeps_order = self.is_list or rows is not None
         """Whether batches come in the order of a list, or of a dataset."""

@@ -72,20 +72,16 @@ def allows_span(problem: Problem, options: FitOptions) -> bool:
     return options.has_default_solver and not options.layerwise and has_one_noise(problem)
 
 
-def choose_scalings(
-    g_prior: bool | str | None, variational: bool, validated: bool
-) -> tuple[bool | str, ...]:
-    """Return the values of ``g_prior`` to fit; with several, the validation set decides.
+def choose_scaling(g_prior: bool | str | None, variational: bool) -> bool | str:
+    """Return the value of ``g_prior`` to fit, None if the user leaves it open.
 
     With variational curvature most networks predict better with "root", and those with many idle
     parameters (raw pixels, some CNNs) with "half"; "auto" chooses by their share. Gaussian
     likelihoods predict best with True.
     """
     if g_prior is not None:
-        return (g_prior,)
-    if not variational:
-        return (True,)
-    return ("root", "half") if validated else ("auto",)
+        return g_prior
+    return "auto" if variational else True
 
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:

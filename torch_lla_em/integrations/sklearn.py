@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 from torch_lla_em.distil import distilled
 from torch_lla_em.integrations import needs
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import current_group, first, report
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
@@ -41,7 +41,7 @@ _FITTING = threading.Lock()
 
 
 def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and value >= least
+    return isinstance(value, Integral) and int(value) >= least
 
 
 _VALID = {
@@ -55,14 +55,16 @@ _VALID = {
 class _Standardise(nn.Module):
     """Shift and scale inputs by the mean and standard deviation of the training data."""
 
+    mean: Tensor
+    width: Tensor
+
     def __init__(self, x: Tensor):
         super().__init__()
         self.register_buffer("mean", x.mean(0))
         self.register_buffer("width", _width(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        standard: Tensor = (x - self.mean) / self.width
-        return standard
+        return (x - self.mean) / self.width
 
 
 class _Estimator(BaseEstimator):
@@ -73,6 +75,7 @@ class _Estimator(BaseEstimator):
 
     _likelihood: Any
     _options: dict[str, Any] = {}
+    laplace_: Any
 
     def __init__(
         self,
@@ -139,7 +142,8 @@ class _Estimator(BaseEstimator):
             weights = torch.tensor(checked)
         if weights is not None and self.ensemble is not None:
             raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        own = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = current_group().meet(own, first)  # every rank trains the same network
         options = {"num_samples": self.num_samples, "seed": seed, **self._options}
         options |= self.options or {}
         train, held_out = partial(self._trained, outputs=outputs), None
@@ -233,7 +237,8 @@ class _Estimator(BaseEstimator):
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
         members = getattr(self.laplace_, "members", [self.laplace_])
         own = next(members[0].model.parameters()).dtype
-        student, predictor = self.student_, self.laplace_
+        predictor: Any = self.laplace_
+        student = self.student_
         if student is not None and (not held_out or student.reference_scores is not None):
             predictor = student
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)

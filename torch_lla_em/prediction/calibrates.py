@@ -12,12 +12,12 @@ from torch_lla_em.data import paired
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, calibrated, half_as_reference
 from torch_lla_em.prediction.check import Check, checked
-from torch_lla_em.prediction.passes import pushed_under_each
+from torch_lla_em.prediction.passes import unseen_under_all
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushforward import Pushforward, joined, stack_members
+from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.reference import Reference, Stated
-from torch_lla_em.runtime import collected, group_of
+from torch_lla_em.runtime import collected, first, group_of
 
 Own = TypeVar("Own", bound="Calibrates")
 
@@ -28,6 +28,10 @@ class Calibrates:
     def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
         """Return the posteriors; raise an error if one is not fitted or its network has changed."""
         raise NotImplementedError
+
+    def _as_fitted(self) -> tuple[Posterior, ...]:
+        """Return the posteriors from which ``calibrate`` starts: those of an ensemble as they are."""
+        return self._members()
 
     @property
     def _components(self) -> Components:
@@ -98,7 +102,7 @@ class Calibrates:
         """
         stated = Stated(groups, weights)
         data = paired(loader, targets)
-        self._keep(*calibrated_on(self._members(), self._components, data, stated))
+        self._keep(*calibrated_on(self._as_fitted(), data, stated))
         return self
 
     def check(
@@ -133,23 +137,22 @@ class Calibrates:
 
 
 def calibrated_on(
-    posteriors: Sequence[Posterior],
-    components: Components,
-    loader: Any,
-    stated: Stated = Stated(),
+    posteriors: Sequence[Posterior], loader: Any, stated: Stated = Stated()
 ) -> tuple[CalibratedComponents, Reference, list[str]]:
-    """Return what ``calibrate`` finds in one pass for each network, and its warnings."""
+    """Return what ``calibrate`` finds in one pass for each network, and its warnings.
+
+    The ranks of a posterior share the pass, and each has the products of all examples after it.
+    """
     alone = len(posteriors) == 1  # an ensemble is calibrated by each process on its own
     group = group_of(posteriors[0].setting.shard if alone else None)
+    tables = tuple(posterior.result.mixture for posterior in posteriors)
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
-        each = map(joined, pushed_under_each(posteriors, loader, group))
-        data = stack_members(list(each))
-        if group.size > 1 and not stated.is_shared:
-            raise ValueError(
-                "calibrate takes integers as groups, and weights, in a single process only: every rank reads "
-                'its own share of the examples. Call it on one rank, or with groups="classes".'
-            )
+        data = unseen_under_all(posteriors, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        found = calibrated([data], [components.tables], group)
-        return found, half_as_reference(data, group, stated), messages
+        found = calibrated([data], [tables])
+        # ranks may round differently
+        table, noise = map(group.from_first, found[:2])
+        found = found._replace(table=table, noise=noise)
+        found = found._replace(calibration=group.meet(found.calibration, first))
+        return found, half_as_reference(data, found.numbers, stated), messages

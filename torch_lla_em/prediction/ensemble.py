@@ -24,7 +24,7 @@ from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
 from torch_lla_em.prediction.summary import PrintedResult
-from torch_lla_em.runtime import Group, collected, files
+from torch_lla_em.runtime import collected, files
 
 
 class Ensemble(PrintedResult, Exports, nn.Module):
@@ -79,7 +79,7 @@ class Ensemble(PrintedResult, Exports, nn.Module):
         self.calibration, self.table, self.noise = found.calibration, None, None
         for name, tensor in zip(REFERENCE, reference):
             setattr(self, name, tensor)
-        self.messages += [words for words in messages if words not in self.messages]
+        self.messages = messages
         if found.calibration.applied:
             self.table = found.table
             sigma = self.members[0].likelihood.observation_noise
@@ -92,7 +92,7 @@ class Ensemble(PrintedResult, Exports, nn.Module):
         with collected(messages), torch.inference_mode(False), torch.no_grad():
             each = zip(self._members(), unseen)
             parts = [joined(part for _, part in pushed(*pair)) for pair in each]
-            found = calibrated(parts, [member.mixture for member in self.members], Group())
+            found = calibrated(parts, [member.mixture for member in self.members])
             reference = folds_as_reference(parts, found)
         self._keep(found, reference, messages)
 

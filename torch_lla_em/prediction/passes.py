@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, Identity, distinct
 from torch_lla_em.prediction.posterior import Posterior
-from torch_lla_em.prediction.pushforward import Pushforward, stack_members
+from torch_lla_em.prediction.pushforward import Pushforward, joined, stack_members
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -24,37 +25,31 @@ training examples below which equal ones are no sign of it."""
 def over_batches(
     posterior: Posterior,
     loader: Iterable[Any],
-    take: Callable[[Any, Pushforward], Taken],
+    take: Callable[[Batch, Pushforward], Taken],
     group: Group = Group(),
     unseen: bool = False,
 ) -> list[Taken]:
-    """Return the values of ``take(inputs, products)`` at every batch of a loader; one pass.
+    """Return the values of ``take(batch, products)`` at every batch of a loader; one pass.
 
     Products are not kept beyond the batch unless ``take`` returns them. Each rank of the group has
-    batches of its own; a rank without data has one without examples. If all examples are to be
-    ``unseen``, training examples are refused.
+    batches of its own. If all examples are to be ``unseen``, training examples are refused.
     """
     model, columns = posterior.setting.linear_model, posterior.columns()
 
     def at(batch: Batch, f: Tensor, Jw: Tensor) -> Taken:
-        return take(batch.inputs, posterior.of_products(f, Jw, batch.targets))
+        return take(batch, posterior.of_products(f, Jw, batch.targets))
 
     with torch.inference_mode(False), torch.no_grad():
         data = Data(loader, model.network.device, posterior.setting.target_fn, group.joined())
         found = Problem(model, posterior.likelihood, data).push_forward(columns, at)
         if unseen and data.identity is not None:
             refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
-        outputs = (1,) if posterior.result.constant is None else posterior.result.constant.shape
-        none = torch.zeros(len(columns), 0, *outputs, device="cpu")
-        empty = posterior.of_products(none[0], none, none.new_zeros(0))
-        return found or [take(None, empty)]
+        return found
 
 
-def pushed(
-    posterior: Posterior, loader: Iterable[Any], group: Group = Group(), unseen: bool = False
-) -> list[tuple[Any, Pushforward]]:
+def pushed(posterior: Posterior, loader: Iterable[Any]) -> list[tuple[Any, Pushforward]]:
     """Return the inputs of every batch of a loader and their products; one pass."""
-    return over_batches(posterior, loader, lambda *pair: pair, group, unseen)
+    return over_batches(posterior, loader, lambda batch, part: (batch.inputs, part))
 
 
 def under_all(
@@ -73,19 +68,43 @@ def under_all(
     return [(inputs[0], stack_members(parts)) for inputs, parts in batches]
 
 
-def pushed_under_each(
-    posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group = Group()
-) -> Iterator[list[Pushforward]]:
-    """Yield the batches of a loader under each posterior; raise an error if passes differ.
+def unseen_under_all(
+    posteriors: Sequence[Posterior], loader: Iterable[Any], group: Group
+) -> Pushforward:
+    """Return all examples of a loader under all posteriors, of which each rank has computed its share.
 
-    Training examples of a posterior are refused.
+    Training examples of a posterior are refused, and passes that differ.
     """
-    known = None
+    each: list[Pushforward] = []
     for posterior in posteriors:
-        posterior.setting.require(surely=True)
-        parts = [part for _, part in pushed(posterior, loader, group, unseen=True)]
-        known = same_targets([part.y for part in parts], known)
-        yield parts
+        group.agree(partial(posterior.setting.require, surely=True))
+        own = over_batches(posterior, loader, lambda *pair: pair, group, unseen=True)
+        whole = _of_all_ranks(own, posterior, group)
+        same_targets([whole.y], each[0].y.flatten().cpu() if each else None)
+        each.append(whole)
+    return stack_members(each)
+
+
+def _of_all_ranks(
+    own: list[tuple[Batch, Pushforward]], posterior: Posterior, group: Group
+) -> Pushforward:
+    """Return the examples of all ranks in the order of the data."""
+    if group.size == 1:
+        return joined(part for _, part in own)
+    constant, device = posterior.result.constant, posterior.setting.linear_model.network.device
+
+    def parts() -> tuple[Tensor, Pushforward]:
+        if own:
+            numbers = torch.cat([batch.rows for batch, _ in own])
+            return numbers.to(device), joined(part for _, part in own)
+        outputs, count = (1,) if constant is None else constant.shape, len(posterior.columns())
+        none = torch.zeros(count, 0, *outputs, device=device)  # gets the form that others have
+        return none[0].flatten().long(), posterior.of_products(none[0], none, none[0].flatten())
+
+    numbers, data = group.agree(parts)
+    order, (one,) = group.gather(numbers).argsort(), data.members
+    f, y, Jw = (group.gather(rows)[order] for rows in (one.f, data.y, one.Jw.movedim(1, 0)))
+    return Pushforward((one._replace(f=f, Jw=Jw.movedim(0, 1)),), y)
 
 
 def same_targets(each: list[Tensor], known: Tensor | None) -> Tensor:

@@ -71,6 +71,14 @@ class Setting(NamedTuple):
             )
 
 
+class Replaced(NamedTuple):
+    """What ``calibrate`` has replaced of a posterior as fitted."""
+
+    mixture: Tensor
+    sigma_noise: Tensor | None
+    messages: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
     """The result of a fit. It is replaced as a whole and never changed."""
@@ -110,6 +118,9 @@ class Posterior:
 
     messages: tuple[str, ...] = ()
     """The memory plan, then the warnings of the fit and of ``calibrate``."""
+
+    replaced: Replaced | None = None
+    """What the last ``calibrate`` has replaced, from which the next one starts; None before the first."""
 
     @classmethod
     def of_fit(
@@ -176,13 +187,24 @@ class Posterior:
         error = self.result.mean_error
         return Pushforward((Products(self.likelihood, f, Jw, training, class_dim, error),), y)
 
+    def as_fitted(self) -> Posterior:
+        """Return this posterior without what ``calibrate`` has found."""
+        if self.replaced is None:
+            return self
+        mixture, sigma, messages = self.replaced
+        result = self.result._replace(mixture=mixture, sigma_noise=sigma)
+        likelihood = self.likelihood if sigma is None else self.likelihood.with_noise(sigma)
+        cleared: dict[str, Any] = dict.fromkeys(("replaced", "calibration", "reference"))
+        return replace(self, result=result, likelihood=likelihood, messages=messages, **cleared)
+
     def calibrated(
         self, found: CalibratedComponents, reference: Reference, messages: list[str]
     ) -> Posterior:
-        """Return this posterior with what ``calibrate`` has found."""
+        """Return this posterior, as fitted, with what ``calibrate`` has found."""
         own = tuple(words for words in messages if words not in self.messages)
         known = replace(
             self,
+            replaced=Replaced(self.result.mixture, self.result.sigma_noise, self.messages),
             reference=reference,
             room=max(self.room, self.setting.room()),
             calibration=found.calibration,
@@ -204,5 +226,5 @@ class Posterior:
         return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
 
 
-_MOVED = "result", "largest_variance", "training_distances", "reference"
+_MOVED = "result", "largest_variance", "training_distances", "reference", "replaced"
 """Fields that hold tensors."""

@@ -150,8 +150,11 @@ class Pushforward(NamedTuple):
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""
-        alone = self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
-        return alone.prediction(posterior_alone())
+        return self.without_samples().prediction(posterior_alone())
+
+    def without_samples(self) -> Pushforward:
+        """Return the examples for predictions of the networks, without the samples."""
+        return self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
 
     def plain(self) -> Pushforward:
         """Return the examples without training examples, whose means are not shrunk."""

@@ -44,11 +44,6 @@ class Stated(NamedTuple):
     weights: Any = None
     """A weight for each example; None: all are equal."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether nothing is stated of single examples, of which every rank would need its share."""
-        return self.weights is None and (self.groups is None or isinstance(self.groups, str))
-
     def checked(self, count: int, device: torch.device) -> Stated:
         """Return groups and weights of so many examples as tensors; raise an error if they are not."""
         groups, weights = self.groups, self.weights

@@ -12,7 +12,7 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.calibration import restored
-from torch_lla_em.prediction.posterior import Posterior, Setting
+from torch_lla_em.prediction.posterior import Posterior, Replaced, Setting
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory
@@ -23,6 +23,9 @@ _RESULT = (
     "constant",
 )
 """Tensors of a fit's result that have the same name in files."""
+
+_REPLACED = "fitted_mixture", "fitted_sigma_noise"
+"""Tensors of a posterior as fitted that ``calibrate`` has replaced."""
 
 _NEEDED = (
     *("w_samples", "certificate", "w_lin", "scale", "prior_precision", "mixture"),
@@ -89,6 +92,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "history": posterior.history,
         "calibration": posterior.calibration,
         "said": posterior.messages,
+        "said_by_fit": posterior.replaced and posterior.replaced.messages,
         "complete": posterior.result.complete,
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
@@ -102,6 +106,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "training_deviations": result.examples,
         "largest_variance": posterior.largest_variance,
         "training_distances": posterior.training_distances,
+        **dict(zip(_REPLACED, posterior.replaced or ())),
         **dict(zip(REFERENCE, posterior.reference or ())),
     }
     return {
@@ -132,6 +137,10 @@ def posterior_of(
         complete=record.get("complete", True),
     )
     sigma, reference = result.sigma_noise, [tensor(name) for name in REFERENCE]
+    replaced = None
+    if record.get("said_by_fit") is not None:
+        mixture, sigma_before = (tensor(name) for name in _REPLACED)
+        replaced = Replaced(mixture, sigma_before, tuple(record["said_by_fit"]))
     return Posterior(
         setting,
         given if sigma is None else given.with_noise(sigma),
@@ -145,6 +154,7 @@ def posterior_of(
         trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ["The memory plan was not saved."])),
+        replaced=replaced,
     )
 
 

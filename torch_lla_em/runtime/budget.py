@@ -27,10 +27,6 @@ class Budget:
         """Return the seconds that are left on the slowest rank."""
         return self._least(self._seconds - self.elapsed)
 
-    def share(self, fits: int) -> float | None:
-        """Return the seconds for the next of so many fits; None without a limit."""
-        return None if self._seconds == inf else max(self.left(), 1e-3) / fits
-
     def ends(self) -> bool:
         """Return whether the step after the one that ends now would exceed the budget."""
         now = time.monotonic()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+Own = TypeVar("Own")
 
 
 class Group:
@@ -22,6 +24,10 @@ class Group:
         """
         return merge([value])
 
+    def agree(self, act: Callable[[], Own]) -> Own:
+        """Return this rank's ``act()``; an error on one rank is raised on all of them."""
+        return act()
+
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks, in place and bitwise the same on every rank."""
         return total
@@ -31,7 +37,10 @@ class Group:
         return number
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (m, ...) of all ranks, in their order, shape (Σ m, ...)."""
+        """Return the rows (m, ...) of all ranks, in their order, shape (Σ m, ...).
+
+        A rank without rows may have any shape and dtype of the others'.
+        """
         return rows
 
     def from_first(self, tensor: Tensor) -> Tensor:
@@ -59,6 +68,21 @@ class ProcessGroup(Group):
         dist.all_gather_object(every, value)
         return merge(every)
 
+    def agree(self, act: Callable[[], Own]) -> Own:
+        """Return this rank's ``act()``, or raise an error."""
+        fault: Exception | None = None
+        try:
+            own = act()
+        except Exception as error:
+            fault = error
+        faults = self.meet(None if fault is None else f"{type(fault).__name__}: {fault}", list)
+        if fault is not None:
+            raise fault
+        for rank, words in enumerate(faults):
+            if words is not None:
+                raise RuntimeError(f"Rank {rank} failed, so that the others cannot go on. {words}")
+        return own
+
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks."""
         total = total.contiguous()
@@ -71,11 +95,12 @@ class ProcessGroup(Group):
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, which may differ in number."""
-        shapes = self.meet(tuple(rows.shape), list)
-        counts, rest = [shape[0] for shape in shapes], next((s[1:] for s in shapes if s[0]), ())
-        padded = rows.new_zeros(max(counts), *rest)
+        forms = self.meet((len(rows), rows.shape[1:], rows.dtype), list)
+        counts = [count for count, *_ in forms]
+        _, rest, dtype = next((form for form in forms if form[0]), forms[0])
+        padded = rows.new_zeros(max(counts), *rest, dtype=dtype)
         padded[: len(rows)] = rows.view(len(rows), *rest)
-        every = rows.new_empty(self.size * len(padded), *rest)
+        every = padded.new_empty(self.size * len(padded), *rest)
         dist.all_gather_into_tensor(every, padded)
         if min(counts) == max(counts):
             return every

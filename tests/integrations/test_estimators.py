@@ -5,10 +5,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from daily import daily
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace
-from torch_lla_em.compat import AverageHeads, posterior
+from torch_lla_em.integrations.estimators import posterior
 
 pytest.importorskip("sklearn")
 
@@ -20,19 +20,19 @@ LABELS = np.array(["low", "middle", "high"])[
 Y = np.sin(X[:, :2]) + 0.2 * rng.normal(size=(120, 2))
 
 
-def trained(name, y, **options):
+def trained(name, y, x=X, **options):
     from sklearn import neural_network
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not converged
         estimator = getattr(neural_network, name)(
             hidden_layer_sizes=(6, 5),
-            max_iter=60,
+            max_iter=40,
             learning_rate_init=0.02,
             random_state=0,
             **options,
         )
-        return estimator.fit(X, y)
+        return estimator.fit(x, y)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh", "logistic", "identity"])
@@ -46,7 +46,6 @@ def test_a_perceptron_is_converted_exactly(activation):
     np.testing.assert_allclose(found, regressor.predict(X), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.slow
 def test_classes_have_the_labels_of_the_estimator():
     classifier = trained("MLPClassifier", LABELS)
     la = posterior(classifier, num_samples=8).fit(X, LABELS)
@@ -62,25 +61,39 @@ def test_classes_have_the_labels_of_the_estimator():
         la.fit(X[:1], ["other"])
 
 
-def test_two_classes_have_one_logit():
-    y = np.where(LABELS == "high", "yes", "no")
+@pytest.mark.parametrize("words", [False, True])
+def test_two_classes_have_one_logit_and_their_own_labels(words):
+    y = np.where(LABELS == "high", "yes", "no") if words else (LABELS == "high").astype(int)
     classifier = trained("MLPClassifier", y)
     la = posterior(classifier, num_samples=8)
     logit = la.laplace.model(torch.tensor(X)).sigmoid().detach().numpy()
     np.testing.assert_allclose(logit[:, 0], classifier.predict_proba(X)[:, 1])
-    probs = la.fit(X, y).predict_proba(X)
+    probs = la.fit(X, y.tolist()).predict_proba(X)
     assert probs.shape == (120, 2) and (la.predict(X) == y).mean() > 0.8
-    likelihood = np.where(y == "yes", probs[:, 1], probs[:, 0])
+    likelihood = np.where(y == np.unique(y)[1], probs[:, 1], probs[:, 0])
     assert -np.log(likelihood).mean() < 0.6
+    for other in (LABELS, y == 3 if words else np.where(y, "1", "0"), np.full(120, 2)):
+        with pytest.raises(ValueError, match="has not seen"):
+            la.fit(X, other)
 
 
-def test_several_labels_are_predicted_as_indicators():
+def test_columns_that_the_estimator_would_refuse_are_refused():
+    pandas, y = pytest.importorskip("pandas"), LABELS == "high"
+    frame = pandas.DataFrame(X, columns=list("abcd"))
+    la = posterior(trained("MLPClassifier", y, frame), num_samples=8).fit(frame, y)
+    with pytest.raises(ValueError, match="same order"):
+        la.predict(frame[list("dcba")])
+    with pytest.raises(ValueError, match="missing"):
+        la.predict(frame[list("abc")])
+    sparse = pytest.importorskip("scipy.sparse").csr_matrix(X)
+    own = posterior(trained("MLPClassifier", y), num_samples=8).fit(sparse, y)
+    np.testing.assert_allclose(own.predict_proba(sparse), own.predict_proba(X))
+
+
+def test_several_labels_and_continuous_targets():
     y = np.stack([X[:, 0] > 0, X[:, 1] > 0], axis=1).astype(int)
     la = posterior(trained("MLPClassifier", y), num_samples=8).fit(X, y)
     assert la.predict_proba(X).shape == (120, 2) and (la.predict(X) == y).mean() > 0.8
-
-
-def test_a_regressor_has_standard_deviations():
     la = posterior(trained("MLPRegressor", Y), num_samples=8).fit(X, Y)
     mean, deviation = la.predict(X, return_std=True)
     assert mean.shape == deviation.shape == (120, 2)
@@ -94,12 +107,12 @@ def skorch_net(name, module, y, **options):
         warnings.simplefilter("ignore")
         skorch = pytest.importorskip("skorch")
         torch.manual_seed(0)
-        net = getattr(skorch, name)(module, max_epochs=40, lr=0.1, verbose=0, **options)
+        net = getattr(skorch, name)(module, max_epochs=20, lr=0.1, verbose=0, **options)
         return net.fit(X.astype(np.float32), y)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loss", ["NLLLoss", "CrossEntropyLoss"])
+@pytest.mark.parametrize("loss", daily("NLLLoss", rest=["CrossEntropyLoss"]))
 def test_a_classifier_of_skorch(loss):
     layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)]
     module = nn.Sequential(*layers, *[nn.Softmax(-1)] * (loss == "NLLLoss"))
@@ -109,7 +122,7 @@ def test_a_classifier_of_skorch(loss):
     la = posterior(net, num_samples=8)
     found = la.laplace.model(la.inputs(x)).softmax(-1).detach().numpy()
     np.testing.assert_allclose(found, net.predict_proba(x), rtol=1e-4, atol=1e-6)
-    assert (la.fit(x, labels).predict(x) == labels).mean() > 0.6
+    assert (la.fit(x, labels).predict(x) == labels).mean() > 0.5
     with pytest.raises(TypeError, match="must be one array"):
         la.fit({"x": x}, labels)
 
@@ -131,6 +144,8 @@ def test_a_binary_classifier_and_a_regressor_of_skorch():
     net = skorch_net("NeuralNetRegressor", nn.Linear(4, 2), targets, criterion=nn.L1Loss)
     with pytest.raises(TypeError, match="criterion L1Loss"):
         posterior(net)
+    with pytest.raises(ValueError, match="not trained"):
+        posterior(type(net)(nn.Linear(1, 1)))
 
 
 def test_estimators_without_a_network_are_refused():
@@ -141,38 +156,3 @@ def test_estimators_without_a_network_are_refused():
         posterior(LogisticRegression())
     with pytest.raises(ValueError, match="not trained"):
         posterior(MLPClassifier())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        skorch = pytest.importorskip("skorch")
-    with pytest.raises(ValueError, match="not trained"):
-        posterior(skorch.NeuralNetClassifier(nn.Linear(1, 1)))
-
-
-def test_heads_are_averaged_as_probabilities():
-    heads = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)))
-    x = torch.tensor(X).float()
-    expected = heads(x).softmax(-1).mean(1)
-    torch.testing.assert_close(AverageHeads(heads)(x).softmax(-1), expected)
-    torch.testing.assert_close(AverageHeads(heads, classes=False)(x), heads(x).mean(1))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("arch_type", ["tabm", "tabm-mini"])
-def test_a_tabm_has_a_posterior(arch_type):
-    tabm = pytest.importorskip("tabm")
-    torch.manual_seed(0)
-    model = tabm.TabM.make(
-        n_num_features=4, d_out=3, k=4, n_blocks=1, d_block=8, dropout=0.1, arch_type=arch_type
-    )
-    x, y = torch.tensor(X).float(), torch.tensor(np.searchsorted(np.unique(LABELS), LABELS))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.02)
-    for _ in range(60):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x).flatten(0, 1), y.repeat_interleave(4)).backward()
-        optimiser.step()
-    network = AverageHeads(model.eval())
-    la = LinearisedLaplace(network, "classification", num_samples=8)
-    la.fit(x, y, progress_bar=False)
-    before = network(x).log_softmax(-1).gather(1, y[:, None]).mean()
-    after = la.predict(x).log_prob(y).mean()
-    assert after > before - 0.2 and la.certificate.max() < 1

@@ -1,0 +1,439 @@
+"""The interface of laplace-torch: its numbers, its documentation's examples, and what is gone."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from tiny import fitted, tiny
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_lla_em import LinearisedLaplace, NotFittedError
+from torch_lla_em.integrations import laplace_torch
+from torch_lla_em.integrations.laplace_torch import Laplace
+
+KINDS = [("classification", "all"), ("regression", "all"), ("classification", "last_layer")]
+
+
+def imported(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name)
+
+
+def case_of(kind):
+    case = tiny(kind)
+    return case.model, case.x, DataLoader(TensorDataset(case.x, case.y), 7)
+
+
+def with_basis(ours, covariance):
+    """Give a posterior a basis of a covariance as its samples."""
+    basis = len(covariance) ** 0.5 * torch.linalg.cholesky(covariance).T
+    ours.posterior.load_state_dict({**ours.posterior.state_dict(), "w_samples": basis})
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def both(request):
+    """laplace-torch's full posterior and evidence, and ours with a basis of its covariance as samples."""
+    (kind, subset), Theirs = request.param, imported("laplace").Laplace
+    model, x, loader = case_of(kind)
+    options = {"subset_of_weights": subset, "hessian_structure": "full", "prior_precision": 2.0}
+    options |= {"temperature": 0.7, "prior_mean": 0.1}
+    options |= {"sigma_noise": 0.4} if kind == "regression" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = Theirs(model, kind, **options)
+        theirs.fit(loader)
+    covariance = theirs.posterior_covariance
+    ours = Laplace(model, kind, num_samples=len(covariance), **options)
+    ours.fit(loader)
+    drawn = ours.posterior.w_samples
+    # the variance of each sum of all weights, whose relative error is √(2/K)
+    spread = drawn.sum(1).square().mean() / covariance.sum()
+    assert abs(spread - 1) < 5 * (2 / len(drawn)) ** 0.5
+    # the log det is a mean over samples; everything else is exact
+    error = ours.posterior.log_marginal_likelihood().standard_error
+    assert abs(ours.log_marginal_likelihood() - theirs.log_marginal_likelihood()) < 5 * error
+    with_basis(ours, covariance)
+    return theirs, ours, x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_predictions_equal_those_of_laplace_torch(both):
+    theirs, ours, x = both
+    if ours.likelihood == "classification":
+        near = {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(ours(x), theirs(x), **near)
+        assert (ours(x, link_approx="mc", n_samples=4000) - theirs(x)).abs().max() < 0.1
+    else:
+        for options in ({}, {"joint": True}, {"diagonal_output": True}):
+            for one, other in zip(ours(x, **options), theirs(x, **options), strict=True):
+                torch.testing.assert_close(one, other.view_as(one), rtol=1e-5, atol=1e-6)
+    assert ours.n_data == theirs.n_data
+    torch.testing.assert_close(ours.mean, theirs.mean)
+
+
+def test_the_evidence_is_that_of_the_fitted_precision_and_noise():
+    """Its differences are exact: of the prior's mean, and of σ as of the posterior at that σ."""
+    model, _, loader = case_of("regression")
+    la = Laplace(model, "regression", "all", prior_precision=2.0)
+    la.fit(loader)
+    other = Laplace(model, "regression", "all", prior_precision=2.0, prior_mean=0.5)
+    other.fit(loader)
+    due = 0.5 * 2 * ((la.mean - 0.5).square().sum() - la.mean.square().sum())
+    torch.testing.assert_close(la.log_marginal_likelihood() - other.log_marginal_likelihood(), due)
+    la.sigma_noise, la.prior_precision = 0.4, 3.0
+    direct = Laplace(model, "regression", "all", prior_precision=3.0, sigma_noise=0.4)
+    direct.fit(loader)
+    assert la.log_marginal_likelihood() == direct.log_marginal_likelihood()
+    la.optimize_prior_precision()
+    assert la.posterior.prior_precision == la.prior_precision
+    assert la.sigma_noise == pytest.approx(0.4, rel=0.2)  # the noise of the data
+    learnt, given = (each.posterior.log_marginal_likelihood() for each in (la, direct))
+    assert learnt.value > given.value
+    la.optimize_prior_precision(prior_structure="layerwise")
+    assert la.prior_precision.shape == (4,)
+    with pytest.raises(ValueError, match="one precision per tensor"):
+        la.log_marginal_likelihood()
+
+
+README = """
+la = Laplace(model, "classification",
+             subset_of_weights="all",
+             hessian_structure="diag")
+la.fit(train_loader)
+la.optimize_prior_precision(
+    method="gridsearch",
+    pred_type="glm",
+    link_approx="probit",
+    val_loader=val_loader
+)
+pred = la(x, pred_type="glm", link_approx="probit")
+"""
+
+
+def test_the_example_of_its_readme_runs_with_the_method_that_the_error_names():
+    model, x, loader = case_of("classification")
+    names = {"Laplace": Laplace, "model": model, "train_loader": loader, "x": x}
+    names["val_loader"] = [(x + 0.1, loader.dataset.tensors[1])]
+    with pytest.raises(ValueError, match="la.optimize_prior_precision()") as error:
+        exec(README, names)
+    exec(README.replace('"gridsearch"', '"marglik"'), names)
+    la, pred = names["la"], names["pred"]
+    torch.testing.assert_close(pred.sum(-1), torch.ones(len(x)).double())
+    # the advice on the validation set can be followed
+    for call in ("la.posterior.calibrate(val_loader)", "la.posterior(x)"):
+        assert call in str(error.value)
+        found = eval(call, names)
+    assert found.shape == pred.shape and la.posterior.calibration.num_rows == len(x)
+
+
+@pytest.mark.slow
+def test_the_example_of_its_readme_takes_seconds_for_a_network_of_images():
+    """laplace-torch's grid takes 100 passes over the validation set, a fit for each value more here."""
+    from sklearn.datasets import load_digits
+
+    x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
+    loader = DataLoader(TensorDataset(x.float() / 16, y), 100)
+    la = Laplace(model, "classification", "all", "diag")
+    la.fit(loader)
+    la.optimize_prior_precision()
+    assert sum(step["data_passes"] for step in la.posterior.history[-1:]) < 100
+
+
+def test_samples_have_the_mean_and_covariance_of_the_posterior():
+    model, x, loader = case_of("classification")
+    la = Laplace(model, "classification", "all", num_samples=4)
+    la.fit(loader)
+    few = x[:2]
+    drawn = la.functional_samples(few, n_samples=20_000)
+    assert not torch.equal(drawn, la.functional_samples(few, n_samples=20_000))
+    variance = (la.posterior.predict(few, "network").samples - model(few)).square().mean(0)
+    apart = (drawn.mean(0) - model(few)).abs() / (variance / len(drawn)).sqrt()
+    assert apart.max() < 5
+    assert (drawn.var(0) / variance - 1).abs().max() < 5 * (2 / len(drawn)) ** 0.5
+    soft = la.predictive_samples(few, n_samples=3, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(soft.sum(-1), torch.ones(3, 2).double())
+
+
+class OfDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 2)
+
+    def forward(self, data):
+        return self.body(data["input_ids"])
+
+
+def test_batches_that_are_dicts_are_passed_whole():
+    torch.manual_seed(0)
+    x = torch.randn(20, 3)
+    y = (x[:, 0] + 0.5 * torch.randn(20) > 0).long()
+    la = Laplace(OfDict(), "classification", subset_of_weights="all", hessian_structure="gp")
+    la.fit([{"input_ids": x, "labels": y}])
+    la.optimize_prior_precision()
+    same = Laplace(la.model.body, "classification", "all", prior_precision=la.prior_precision)
+    same.fit([(x, y)])
+    torch.testing.assert_close(la({"input_ids": x, "labels": y}), same(x))
+    evidences = (each.log_marginal_likelihood() for each in (la, same))
+    torch.testing.assert_close(*evidences, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.3}, {"prior_mean": 0.5, "prior_precision": torch.tensor(3.0)}]
+)
+def test_the_state_has_all_that_predictions_and_evidence_need(options, tmp_path):
+    model, x, loader = case_of("regression")
+    la = Laplace(model, "regression", "all", sigma_noise=0.5, **options)
+    la.fit(loader)
+    torch.save(la.state_dict(), tmp_path / "state.bin")
+    other = Laplace(model, "regression", "all")
+    other.load_state_dict(torch.load(tmp_path / "state.bin"))
+    for one, same in zip(la(x), other(x), strict=True):
+        torch.testing.assert_close(one, same)
+    assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
+    assert other.temperature == pytest.approx(la.temperature)
+    other.prior_precision = 1.0
+    for use in (lambda: other(x), other.optimize_prior_precision):
+        with pytest.raises(NotFittedError, match="needs the training data"):
+            use()
+    with pytest.raises(ValueError, match="not saved by this class"):
+        other.load_state_dict({"H": torch.eye(2)})
+
+
+def test_a_changed_network_is_an_error_until_it_is_fitted_again():
+    model, x, loader = case_of("classification")
+    model, la = copy.deepcopy(model), None
+    la = Laplace(model, "classification", "all")
+    la.fit(loader)
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    for use in (la.log_marginal_likelihood, la.state_dict, la.optimize_prior_precision):
+        with pytest.raises(NotFittedError, match="have changed"):
+            use()
+    la.prior_precision = 5.0
+    with pytest.raises(NotFittedError, match="have changed"):
+        la(x)
+    la.fit(loader)
+    assert la(x).shape == (len(x), 3)
+
+
+def test_one_prior_precision_per_tensor_gives_the_layerwise_posterior():
+    model, _, loader = case_of("classification")
+    precision = torch.tensor([0.5, 1.0, 2.0, 4.0]).double()
+    la = Laplace(model, "classification", "all", prior_precision=precision)
+    la.fit(loader)
+    plain = {"prior": "layerwise", "g_prior": False, "curvature": "network"}
+    ours = LinearisedLaplace(model, "classification", **plain)
+    ours.fit(loader, em_steps=0, prior_precision=precision, progress_bar=False)
+    torch.testing.assert_close(la.posterior.w_samples, ours.w_samples)
+
+
+class Reward(nn.Module):
+    """The reward model of the documentation, smaller: two logits of a pair, or one of an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x):
+        return self.net(x.reshape(-1, 3)).reshape(len(x), 2) if x.dim() == 3 else self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_a_reward_model_runs():
+    torch.manual_seed(0)
+    model = Reward().double()
+    x, y = torch.randn(20, 2, 3).double(), torch.arange(20) % 2
+    loader, new = DataLoader(TensorDataset(x, y), batch_size=3), torch.randn(5, 3).double()
+    options = {"likelihood": "reward_modeling", "subset_of_weights": "all"}
+    reference = imported("laplace").Laplace(model, **options, hessian_structure="full")
+    reference.fit(loader)
+    ours = Laplace(model, **options, num_samples=len(reference.mean))
+    ours.fit(loader)
+    error = ours.posterior.log_marginal_likelihood().standard_error
+    apart = ours.log_marginal_likelihood() - reference.log_marginal_likelihood()
+    assert abs(apart) < 5 * error
+    with_basis(ours, reference.posterior_covariance)
+    for one, same in zip(ours(new), reference(new), strict=True):
+        torch.testing.assert_close(one, same.view_as(one), rtol=1e-5, atol=1e-6)
+    ours.optimize_prior_precision()
+    mean, variance = ours(new)
+    assert mean.shape == (5, 1) and variance.shape == (5, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_expected_improvement_runs_with_its_own_enums():
+    imported("laplace")
+    from laplace.utils.enums import HessianStructure, Likelihood, PredType, SubsetOfWeights
+
+    torch.manual_seed(123)
+    model = nn.Sequential(nn.Linear(2, 10), nn.GELU(), nn.Linear(10, 1))
+    loader = DataLoader(TensorDataset(torch.randn(5, 2), torch.randn(5, 1)), batch_size=3)
+    la = Laplace(
+        model,
+        Likelihood.REGRESSION,
+        subset_of_weights=SubsetOfWeights.ALL,
+        hessian_structure=HessianStructure.KRON,
+        enable_backprop=True,
+    )
+    la.fit(loader)
+    la.optimize_prior_precision(PredType.GLM, n_steps=10, lr=0.1)
+    x = torch.randn(10, 2, requires_grad=True)
+    samples = la.functional_samples(x, pred_type=PredType.GLM, n_samples=10)
+    improvement = (samples - 0.123).clamp(0.0).mean(0)
+    (gradient,) = torch.autograd.grad(improvement.sum(), x)
+    assert improvement.shape == (10, 1) and gradient.abs().max() > 0
+    la.enable_backprop = False
+    assert not la.functional_samples(x).requires_grad
+    with pytest.raises(ValueError, match='use "glm"'):
+        la.functional_samples(x, pred_type=PredType.NN)
+
+
+class MyGPT2(nn.Module):
+    def __init__(self, transformers):
+        super().__init__()
+        sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+        config = transformers.GPT2Config(**sizes, pad_token_id=0, num_labels=2)
+        self.hf_model = transformers.GPT2ForSequenceClassification(config)
+
+    def forward(self, data):
+        ids, mask = data["input_ids"], data["attention_mask"]
+        return self.hf_model(input_ids=ids, attention_mask=mask).logits
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_gpt2_with_lora_runs():
+    transformers, peft = imported("transformers"), imported("peft")
+    torch.manual_seed(0)
+    ids, labels = torch.randint(1, 20, (8, 6)), torch.arange(8) % 2
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    model = MyGPT2(transformers).eval().requires_grad_(False)
+    model.hf_model.score.requires_grad_(True)
+    adapters = peft.LoraConfig(r=2, lora_alpha=16, target_modules=["c_attn"], lora_dropout=0.1)
+    for network in (model, peft.get_peft_model(MyGPT2(transformers), adapters).eval()):
+        la = Laplace(
+            network, likelihood="classification", subset_of_weights="all", hessian_structure="diag"
+        )
+        la.fit([batch])
+        la.optimize_prior_precision()
+        assert la(batch).shape == (8, 2)
+        assert len(la.mean) == sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def test_what_is_gone_names_what_to_use():
+    model, x, loader = case_of("classification")
+    given = {"model": model, "likelihood": "classification"}
+    for options, match in (
+        ({"likelihood": "poisson"}, "likelihood"),
+        ({"subset_of_weights": "subnetwork"}, "parameters="),
+        ({"hessian_structure": "block"}, "hessian_structure"),
+        ({"sigma_noise": 2.0}, "observation noise of a regression"),
+        ({"prior_precision": -1.0}, "must be positive"),
+        ({"last_layer_name": "head"}, "parameters="),
+        ({"feature_reduction": "pick_last"}, "forward_fn"),
+        ({"likelihood": "regression", "sigma_noise": torch.ones(2)}, "one positive number"),
+        ({"likelihood": "regression", "sigma_noise": 0.0}, "one positive number"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Laplace(**given | options)
+    with pytest.raises(TypeError, match="no argument 'nonsense'"):
+        Laplace(**given, nonsense=1)
+    la = Laplace(**given, backend=object)
+    for use in (lambda: la(x), la.log_marginal_likelihood, lambda: la.mean):
+        with pytest.raises(NotFittedError, match="not fitted yet"):
+            use()
+    la.fit(loader)
+    refused = {
+        'use "glm"': lambda: la(x, pred_type="nn"),
+        'use "probit"': lambda: la(x, link_approx="bridge"),
+        r"la.fit\(\[\*old_loader": lambda: la.fit(loader, override=False),
+        "prior_structure": lambda: la.optimize_prior_precision(prior_structure="diag"),
+        r"la.optimize_prior_precision\(\) learns": lambda: la.log_marginal_likelihood(
+            torch.ones(1)
+        ),
+    }
+    for match, use in refused.items():
+        with pytest.raises(ValueError, match=match):
+            use()
+    for name, match in (("H", "w_samples"), ("functional_variance", "covariance"), ("no", "'no'.")):
+        with pytest.raises(AttributeError, match=match):
+            getattr(la, name)
+    per_token = Laplace(nn.Linear(3, 2), "classification", "all")
+    per_token.fit([(torch.randn(4, 5, 3), torch.zeros(4, 5, dtype=torch.long))])
+    with pytest.raises(ValueError, match=r"laplace-torch's are \(B, C\)"):
+        per_token(torch.randn(4, 5, 3))
+
+
+def test_classes_and_functions_of_laplace_torch_name_their_replacement():
+    names = [name for name in imported("laplace").__all__ if name.endswith("Laplace")]
+    bases = "Base", "Parametric", "LLL", "Laplace"
+    for name in ["marglik_training", *(n for n in names if not n.startswith(bases))]:
+        with pytest.raises(ImportError, match=r"Laplace\(model|optimize_prior_precision"):
+            getattr(laplace_torch, name)
+    with pytest.raises(ImportError, match='"last_layer", "full"'):
+        exec("from torch_lla_em.integrations.laplace_torch import KronLLLaplace")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        laplace_torch.nothing
+
+
+OFF = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+OFF |= {"enable_checkpointing": False, "accelerator": "cpu", "inference_mode": False}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_the_methods_of_lightning_uq_box_take_our_laplace(kind, tmp_path):
+    imported("lightning_uq_box")
+    lightning = imported("lightning")
+    try:
+        from lightning_uq_box import uq_methods
+    except ImportError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    y = torch.arange(40) % 2 if kind == "classification" else x[:, :1] + 0.1 * torch.randn(40, 1)
+    outputs, options = (2, {}) if kind == "classification" else (1, {"tune_prior_precision": False})
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
+    dataset = [{"input": a, "target": b} for a, b in zip(x, y, strict=True)]
+
+    class Data(lightning.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(dataset, 10)
+
+        def test_dataloader(self):
+            return DataLoader(dataset, 10)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    la = Laplace(model, kind, "all", "full")
+    method = getattr(uq_methods, f"Laplace{kind.capitalize()}")(la, **options)
+    trainer = lightning.Trainer(default_root_dir=tmp_path, **OFF)
+    (results,) = trainer.test(method, Data(), verbose=False)
+    assert results and isinstance(method.laplace_model, Laplace)
+    assert method.laplace_model.n_data == 40
+    assert len(method.predict_step(x[:5])["pred"]) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_measures_of_probly_take_samples():
+    imported("probly")
+    from probly.quantification import classification
+
+    case, la = fitted(em_steps=0, prior_precision=5.0)
+    prediction = la.predict(case.x)
+    probs = prediction.functions.softmax(-1).movedim(0, 1).numpy()  # (N, S, C)
+    for measure, ours in (
+        (classification.total_entropy, prediction.entropy),
+        (classification.conditional_entropy, prediction.aleatoric),
+        (classification.mutual_information, prediction.epistemic),
+    ):
+        found = torch.as_tensor(measure(probs, base=2.718281828459045))
+        torch.testing.assert_close(found, ours, rtol=0.05, atol=2e-3)

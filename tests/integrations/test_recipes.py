@@ -1,0 +1,168 @@
+"""The recipes of ``examples/recipes`` run, and hold what they say."""
+
+import runpy
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fresh import run_python
+from tiny import fitted
+from torch import nn
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+NEEDS = {"language_answers": "peft", "tabular_networks": "pytabkit"}
+NEEDS |= {"torch_uncertainty_routine": "torch_uncertainty"}
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def names_of(recipe):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(NEEDS.get(recipe, recipe))
+        return runpy.run_path(str(RECIPES / f"{recipe}.py"))
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.py")))
+def test_recipes_run(recipe, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(NEEDS.get(recipe, recipe))
+    printed = run_python("-W", "ignore", RECIPES / f"{recipe}.py", cwd=tmp_path)
+    assert "NLL" in printed
+
+
+@pytest.fixture(scope="module")
+def tabular():
+    return names_of("tabular_networks")
+
+
+rng = np.random.default_rng(0)
+SMALL = {"device": "cpu", "random_state": 0, "n_threads": 1, "n_epochs": 3}
+WIDTHS = {"RealMLP_TD": {"hidden_sizes": [8, 8]}, "TabM_D": {"tabm_k": 3, "d_block": 8}}
+
+
+def table(count):
+    """Numbers, a constant, few and many categories, some missing; labels and numbers as targets."""
+    import pandas as pd
+
+    X = pd.DataFrame(rng.normal(size=(count, 3)), columns=list("abc"))
+    X["constant"], X["few"] = 1.0, rng.choice(["x", "y", None], count)
+    X["many"] = rng.choice(list("abcdefghijklmnop"), count)
+    value = X["a"] + (X["few"] == "x") + 0.3 * rng.normal(size=count)
+    return X, np.where(value > 0.3, "yes", "no"), 500 + 100 * value.to_numpy()
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_estimators_of_pytabkit_are_converted_with_their_encodings_and_units(tabular, name):
+    import pytabkit
+
+    (X, y, numbers), (new, *_) = table(120), table(50)
+    new.loc[0, "many"] = "unseen"
+    estimator = getattr(pytabkit, f"{name}_Classifier")(**SMALL, **WIDTHS[name]).fit(X, y)
+    la = tabular["of_pytabkit"](estimator, num_samples=8)
+    found = la.laplace.model(la.inputs(new)).softmax(-1).detach().numpy()
+    np.testing.assert_allclose(found, estimator.predict_proba(new), rtol=1e-4, atol=1e-6)
+    la.fit(X, y)
+    assert set(la.predict(new)) <= {"no", "yes"} and la.distribution(new).epistemic.min() > 0
+    assert (la.predict(X) == y).mean() > 0.7
+    with pytest.raises(ValueError, match="no missing numbers"):
+        la.inputs(new.assign(a=np.nan))
+    with pytest.raises(ValueError, match="has not seen"):
+        la.fit(X, numbers)
+    estimator = getattr(pytabkit, f"{name}_Regressor")(**SMALL, **WIDTHS[name]).fit(X, numbers)
+    la = tabular["of_pytabkit"](estimator, num_samples=8).fit(X, numbers)
+    network = la.laplace.model(la.inputs(new)).detach().numpy()[:, 0]
+    limits = (numbers.min(), numbers.max()) if name == "RealMLP_TD" else (-np.inf, np.inf)
+    np.testing.assert_allclose(network.clip(*limits), estimator.predict(new), rtol=1e-4)
+    mean, deviation = la.predict(new, return_std=True)
+    assert abs(mean.mean() - 500) < 150 and 10 < deviation.mean() < 300
+    few = {**SMALL, **WIDTHS[name], "n_epochs": 1, "n_cv": 2}
+    several = getattr(pytabkit, f"{name}_Classifier")(**few).fit(X, y)
+    with pytest.raises(TypeError, match="has trained 2 networks"):
+        tabular["of_pytabkit"](several)
+
+
+def test_estimators_of_pytabkit_without_one_network_are_refused(tabular):
+    import pytabkit
+
+    X, y, _ = table(60)
+    with pytest.raises(ValueError, match="not trained"):
+        tabular["of_pytabkit"](pytabkit.RealMLP_TD_Classifier())
+    forest = pytabkit.RF_SKL_D_Classifier(n_threads=1).fit(X, y)
+    with pytest.raises(TypeError, match="RealMLP and TabM have one"):
+        tabular["of_pytabkit"](forest)
+
+
+def test_heads_of_tabm_are_averaged_as_probabilities(tabular):
+    tabm, AverageHeads = pytest.importorskip("tabm"), tabular["AverageHeads"]
+    torch.manual_seed(0)
+    x, sizes = torch.randn(20, 4), {"n_num_features": 4, "d_out": 3, "k": 4}
+    for arch_type in ("tabm", "tabm-mini"):
+        heads = tabm.TabM.make(**sizes, n_blocks=1, d_block=8, arch_type=arch_type).eval()
+        expected = heads(x).softmax(-1).mean(1)
+        torch.testing.assert_close(AverageHeads(heads)(x).softmax(-1), expected)
+        torch.testing.assert_close(AverageHeads(heads, classes=False)(x), heads(x).mean(1))
+        la = fitted(loader=[(x, x[:, :3].argmax(1))], model=AverageHeads(heads), num_samples=8)[1]
+        assert la.certificate.max() < 1
+
+
+def test_the_post_processing_of_torch_uncertainty_is_the_calibrated_posterior():
+    method_of = names_of("torch_uncertainty_routine")["LaplacePostProcessing"]
+    case, la = fitted(em_steps=0, prior_precision=5.0)
+    method, held_out = method_of(la), (case.x + 0.1, case.y)
+    method.set_model(la.model)
+    method.fit([held_out])
+    assert la.calibration.num_rows == len(case.y) and method.trained
+    torch.testing.assert_close(method(case.x), la.predict(case.x).log_probs)
+    with pytest.raises(ValueError, match=r"pass la\.model"):
+        method.set_model(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="classes only"):
+        method_of(fitted("regression", em_steps=0, prior_precision=5.0)[1])
+
+
+WORDS = ["[PAD]", "A", "B", "C", *"0123456789", "+", "=", "?"]
+
+
+def tokenizer(text, add_special_tokens=True):
+    return {"input_ids": [WORDS.index(word) for word in text.split()]}
+
+
+def test_the_logits_of_answers_do_not_depend_on_the_padding():
+    answers = names_of("language_answers")["answers"]
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, pad_token_id=0)).eval()
+    texts = "1 + 2 = ?", "2 = ?", "0 + 1 + 2 = ?"
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    forward = answers(tokenizer, ["A", "B", "C"])
+
+    def batch_of(left):
+        length = max(map(len, prompts))
+        ids, mask = torch.zeros(2, len(prompts), length, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            part = slice(length - len(prompt), length) if left else slice(0, len(prompt))
+            ids[row, part], mask[row, part] = torch.tensor(prompt), 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    with torch.no_grad():
+        alone = torch.cat([llama(torch.tensor([p])).logits[:, -1, 1:4] for p in prompts])
+        for left in (False, True):
+            found = forward(llama, batch_of(left))
+            torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
+        half = forward(llama.bfloat16(), batch_of(False))
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, alone, rtol=0.05, atol=0.02)
+    with pytest.raises(ValueError, match="has 2 tokens"):
+        answers(tokenizer, ["A", "1 0"])
+    with pytest.raises(ValueError, match="two different answers"):
+        answers(tokenizer, ["A", "A"])
+    with pytest.raises(ValueError, match="no 'input_ids'"):
+        forward(nn.Identity(), {"tokens": 1})
+    empty = {"input_ids": torch.zeros(1, 2).long(), "attention_mask": torch.zeros(1, 2).long()}
+    with pytest.raises(ValueError, match="has no tokens"):
+        forward(nn.Identity(), empty)

@@ -1,0 +1,231 @@
+"""``posterior(estimator)``: the posterior of a network that scikit-learn or skorch has trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em import LinearisedLaplace, Prediction
+
+__all__ = ["EstimatorNetwork", "EstimatorPosterior", "posterior"]
+
+_ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+class EstimatorNetwork(NamedTuple):
+    """The network of an estimator, and how its data become tensors.
+
+    Example:
+        >>> network = EstimatorNetwork(model, "classification", torch.as_tensor, np.arange(3))
+    """
+
+    module: nn.Module
+    """Returns logits, log rates or means."""
+
+    likelihood: Any
+    """As in ``LinearisedLaplace``; of two classes "bernoulli" if the network returns one logit."""
+
+    inputs: Callable[[Any], Tensor]
+    """Returns the inputs of the network, or raises an error for those that the estimator would refuse."""
+
+    classes: Any = None
+    """The sorted labels, in the order of the probabilities; None for values and for several labels."""
+
+
+class EstimatorPosterior:
+    """The posterior of a trained estimator, which takes and returns its arrays and labels.
+
+    Args:
+        network (EstimatorNetwork): The network, its likelihood and the conversion of its data.
+        **options: Further arguments of ``LinearisedLaplace``.
+
+    Attributes:
+        laplace (LinearisedLaplace): The posterior of the network.
+        inputs (callable): Returns the inputs of the network, from those of the estimator.
+
+    Example:
+        >>> from sklearn.neural_network import MLPClassifier
+        >>> estimator = MLPClassifier(hidden_layer_sizes=(8,), max_iter=5).fit(X, labels)
+        >>> probabilities = posterior(estimator, num_samples=4).fit(X, labels).predict_proba(X)
+    """
+
+    def __init__(self, network: EstimatorNetwork, **options: Any):
+        """Create a posterior that is not fitted yet; the class documents the arguments."""
+        self.inputs, self._classes = network.inputs, network.classes
+        self.laplace = LinearisedLaplace(network.module, network.likelihood, **options)
+
+    def fit(self, X: Any, y: Any) -> EstimatorPosterior:
+        """Fit the posterior to the training data of the estimator.
+
+        Args:
+            X (array): Inputs, as the estimator takes them.
+            y (array): Targets, as the estimator takes them.
+        """
+        self.laplace.fit(*self._pair(X, y), progress_bar=False)
+        return self
+
+    def calibrate(self, X: Any, y: Any) -> EstimatorPosterior:
+        """Calibrate the predictions on data that were not used in training.
+
+        Args:
+            X (array): Inputs, as the estimator takes them.
+            y (array): Targets, as the estimator takes them.
+        """
+        self.laplace.calibrate(*self._pair(X, y))
+        return self
+
+    def distribution(self, X: Any) -> Prediction:
+        """Return the ``Prediction`` of ``LinearisedLaplace.predict``.
+
+        Args:
+            X (array): Inputs, as the estimator takes them.
+        """
+        return self.laplace.predict(self.inputs(X))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probabilities of the classes, shape (N, C), or of the labels.
+
+        Args:
+            X (array): Inputs, as the estimator takes them.
+        """
+        probs: np.ndarray = self.distribution(X).probs.cpu().numpy()
+        if self._classes is not None and probs.shape[1] == 1:
+            return np.concatenate([1 - probs, probs], axis=1)
+        return probs
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the most probable classes, or the mean.
+
+        Args:
+            X (array): Inputs, as the estimator takes them.
+            return_std (bool): Of a regression, return a tuple with the standard deviation of y, which
+                includes the observation noise. Default False.
+        """
+        if self._classes is not None:
+            return np.asarray(self._classes)[self.predict_proba(X).argmax(1)]
+        prediction = self.distribution(X)
+        if prediction.likelihood.gives_probabilities:  # several labels
+            return (prediction.probs > 0.5).int().cpu().numpy()
+        found = prediction.expectation, prediction.predictive_variance.sqrt()
+        arrays = [each.squeeze(-1).cpu().numpy() for each in found]
+        return tuple(arrays) if return_std else arrays[0]
+
+    def _pair(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets: class indices, or values of shape (N, C)."""
+        x, values = self.inputs(X), np.asarray(y)
+        if self._classes is not None:
+            known = np.asarray(self._classes)
+            alike = (values.dtype.kind in "USO") == (known.dtype.kind in "USO")
+            unknown = np.setdiff1d(values, known) if alike else values
+            if len(unknown):
+                raise ValueError(
+                    f"y has labels that the estimator has not seen: {unknown[:5].tolist()}. Its labels are "
+                    f"{known[:5].tolist()}."
+                )
+            values = np.searchsorted(known, values)
+            if not self.laplace.likelihood.elementwise:
+                return x, torch.as_tensor(values, device=x.device)
+        return x, torch.as_tensor(values.reshape(len(values), -1), device=x.device).to(x.dtype)
+
+
+def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
+    """Return the posterior of a trained estimator, to be fitted to its training data.
+
+    Supported are ``MLPClassifier`` and ``MLPRegressor`` of scikit-learn, whose networks are converted
+    exactly, and the estimators of skorch. If the estimator is a step of a pipeline, pass the data that
+    the steps before it return: ``pipeline[:-1].transform(X)``.
+
+    Args:
+        estimator (object): The trained estimator.
+        **options: Further arguments of ``LinearisedLaplace``.
+
+    Raises:
+        TypeError: If the estimator has no network that can be converted.
+        ValueError: If it is not trained.
+
+    Example:
+        >>> from sklearn.neural_network import MLPRegressor
+        >>> estimator = MLPRegressor(hidden_layer_sizes=(8,), max_iter=5).fit(X, y)
+        >>> mean, deviation = posterior(estimator).fit(X, y).predict(X, return_std=True)
+    """
+    kinds = {cls.__name__ for cls in type(estimator).__mro__}
+    known = {"BaseMultilayerPerceptron": "coefs_", "NeuralNet": "initialized_"}
+    for kind in kinds & known.keys():
+        if not getattr(estimator, known[kind], None):
+            raise ValueError("The estimator is not trained: call its fit first.")
+        of = _of_skorch if kind == "NeuralNet" else _of_perceptron
+        return EstimatorPosterior(of(estimator, kinds), **options)
+    raise TypeError(
+        f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier, MLPRegressor and "
+        "skorch. Pass an EstimatorNetwork to EstimatorPosterior, or its nn.Module to LinearisedLaplace."
+    )
+
+
+def _of_perceptron(estimator: Any, kinds: set[str]) -> EstimatorNetwork:
+    """Return the network of scikit-learn's perceptron, with the same outputs."""
+    from sklearn.utils.validation import validate_data
+
+    layers: list[nn.Module] = []
+    for weight, bias in zip(estimator.coefs_, estimator.intercepts_):
+        own = torch.tensor(weight, device="cpu")
+        layer = nn.Linear(len(own), own.shape[1], device="cpu", dtype=own.dtype)
+        with torch.no_grad():
+            layer.weight.copy_(own.T)
+            layer.bias.copy_(torch.tensor(bias, device="cpu"))
+        layers += [layer, _ACTIVATIONS[estimator.activation]()]
+    module = nn.Sequential(*layers[:-1]).eval()
+
+    def inputs(X: Any) -> Tensor:
+        # as its predict does, with an error for other columns or another order of them
+        X = validate_data(estimator, X, accept_sparse=True, reset=False)
+        return torch.tensor(
+            X.toarray() if hasattr(X, "toarray") else X, dtype=own.dtype, device="cpu"
+        )
+
+    classes, last = getattr(estimator, "classes_", None), estimator.out_activation_
+    if classes is None:
+        return EstimatorNetwork(module, {"identity": "regression", "exp": "poisson"}[last], inputs)
+    if last == "softmax":
+        return EstimatorNetwork(module, "classification", inputs, classes)
+    return EstimatorNetwork(
+        module, "bernoulli", inputs, classes if estimator.n_outputs_ == 1 else None
+    )
+
+
+def _of_skorch(net: Any, kinds: set[str]) -> EstimatorNetwork:
+    """Return the module of a skorch estimator, whose outputs become logits if they are probabilities."""
+    module, loss = net.module_.eval(), type(net.criterion_).__name__
+    device = next(module.parameters()).device
+
+    def inputs(X: Any) -> Tensor:
+        if isinstance(X, (dict, list, tuple)):
+            raise TypeError(
+                "The inputs of a skorch estimator must be one array. If its module takes several, pass "
+                "net.module_ and a loader to LinearisedLaplace."
+            )
+        return torch.as_tensor(np.asarray(X), device=device)
+
+    if "NeuralNetBinaryClassifier" in kinds and loss == "BCEWithLogitsLoss":
+        column = nn.Sequential(module, nn.Flatten(0), nn.Unflatten(0, (-1, 1)))
+        return EstimatorNetwork(column, "bernoulli", inputs, net.classes_)
+    if "NeuralNetClassifier" in kinds and loss in ("NLLLoss", "CrossEntropyLoss"):
+        # skorch takes the logarithm of the module's outputs before NLLLoss
+        logits = nn.Sequential(module, _Logarithm()) if loss == "NLLLoss" else module
+        return EstimatorNetwork(logits, "classification", inputs, np.asarray(net.classes_))
+    if "NeuralNetRegressor" in kinds and loss == "MSELoss":
+        return EstimatorNetwork(module, "regression", inputs)
+    raise TypeError(
+        f"A {type(net).__name__} with the criterion {loss} has no likelihood here. Pass net.module_ to "
+        "LinearisedLaplace with a likelihood of your own."
+    )
+
+
+class _Logarithm(nn.Module):
+    """Logits of probabilities."""
+
+    def forward(self, probs: Tensor) -> Tensor:
+        return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

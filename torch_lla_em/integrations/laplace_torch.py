@@ -1,0 +1,399 @@
+"""``Laplace`` with the interface of laplace-torch, for code that was written for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from math import log, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_lla_em import LinearisedLaplace, NotFittedError
+from torch_lla_em.data import to_device
+from torch_lla_em.runtime import check_choice
+
+__all__ = ["Laplace"]
+
+_LEARN = "la.optimize_prior_precision() learns prior_precision, and sigma_noise of a regression"
+_BY_NAME = "select tensors by name in LinearisedLaplace(model, likelihood, parameters=[...])"
+_SAMPLES = "the GGN is not stored; la.posterior.w_samples are samples of the posterior"
+_FULL = 'use Laplace(model, likelihood, "{}", "full")'
+_INSTEAD = {
+    "gridsearch": f"it takes a fit for every value. {_LEARN}, from the training data; "
+    "la.posterior.calibrate(val_loader) then uses the validation set, and la.posterior(x) predicts",
+    "nn": 'use "glm". The network at sampled weights is another function than its linearisation',
+    "feature_reduction": "select the outputs in the forward_fn of LinearisedLaplace",
+    "functional_variance": "use la(x) of a regression, or la.posterior.predict(x).covariance",
+    "n_params": "use len(la.mean)",
+    "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
+    "n_outputs": "use model(x).shape[-1]",
+    "marglik_training": f"train the network first; then {_LEARN}",
+}
+"""What laplace-torch has and this module has not -> what to use."""
+_INSTEAD |= dict.fromkeys(("bridge", "bridge_norm"), 'use "probit", or "mc" with more n_samples')
+_INSTEAD |= dict.fromkeys(("H", "log_prob", "posterior_precision", "posterior_scale"), _SAMPLES)
+_INSTEAD |= dict.fromkeys(("posterior_covariance", "posterior_variance"), _SAMPLES)
+_INSTEAD |= dict.fromkeys(
+    ("last_layer_name", "subnetwork", "subnetwork_indices", "SubnetLaplace"), _BY_NAME
+)
+for _kind in ("Full", "Kron", "Diag", "LowRank", "Functional"):
+    _INSTEAD |= {f"{_kind}Laplace": _FULL.format("all"), f"{_kind}SubnetLaplace": _BY_NAME}
+    _INSTEAD[f"{_kind}LLLaplace"] = _FULL.format("last_layer")
+
+_CHOICES = {
+    "likelihood": ("classification", "regression", "reward_modeling"),
+    "subset_of_weights": ("last_layer", "all"),
+    "hessian_structure": ("full", "kron", "diag", "lowrank", "gp"),
+    "pred_type": ("glm",),
+    "method": ("marglik",),
+    "prior_structure": ("scalar", "layerwise"),
+    "link_approx": ("probit", "mc"),
+}
+_WITHOUT_EFFECT = (
+    "backend backend_kwargs asdl_fisher_kwargs damping n_subset independent_outputs M diagonal_kernel "
+    "functional_approximation dict_key_x n_steps lr init_prior_prec val_loader loss link_approx n_samples "
+    "log_prior_prec_min log_prior_prec_max log_prior_prec_base grid_size verbose"
+).split()
+"""Arguments of how laplace-torch computes what is computed in another way here."""
+
+_PREFIX, _KEPT = "laplace_torch.", ("temperature", "prior_mean")
+
+
+class Laplace:
+    """The interface of laplace-torch's ``Laplace`` for the posterior of ``LinearisedLaplace``.
+
+    ``fit`` uses the given ``prior_precision``, ``optimize_prior_precision`` learns it by EM, and
+    predictions are around the network's outputs. The posterior is that of the full GGN, by samples.
+
+    Args:
+        model (nn.Module): The trained network.
+        likelihood (str): "classification", "regression" or "reward_modeling".
+        subset_of_weights (str): "last_layer" (default), or "all": all that require gradients.
+        hessian_structure (str): Any of laplace-torch's. Default "kron". All use the full GGN.
+        sigma_noise (float): Standard deviation of the observation noise. Default 1.0.
+        prior_precision (float or Tensor): One number, or one for each parameter tensor. Default 1.0.
+        prior_mean (float or Tensor): Mean of the prior, for ``log_marginal_likelihood``. Default 0.0.
+        temperature (float): Every example counts 1/temperature times. Default 1.0.
+        enable_backprop (bool): Whether predictions are differentiable in x. Default False.
+        dict_key_y (str): The key of the targets in batches that are dicts. Default "labels".
+        num_samples (int): Variances have a relative Monte Carlo error of √(2 / num_samples). Default 32.
+        seed (int): Seed of the samples. Default 0.
+        **options: Others of laplace-torch have no effect, or an error says what to use.
+
+    Example:
+        >>> la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron")
+        >>> la.fit(loader)
+        >>> la.optimize_prior_precision(method="marglik")
+        >>> probabilities = la(x, link_approx="probit")
+    """
+
+    prior_precision: Any
+    sigma_noise: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        subset_of_weights: str = "last_layer",
+        hessian_structure: str = "kron",
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_y: str = "labels",
+        *,
+        num_samples: int = 32,
+        seed: int = 0,
+        **options: Any,
+    ):
+        """Create a posterior that is not fitted yet; the class documents the arguments."""
+        self.model, self.likelihood = model, _chosen("likelihood", likelihood)
+        self.subset_of_weights = _chosen("subset_of_weights", subset_of_weights)
+        self.hessian_structure = _chosen("hessian_structure", hessian_structure)
+        _check_others("Laplace", options)
+        if self.likelihood != "regression" and sigma_noise != 1:
+            raise ValueError("sigma_noise is the observation noise of a regression: leave it out.")
+        self.prior_mean, self.temperature = prior_mean, temperature
+        self.enable_backprop, self.dict_key_y = enable_backprop, dict_key_y
+        self.num_samples, self.seed = num_samples, seed
+        self._device = next(model.parameters()).device
+        self._generator = torch.Generator(device=self._device).manual_seed(seed)
+        self._loader: Iterable[Any] | None = None
+        self._posterior: LinearisedLaplace | None = None
+        self._evidence: Tensor | None = None
+        self.sigma_noise, self.prior_precision = sigma_noise, prior_precision
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the next prediction uses another prior precision λ or noise σ."""
+        if name in ("prior_precision", "sigma_noise"):
+            value = torch.as_tensor(value, device=self._device).detach()
+            if not (value > 0).all() or (name == "sigma_noise" and value.numel() > 1):
+                one = "one positive number" if name == "sigma_noise" else "positive"
+                raise ValueError(f"{name} must be {one}, not {value.tolist()}.")
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
+            value = value.reshape(() if name == "sigma_noise" else -1)
+            self._is_current = False
+        super().__setattr__(name, value)
+
+    @property
+    def posterior(self) -> LinearisedLaplace:
+        """The posterior at the present prior precision, which is fitted again if it has changed."""
+        if self._posterior is None:
+            raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
+        if not self._is_current:
+            self._fit(len(self.prior_precision) > 1, em_steps=0)
+        return self._posterior
+
+    def fit(
+        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
+    ) -> None:
+        """Fit the posterior at the given ``prior_precision``.
+
+        Args:
+            train_loader (DataLoader): Batches of inputs and targets, or dicts, which are read again later.
+            override (bool): Must be True, the default.
+            progress_bar (bool): Show a progress bar. Default False.
+        """
+        if not override:
+            raise ValueError("The GGN is not stored: call la.fit([*old_loader, *new_loader]).")
+        self._loader, self._posterior = train_loader, None
+        self._fit(len(self.prior_precision) > 1, em_steps=0, progress_bar=progress_bar)
+
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str = "marglik",
+        prior_structure: str = "scalar",
+        progress_bar: bool = False,
+        **options: Any,
+    ) -> None:
+        """Learn the prior precision, and the noise of a regression, by EM for the linear model.
+
+        Args:
+            pred_type (str): Must be "glm", the default.
+            method (str): Must be "marglik", the default.
+            prior_structure (str): "scalar" (default), or "layerwise": one for each tensor.
+            progress_bar (bool): Show a progress bar. Default False.
+            **options: Other arguments of laplace-torch, without effect.
+        """
+        _chosen("pred_type", pred_type), _chosen("method", method)
+        structure = _chosen("prior_structure", prior_structure)
+        _check_others("optimize_prior_precision", options)
+        self._fit(structure == "layerwise", progress_bar=progress_bar)
+
+    def log_marginal_likelihood(self, *given: Any, **named: Any) -> Tensor:
+        """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape ().
+
+        ``la.posterior.log_marginal_likelihood()`` is that of the linear model, at its own mode.
+
+        Raises:
+            ValueError: If a value is given, or the prior has one precision per tensor.
+        """
+        if any(value is not None for value in (*given, *named.values())):
+            raise ValueError(
+                f"log_marginal_likelihood has no derivatives in prior_precision and sigma_noise: {_LEARN}. "
+                "For its value elsewhere, set la.prior_precision or la.sigma_noise, and call it without arguments."
+            )
+        estimate = self.posterior.log_marginal_likelihood().value.cpu()
+        if len(self.prior_precision) > 1:
+            raise ValueError(
+                "For one precision per tensor: la.posterior.log_marginal_likelihood()."
+            )
+        if self._evidence is None:
+            own, last = self.posterior, self.posterior.history[-1]
+            precision = own.prior_precision.double().cpu()
+            log_det = -2 * (estimate + last["loss"]) - precision * last["squared_norm"]
+            apart = (own.w_MAP.double() - self.prior_mean).square().sum().cpu()
+            self._evidence = self._log_likelihood() - 0.5 * (log_det + precision * apart)
+        return self._evidence
+
+    def _log_likelihood(self) -> Tensor:
+        found, constant = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
+        for batch in self._loader:
+            x, y = (batch if isinstance(batch, Mapping) else batch[0]), self._targets(batch)
+            f = self.posterior.predict(to_device(x, self._device), "network", num_samples=1).mean
+            found += self.posterior.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
+            if self.likelihood == "regression":  # whose constant has no temperature
+                constant += y.numel() * (self.sigma_noise.log().item() + 0.5 * log(2 * pi))
+        return (found + constant) / self.temperature - constant
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return probabilities (B, C), or mean and covariance of f for a regression or a reward.
+
+        Args:
+            x (Tensor or dict): Inputs, as the model takes them.
+            pred_type (str): Must be "glm", the default: the linearised network.
+            joint (bool): Return the covariance (B C, B C) over all inputs. Default False: (B, C, C).
+            link_approx (str): "probit" (default) or "mc".
+            n_samples (int): Number of samples if ``link_approx`` is "mc". Default 100.
+            diagonal_output (bool): Return variances (B, C). Default False.
+            generator (torch.Generator, optional): Used to draw the samples. Default None: the seed.
+        """
+        _chosen("pred_type", pred_type)
+        link = _chosen("link_approx", link_approx)
+        if self.likelihood == "classification" and link == "mc":
+            samples = self.predictive_samples(x, n_samples=n_samples, generator=generator)
+            return samples.mean(0)
+        mean, deviations = self._at(x)
+        variance = deviations.square().mean(0)
+        if self.likelihood == "classification":
+            return (mean / (1 + pi / 8 * variance).sqrt()).softmax(-1)
+        if joint:
+            flat = deviations.flatten(1)
+            return mean.flatten(), flat.T @ flat / len(flat)
+        if diagonal_output:
+            return mean, variance
+        return mean, torch.einsum("kbi,kbj->bij", deviations, deviations) / len(deviations)
+
+    def functional_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return samples of f, shape (n_samples, B, C), joint over inputs and outputs.
+
+        Args:
+            x (Tensor or dict): Inputs, as the model takes them.
+            pred_type (str): Must be "glm", the default.
+            n_samples (int): Number of samples. Default 100.
+            generator (torch.Generator, optional): As in ``la(x)``.
+        """
+        _chosen("pred_type", pred_type)
+        mean, deviations = self._at(x)
+        return mean + self._combined(deviations, n_samples, generator)
+
+    def predictive_samples(self, *args: Any, **options: Any) -> Tensor:
+        """Return ``functional_samples`` after the softmax; those of a regression are unchanged."""
+        samples = self.functional_samples(*args, **options)
+        return samples.softmax(-1) if self.likelihood == "classification" else samples
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything that predictions and the log marginal likelihood need, as tensors."""
+        state = self.posterior.state_dict()
+        own = {name: getattr(self, name) for name in ("prior_precision", "sigma_noise", *_KEPT)}
+        if len(self.prior_precision) == 1:
+            own["log_marginal_likelihood"] = self.log_marginal_likelihood()
+        for name, value in own.items():
+            state[f"{_PREFIX}{name}"] = torch.as_tensor(value, device=self._device).detach()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Load what ``state_dict`` returned.
+
+        Args:
+            state_dict (dict): The tensors by name. An error is raised for those of laplace-torch.
+        """
+        own = {k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)}
+        if not own:
+            raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
+        self.prior_precision, self.sigma_noise = own["prior_precision"], own["sigma_noise"]
+        self.temperature, self.prior_mean = own["temperature"].item(), own["prior_mean"]
+        rest = {k: v for k, v in state_dict.items() if not k.startswith(_PREFIX)}
+        posterior = self._unfitted(len(self.prior_precision) > 1)
+        posterior.load_state_dict(rest)
+        self._posterior, self._loader, self._is_current = posterior, None, True
+        self._evidence = own.get("log_marginal_likelihood")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a number of the posterior, or raise an error that says what to use."""
+        if name in ("mean", "n_data"):
+            return self.posterior.w_MAP if name == "mean" else int(self.posterior.num_data)
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}.")
+
+    def _fit(self, layerwise: bool, **how: Any) -> None:
+        """Fit at the present λ and σ, which ``em_steps=0`` keeps, and take them from the posterior."""
+        if self._loader is None:
+            raise NotFittedError("This needs the training data: call la.fit(train_loader).")
+        if self._posterior is not None:
+            self._posterior.state_dict()  # an error if the network has changed since ``fit``
+        posterior = self._unfitted(layerwise)
+        if "em_steps" in how:
+            how["prior_precision"] = self.prior_precision.squeeze()
+        posterior.fit(self._loader, **{"progress_bar": False, **how})
+        self._posterior, self._evidence = posterior, None
+        self.prior_precision = posterior.prior_precision
+        self.sigma_noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
+        self._is_current = True
+
+    def _unfitted(self, layerwise: bool) -> LinearisedLaplace:
+        # a reward model returns the two logits of a pair in a fit
+        pairs = self.likelihood == "reward_modeling"
+        likelihood: Any = "classification" if pairs else self.likelihood
+        return LinearisedLaplace(
+            self.model,
+            likelihood,
+            prior="layerwise" if layerwise else "scalar",
+            g_prior=False,
+            curvature="network",
+            parameters="last_layer" if self.subset_of_weights == "last_layer" else "requires_grad",
+            sigma_noise=self.sigma_noise.item() if likelihood == "regression" else None,
+            temperature=self.temperature,
+            num_samples=self.num_samples,
+            seed=self.seed,
+            forward_fn=nn.Module.__call__,  # dicts are one argument
+            target_fn=self._targets,
+        )
+
+    def _targets(self, batch: Any) -> Any:
+        return batch[self.dict_key_y if isinstance(batch, Mapping) else -1]
+
+    def _at(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean of f, (B, C), and K samples of f less the mean, (K, B, C)."""
+        prediction = self.posterior.predict(x, mean="network")
+        mean, samples = prediction.mean, prediction.samples
+        if mean.dim() != 2:
+            raise ValueError(
+                f"The network's outputs have shape {tuple(mean.shape)}, but laplace-torch's are (B, C). "
+                "Use LinearisedLaplace with class_dim, or la.posterior.predict(x)."
+            )
+        mean, samples = (t if self.enable_backprop else t.detach() for t in (mean, samples))
+        return mean, samples - mean
+
+    def _combined(
+        self, deviations: Tensor, count: int, generator: torch.Generator | None
+    ) -> Tensor:
+        """Return samples with the covariance of the deviations, (count, ...)."""
+        drawn = deviations.new_empty(count, len(deviations))
+        drawn.normal_(generator=generator or self._generator)
+        combined: Tensor = torch.tensordot(drawn, deviations, 1) / len(deviations) ** 0.5
+        return combined
+
+
+def _chosen(name: str, option: Any) -> str:
+    """Return an option of laplace-torch, a string or a member of an enum, as a string."""
+    given = str(getattr(option, "value", option))
+    if given in _INSTEAD:
+        raise ValueError(f"{name}={given!r} is not available: {_INSTEAD[given]}.")
+    check_choice(name, given, _CHOICES[name])
+    return given
+
+
+def _check_others(function: str, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in _INSTEAD:
+            raise ValueError(f"{name} is not available: {_INSTEAD[name]}.")
+        if name not in _WITHOUT_EFFECT:
+            raise TypeError(f"{function} has no argument {name!r}.")
+        logging.getLogger("torch_lla_em").info("%s has no effect here.", name)
+
+
+def __getattr__(name: str) -> Any:
+    """Raise an error that says what to use in place of a name of laplace-torch."""
+    if name in _INSTEAD:
+        raise ImportError(f"{__name__} has no {name}: {_INSTEAD[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Generates the API pages, the tutorial pages and the redirects of the documentation site.
+"""Generates the API pages and the tutorial pages of the documentation site.
 
 ProperDocs (and MkDocs) call the functions whose names begin with ``on_``. A tutorial is a script in
 ``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored in
@@ -53,9 +53,6 @@ MODULES = (
 )
 """Modules with an API page of their own."""
 
-REDIRECTS = {"gpu": "cost", "long_runs": "cost", "scaling": "cost", "distil": "serving"}
-"""Former address of a page -> its address now."""
-
 
 def on_config(config: Any) -> Any:
     """Show the version, link the repository, and add the API pages to the navigation."""
@@ -70,15 +67,13 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the API pages, the tutorials with their figures and notebooks, and the redirects."""
+    """Add the API pages, and the tutorials with their figures and notebooks."""
     File = type(next(iter(files)))
     nav = {title: pages for part in config.nav for title, pages in part.items()}
     examples = [Path(page).stem for page in nav["Tutorials"][1:]]
     made: dict[str, str | bytes] = {**api_pages(), **tutorial_pages(examples)}
     made |= {f"tutorials/{path.name}": path.read_bytes() for path in SHOWN.glob("*.png")}
     made |= {f"tutorials/{name}.ipynb": notebook(name) for name in examples if is_portable(name)}
-    for old, new in REDIRECTS.items():
-        made[f"{old}/index.html"] = f'<meta http-equiv="refresh" content="0; url=../{new}/">\n'
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files

@@ -4,7 +4,7 @@
 # Which prior or likelihood suits *one* network? The evidence answers this from the training data
 # alone. Which of several *networks* is best? The evidence cannot answer this, because the features
 # of each network were learnt from the targets that the evidence would explain. Use a validation
-# set. ([Choosing a model](../choosing_a_model.md) has the background.)
+# set. ([Choosing a model](../which_method.md#choosing-a-model) has the background.)
 
 # %%
 import torch

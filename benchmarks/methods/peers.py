@@ -194,7 +194,7 @@ class Ours(Classes):
         if self.calibrated:
             sets = self.found.prediction_set(LEVEL)
             scored["coverage"] = sets.gather(1, y[:, None]).double().mean().item()
-            scored["flagged"] = self.found.is_ood(RATE).double().mean().item()
+            scored["flagged"] = (self.found.p_value <= RATE).double().mean().item()
         return scored
 
 
@@ -207,7 +207,7 @@ class OurNumbers(Numbers):
     def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
         lower, upper = self.found.interval(LEVEL)
         inside = ((lower <= y) & (y <= upper)).double().mean().item()
-        flagged = self.found.is_ood(RATE).double().mean().item()
+        flagged = (self.found.p_value <= RATE).double().mean().item()
         return super().scores(y, groups) | {"coverage": inside, "flagged": flagged}
 
 

@@ -89,6 +89,7 @@ def test_every_subpackage_and_example_is_listed():
     assert all(f"tutorials/{path.stem}.md" in contents for path in EXAMPLES)
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_page("index")
@@ -108,6 +109,7 @@ def test_the_pages_on_calibration_run(tmp_path, monkeypatch):
     assert shares[0] < 0.15 and shares[1] > 0.5, shares
 
 
+@pytest.mark.slow
 def test_the_page_on_mixtures_runs(capsys):
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(300) % 3
@@ -124,24 +126,15 @@ def test_the_page_on_mixtures_runs(capsys):
     assert "-" in capsys.readouterr().out
 
 
-def test_the_page_on_weight_decay_runs():
-    names = run_page("prior_precision")
+@pytest.mark.slow
+def test_the_pages_on_the_method_and_on_regression_run():
+    names = run_page("method")
     assert names["la"].prior_precision == pytest.approx(0.2)
-    assert names["held"].sigma_noise == pytest.approx(0.1)
-
-
-def test_the_answers_to_questions_run(capsys):
     with torch.random.fork_rng():
-        names = run_page("questions")
-    prediction, plan = names["prediction"], capsys.readouterr().out
-    total = prediction.epistemic + prediction.aleatoric
-    torch.testing.assert_close(total, prediction.entropy, rtol=1e-3, atol=1e-4)
-    assert "samples of 42 parameters" in plan and names["covariance"].shape == (3, 3)
-    # those whose labels were exchanged are among the least probable
-    assert len(set(names["suspicious"].tolist()) & set(range(5))) >= 3
+        names = run_page("regression")
+    assert names["covariance"].shape == (3, 3)
+    assert names["held"].sigma_noise == pytest.approx(0.1)
     assert names["mean"].shape == names["variance"].shape == (300, 1)
-    assert names["sequence"](names["x"]).shape == (300, 2)
-    assert names["student"](names["x"]).shape == (300, 2)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_weight_decay_is_a_prior_precision(kind):
     n, C, wd, sigma = 25, 2, 0.02, 0.7
     real = draw(25, 2, seed=1)
     real -= real.mean(0)  # which a fit does too
-    y, loss, likelihood, precision = {  # the formulas of docs/prior_precision.md
+    y, loss, likelihood, precision = {  # the formulas of docs/method.md
         "cross-entropy": ((x[:, 0] > 0).long(), nn.CrossEntropyLoss(), "classification", n * wd),
         "mse": (real, nn.MSELoss(), Regression(sigma), n * C * wd / (2 * sigma**2)),
         "bce": ((x[:, :2] > 0).double(), nn.BCEWithLogitsLoss(), "bernoulli", n * C * wd),

@@ -91,7 +91,6 @@ class Shown(NamedTuple):
 
 BENCHMARKS, COST = "docs/benchmarks.md", "docs/cost.md"
 METHOD = {"row": "method"}
-BOTH = {"network": "network", "row": "method"}
 RELATIVE = {
     "nll": "NLL",
     "worst": "worst NLL",
@@ -176,7 +175,13 @@ TABLES = {
         {"part": "samples"},
     ),
     "promises": Shown(
-        "docs/calibration.md", "promises", BOTH | {"kind": "targets"}, PROMISED, decimals=3
+        "docs/calibration.md",
+        "promises",
+        {"kind": "targets", "network": "network"},
+        PROMISED,
+        {"row": "ours, calibrated"},
+        decimals=3,
+        names=STAGES,
     ),
     "cost": Shown(COST, "cost", OF_NETWORK, COSTS, {"part": "fits"}),
     "cost of predictions": Shown(COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits"}),

@@ -60,7 +60,7 @@ SOUGHT = {
     "out-of-distribution": "out_of_distribution/",
     "prediction sets": "calibration/",
     "prior precision": "method/",
-    "regression": "tutorials/regression/",
+    "regression": "regression/",
     "report": "reading_results/",
     "segmentation": "tutorials/segmentation/",
     "serving": "serving/",

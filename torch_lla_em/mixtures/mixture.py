@@ -284,7 +284,11 @@ class VariationalGaussianMixture(Mixture):
 
     Args:
         num_components (int): Largest number of components K.
-        **options: Further arguments, those of ``Mixture``.
+        covariance (str): As in ``Mixture``. Default "full".
+        max_steps (int): Largest number of EM steps. Default 200.
+        tolerance (float): Smallest change of the ELBO per example. Default 1e-4.
+        sample_size (int): Number of examples for the start. Default 10,000.
+        seed (int or torch.Generator): Randomness of the start. Default 0.
 
     Raises:
         ValueError: If an option is out of range.

@@ -194,19 +194,19 @@ class Controller:
         residual = torch.maximum(residual, rounding)
         if self.options.update == "em":
             return em_noise(residual, dims, count, sigma)
-        return mackay_noise(residual, dims, count)
+        learnt = mackay_noise(residual, dims, count)
+        return torch.where(learnt > 0, learnt, sigma)  # all targets are 0
 
     def _sums(self, found: Statistics, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return Σ(y - J w_lin)², its rounding error, γ and the number of targets, the shape of σ."""
         sums: Any = found.residual, found.targets, found.noise_dims
         residual, targets, dims = (part.to(sigma) for part in sums)
-        if not (targets > 0).all():
-            raise ValueError(
-                "All targets are equal (or all targets of an output with its own noise), so there is "
-                "no observation noise to learn. Check the targets, or remove this output."
-            )
         count = torch.full_like(sigma, self.problem.data.facts.num_targets / sigma.numel())
-        return residual, torch.finfo(self.problem.dtype).eps * targets, dims, count
+        eps, rounding = torch.finfo(self.problem.dtype).eps, targets
+        if self.problem.moments is not None:
+            means = self.problem.moments[0].square().to(sigma)
+            rounding = targets + eps * count * (means if sigma.dim() else means.mean())
+        return residual, eps * rounding, dims, count
 
     # steps of λ, σ and H over a span, which take no pass
 

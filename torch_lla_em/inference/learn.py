@@ -53,8 +53,8 @@ class Progress(NamedTuple):
     sigma: Tensor | None
     """σ of a Gaussian likelihood at which the noise was drawn."""
 
-    centre: Tensor | None = None
-    """The mean of continuous targets, (C,) or ()."""
+    moments: Tensor | None = None
+    """Mean and variance of continuous targets, (2, C) or (2,)."""
 
     kind: str | None = None
     """The kind of E-step; None if only the random probes have been drawn."""
@@ -114,10 +114,10 @@ def learn(
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
             sigma = problem.likelihood.observation_noise
-            start = Progress(TensorList.of(noise.eta), noise.prior.scale, sigma, problem.centre)
+            start = Progress(TensorList.of(noise.eta), noise.prior.scale, sigma, problem.moments)
             watch.on_step(None, start, inf)
         else:
-            problem.take(start.sigma, start.centre)
+            problem.take(start.sigma, start.moments)
             noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
         _check_start(options.prior_precision, options, len(noise.prior.layout.names))
         curvature = options.curvature or choose_curvature(problem, options)
@@ -152,12 +152,10 @@ def learn(
 
 def _completed(found: FitResult, problem: Problem) -> FitResult:
     """Return the posterior with a σ that was not learnt, and the constant of the linear model."""
-    likelihood, centre = problem.likelihood, problem.centre
     if found.sigma_noise is None:
-        found = found._replace(sigma_noise=likelihood.observation_noise)
-    if centre is None:
-        return found
-    return found._replace(constant=likelihood.offset(centre.to(found.w_lin.device)))
+        found = found._replace(sigma_noise=problem.likelihood.observation_noise)
+    constant = problem.constant
+    return found._replace(constant=None if constant is None else constant.to(found.w_lin.device))
 
 
 def _require_labels(problem: Problem) -> None:

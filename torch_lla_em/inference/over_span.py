@@ -54,7 +54,7 @@ class OverSpan:
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
         self.span, self.share, self._problem = span, span.share, problem
-        self.f = span.rows.f
+        self.f = problem.less_shift(span.rows.f)
         """The network's outputs for this rank's examples, (N, ..., C)."""
 
         self._sigma, loss = problem.sigma, problem.loss(span.rows.targets, span.rows.weights)
@@ -68,6 +68,10 @@ class OverSpan:
             many = loss.likelihood.keeps_functions(self.f.shape[-1])
             kind, number = DrawnH if many else ExpectedH, draws_for(sites, many)
             self.expected = kind(loss, self.f, self.share, noise.seed, number)
+        self._is_linear = loss.likelihood.is_quadratic and span.sites is None
+        """Whether the mean solves a linear system; then products are exact, as σ may be small."""
+
+        self._dtype = torch.float64 if self._is_linear else self.f.dtype
         self._searches = Searches(_KEPT)
         self.all_sites: AllSites | None = None
         """What finds the mean if J V is kept at some sites only."""
@@ -120,6 +124,8 @@ class OverSpan:
         samples = spectrum.solutions(precision) @ curved.vectors.T
         of_all = spectrum.exact if self.is_exact else spectrum.of_samples
         gamma, log_dets = of_all(precision)
+        targets = self.share.total * self.f.shape[1:].numel()
+        gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
         draws = self._draws(curved, samples, precision)
         mean, h = self._mean(curved, precision * noise**2, mean, draws, exact)
         loss = (self.expected.loss(h, draws) + self._of_others(mean, h)) / noise**2
@@ -139,13 +145,13 @@ class OverSpan:
         """Return G and η over the span; if they are known for its first directions, they grow."""
         old = 0 if known is None else len(known.G)
         S_noise = self.expected.root(H, self.epsilon) if known is None else known.S_noise
-        noise = S_noise.flatten(1).T
-        G, eta = self._gram(H, old), self.span.of_all.pull(noise, old).double()
-        if known is None:
-            return Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
-        G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
-        eta = torch.cat([known.eta, eta], dim=1)
-        return Curvature.of(G, (self.span.xi, eta), (H, S_noise), self.share)
+        fall = -self.expected.slope(torch.zeros_like(self.f), None)
+        u = torch.cat([S_noise, fall[None]]).flatten(1).T.to(self._dtype)
+        G, pulled = self._gram(H, old), self.span.of_all.pull(u, old).double()
+        if known is not None:
+            G = torch.cat([torch.cat([known.G, G[:old].T]), G], dim=1)
+            pulled = torch.cat([torch.cat([known.eta, known.fall[None]]), pulled], dim=1)
+        return Curvature.of(G, self.span.xi, pulled, (H, S_noise), self.share)
 
     def widened(self, q: Q, exact: bool = False) -> Q:
         """Return q over the extended span, at the same λ, σ and H."""
@@ -186,7 +192,7 @@ class OverSpan:
 
     def outputs(self, mean: Tensor) -> Tensor:
         """Return J m, (N, ..., C)."""
-        return self.span.of_all.push(mean[None])[..., 0]
+        return self.span.of_all.push(mean[None], self._is_linear)[..., 0]
 
     def hyper(self, q: Q) -> Hyper:
         """Return λ and σ."""
@@ -224,8 +230,9 @@ class OverSpan:
         spectrum = q.curved.spectrum.at_noise(q.noise)
         spectrum = spectrum._replace(eta=sign * spectrum.eta)
         samples = spectrum.solutions(q.precision) @ q.curved.vectors.T
-        curved = expected.product(q.curved.H, span.of_all.push(samples).flatten(0, -2))
-        of_all = curved.new_empty(len(curved), len(samples) + 1)
+        pushed = span.of_all.push(samples, self._is_linear).flatten(0, -2)
+        curved = expected.product(q.curved.H, pushed)
+        of_all = self.f.new_empty(len(curved), len(samples) + 1)
         noise = q.curved.S_noise.flatten(1).T
         torch.sub(noise * (sign * q.noise), curved, out=of_all[:, :-1])
         of_all[:, -1] = expected.slope(q.outputs, q.deviations).flatten().neg_()
@@ -261,10 +268,13 @@ class OverSpan:
     def _mean(
         self, metric: Curvature, precision: float, start: Tensor, draws: Tensor | None, exact: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the minimum m of E[loss] + ½ λ ‖m‖² by BFGS from a start, and J m.
+        """Return the minimum m of E[loss] + ½ λ ‖m‖², by BFGS from a start if the loss is not quadratic, and J m.
 
         With all sites, the mean moves elsewhere.
         """
+        if self._is_linear:
+            mean = self.share.agreed(metric.solve(metric.fall, precision))
+            return mean, self.outputs(mean)
         expected, from_start = self.expected, self.outputs(start)
         if self.all_sites is not None:
             return start, from_start
@@ -355,6 +365,7 @@ class OverSpan:
         m = self.span.size
         total = torch.zeros(m, m - old, dtype=torch.float64, device=H.device)
         for rows, part in self._parts():
+            part = part.to(self._dtype)
             HJ = self.expected.product(H, part[:, old:], rows)
             if old:
                 total += part.T @ HJ

@@ -33,15 +33,18 @@ class Curvature(NamedTuple):
     S_noise: Tensor
     """S ε of these, (K, N, ..., C), with S Sᵀ = H."""
 
+    fall: Tensor
+    """-Jᵀ ∇loss at w = 0, (m,)."""
+
     @classmethod
     def of(
-        cls, G: Tensor, noise: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], share: Share
+        cls, G: Tensor, xi: Tensor, pulled: Tensor, rows: tuple[Tensor, Tensor], share: Share
     ) -> Curvature:
-        """Return G with its eigenvectors, of the coordinates of ξ and η, and of H and S ε."""
+        """Return G with its eigenvectors, of the coordinates of ξ, of those of η and ``fall``, and of H and S ε."""
         values, vectors = map(share.agreed, torch.linalg.eigh(0.5 * (G + G.T)))
-        xi, eta = noise
+        eta, fall = pulled[:-1], pulled[-1]
         spectrum = Spectrum(values.clamp_min(0), xi @ vectors, eta @ vectors)
-        return cls(G, eta, vectors, spectrum, *rows)
+        return cls(G, eta, vectors, spectrum, *rows, fall)
 
     def without_rows(self) -> Curvature:
         """Return it without its rows for examples."""

@@ -151,13 +151,17 @@ class SpanEStep:
         return controller.judge(state, ascent, extent, found)._replace(own=own)
 
     def _measured(self, q: Q, residuals: Tensor) -> tuple[Tensor, Statistics]:
-        """Return the certificates of samples, (K,), and the result of the E-step at q."""
+        """Return the certificates of samples, (K,), and the result of the E-step at q.
+
+        Within the span, where G is known, residuals are rounding errors.
+        """
         gamma = q.effective_dims.mean().clamp_min(1)
-        squares = dots(residuals, residuals) / q.precision
-        if self.span.is_complete:  # the residual has no other part, and G is known for it
-            turned = self.span.coordinates(residuals).double() @ q.curved.vectors
-            theta = q.curved.spectrum.at_noise(q.noise).eigenvalues
-            squares = (turned.square() / (theta + q.precision)).sum(1)
+        inside = self.span.coordinates(residuals).double()
+        theta = q.curved.spectrum.at_noise(q.noise).eigenvalues
+        squares = ((inside @ q.curved.vectors).square() / (theta + q.precision)).sum(1)
+        if not self.span.is_complete:
+            outside = dots(residuals, residuals) - inside.square().sum(1)
+            squares += outside.clamp_min(0) / q.precision
         if self.over.all_sites is not None:
             squares[-1] = self.over.square_of_mean(q, residuals[-1], self.over.all_sites)
         of_samples, of_mean = squares[:-1], squares[-1:]

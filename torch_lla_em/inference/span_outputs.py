@@ -85,14 +85,15 @@ class SpanOutputs:
         elif len(self._blocks) == len(self._tables) - 1:
             self._blocks.append(self._of_features(self.features, block))
 
-    def push(self, coordinates: Tensor) -> Tensor:
-        """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m)."""
+    def push(self, coordinates: Tensor, exact: bool = False) -> Tensor:
+        """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m); in float64 if ``exact``."""
         by_features, start = self._takes_features(len(coordinates)), 0
         blocks = self._tables if by_features else self._blocks
-        total = blocks[0].new_zeros(len(blocks[0]), len(coordinates))
+        dtype = torch.float64 if exact else blocks[0].dtype
+        total = blocks[0].new_zeros(len(blocks[0]), len(coordinates), dtype=dtype)
         c = coordinates.T.to(total)
         for block in blocks:
-            total.addmm_(block, c[start : start + block.shape[1]])
+            total.addmm_(block.to(dtype), c[start : start + block.shape[1]])
             start += block.shape[1]
         if by_features:
             total = self._of_features(self._features(), total)
@@ -107,7 +108,7 @@ class SpanOutputs:
             first = max(0, start - at)
             at += block.shape[1]
             if first < block.shape[1]:
-                found.append(u.T @ block[:, first:])
+                found.append(u.T @ block[:, first:].to(u.dtype))
         return self._share.sum(torch.cat(found, 1))
 
     def push_weights(self, w: Tensor, layout: ParameterLayout) -> Tensor:
@@ -162,12 +163,12 @@ class SpanOutputs:
     def _of_features(self, features: Tensor, table: Tensor) -> Tensor:
         """Return J V, (n ... C, k), from features (n ..., D) and T, (D C, k)."""
         h = features.flatten(0, -2)
-        return (h @ table.view(h.shape[1], -1)).view(-1, table.shape[1])
+        return (h.to(table.dtype) @ table.view(h.shape[1], -1)).view(-1, table.shape[1])
 
     def _transposed(self, u: Tensor) -> Tensor:
         """Return hᵀ u, (D C, k), for u (N ... C, k)."""
         h = self._features().flatten(0, -2)
-        pulled = u.reshape(len(h), self.shape[-1] * u.shape[1]).T @ h
+        pulled = u.reshape(len(h), self.shape[-1] * u.shape[1]).T @ h.to(u.dtype)
         return pulled.T.reshape(-1, u.shape[1])
 
     def _features(self) -> Tensor:

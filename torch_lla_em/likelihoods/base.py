@@ -338,14 +338,14 @@ class Likelihood:
         """
         return self
 
-    def offset(self, mean: Tensor) -> Tensor | None:
-        """Return the constant in f that gives E[y | f] this mean, if E[y | f] is f itself.
+    def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
+        """Return the constant in f for targets with this mean and variance, if E[y | f] is linear in f.
 
-        The linear model then takes the mean of the targets as its constant, and the same posterior is
-        found for targets y and y + b.
+        The linear model takes it, and so finds the same posterior for targets y + b or in another unit.
 
         Args:
             mean (Tensor): The mean of the targets, shape (C,), or () for outputs of shape (B,).
+            variance (Tensor): The variance of the targets around it, in the same shape.
 
         Returns:
             The constant in every output, (C,) or (); None: the linear model has no constant.

@@ -76,7 +76,7 @@ class Regression(Gaussian, ElementwiseLikelihood):
         other.sigma_noise, other.from_data = sigma_noise, False
         return other
 
-    def offset(self, mean: Tensor) -> Tensor | None:
+    def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
         return mean if type(self).mean is Regression.mean else None
 
     def without_constant(self) -> Regression:
@@ -146,8 +146,8 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
 
     convex = False
 
-    def offset(self, mean: Tensor) -> Tensor | None:
-        return torch.cat([mean, torch.zeros_like(mean)])
+    def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
+        return torch.cat([mean, variance.log()])
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mu, s = f.chunk(2, -1)

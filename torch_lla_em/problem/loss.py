@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
+
+# smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
+_LEAST_SHARE = 1e-2
+_LEAST_FIXED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,18 @@ class Loss:
     """One weight per example, (B,), or one per target, in the shape of the targets."""
 
     temperature: float = 1.0
+    shift: Tensor | None = None
+    """What is added to all outputs, (C,) or (); None: 0."""
 
     def part(self, examples: slice | Tensor) -> Loss:
         """Return the loss of some of the examples."""
         weights = None if self.weights is None else self.weights[examples]
-        return Loss(self.likelihood, self.targets[examples], weights, self.temperature)
+        return replace(self, targets=self.targets[examples], weights=weights)
 
     def value(self, f: Tensor) -> Tensor:
         """Return the loss summed over everything, shape (), in float64, for outputs (..., B, ..., C)."""
         log_prob, y, w = self.likelihood.log_prob, self.targets, self.weights
+        f = self._shifted(f)
         if w is None:
             total = log_prob(f, y)
         elif w.dim() == 1:
@@ -47,21 +54,21 @@ class Loss:
 
     def gradient(self, f: Tensor) -> Tensor:
         """Return the gradient in f, in the shape of f."""
-        return self._counted(self.likelihood.gradient(f, self.targets))
+        return self._counted(self.likelihood.gradient(self._shifted(f), self.targets))
 
     def product(self, f: Tensor, u: Tensor) -> Tensor:
         """Return H(f) u, in the shape of u."""
-        return self._counted(self.likelihood.hessian_product(f, u))
+        return self._counted(self.likelihood.hessian_product(self._shifted(f), u))
 
     def root(self, f: Tensor, noise: Tensor) -> Tensor:
         """Return S(f) ε with S Sᵀ = H, in the shape of ε."""
-        u, counts = self.likelihood.hessian_sqrt_product(f, noise), self.counts
+        u, counts = self.likelihood.hessian_sqrt_product(self._shifted(f), noise), self.counts
         u = u if counts is None else u * counts.sqrt().to(u.dtype)
         return u if self.temperature == 1 else u / self.temperature**0.5
 
     def expected_hessian(self, f: Tensor) -> Tensor:
         """Return H averaged over functions (S, B, ..., C): (B, ..., C, C), or its diagonal."""
-        H, counts = self.likelihood.expected_hessian(f), self.counts
+        H, counts = self.likelihood.expected_hessian(self._shifted(f)), self.counts
         if counts is not None:
             H = H * (counts if self.likelihood.elementwise else counts.unsqueeze(-1)).to(H.dtype)
         return H if self.temperature == 1 else H / self.temperature
@@ -92,14 +99,14 @@ class Loss:
         return w if own is None else w * own
 
     def sums_of_targets(self) -> dict[str, Tensor]:
-        """Return the weighted sum of the targets of every output, (C,) or (), and sum and number of weights."""
+        """Return weighted sums of targets and their squares, (2, C) or (2,), and sum and number of weights."""
         y, counts = self.targets.double(), self.counts
         y = y.flatten(0, -2) if y.dim() > 1 else y
         w = torch.ones_like(y) if counts is None else counts.expand_as(self.targets).double()
         w = w.reshape(y.shape)
         own = w[:, 0] if w.dim() > 1 else w
-        weighted = torch.where(w == 0, 0.0, w * y).sum(0)
-        return {"weighted": weighted, "weights": own.sum(), "counted": (own != 0).sum()}
+        moments = torch.stack([torch.where(w == 0, 0.0, w * y**n).sum(0) for n in (1, 2)])
+        return {"moments": moments, "weights": own.sum(), "counted": (own != 0).sum()}
 
     def labelled(self) -> Tensor:
         """Return whether each example has a label and a weight other than 0, (B,)."""
@@ -128,6 +135,9 @@ class Loss:
                 f"examples, shape ({len(y)},), not {tuple(w.shape)}."
             )
 
+    def _shifted(self, f: Tensor) -> Tensor:
+        return f if self.shift is None else f + self.shift.to(f)
+
     def _counted(self, u: Tensor) -> Tensor:
         counts = self.counts
         u = u if counts is None else u * counts.to(u.dtype)
@@ -150,3 +160,21 @@ def check_weights(likelihood: Likelihood) -> None:
         raise ValueError(
             "A weighted regression does not learn σ: pass LinearisedLaplace(..., sigma_noise=...)."
         )
+
+
+def moments_of(sums: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return mean and variance of the targets, (2, C) or (2,), from ``sums_of_targets`` of targets of a type."""
+    mean, square = sums["moments"] / sums["weights"]
+    least = torch.finfo(dtype).eps ** 2 * square  # they are rounded
+    variance = torch.maximum(square - mean.square(), least).where(square > 0, 1)
+    return torch.stack([mean, variance])
+
+
+def first_noise(sums: dict[str, Tensor], count: int, is_learnt: bool) -> float:
+    """Return σ from the sums over the residuals of the network and over the targets."""
+    errors, targets, squares = (
+        sums[name].item() / count for name in ("errors", "targets", "squares of targets")
+    )
+    # networks that have overfitted have residuals close to 0
+    least = (_LEAST_SHARE if is_learnt else _LEAST_FIXED) * (squares - targets**2)
+    return max(errors, least) ** 0.5 or 1.0

@@ -16,7 +16,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.curvature import Point, RowSquares
-from torch_lla_em.problem.loss import Loss, check_weights
+from torch_lla_em.problem.loss import Loss, check_weights, first_noise, moments_of
 from torch_lla_em.problem.sweep import (
     BLOCK,
     DERIVATIVE,
@@ -33,10 +33,6 @@ from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
 _EPSILON_STREAM = 1
-
-# smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
-_LEAST_SHARE = 1e-2
-_LEAST_FIXED = 1e-6
 
 # smallest number of targets of an output from which a mean is taken
 _FEWEST = 10
@@ -75,7 +71,7 @@ class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
     The loss of an example is -log p(y | f) times its weight and 1 / ``temperature``. Continuous targets
-    are taken less ``centre``. All vectors here are in weight space; solvers see them through
+    are taken less their mean. All vectors here are in weight space; solvers see them through
     ``operators.py``. ``sweep`` goes over the data, and handles memory, ranks, and vectors that are stored
     on another device.
     """
@@ -89,8 +85,8 @@ class Problem:
     ):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         self.temperature = temperature
-        self.centre: Tensor | None = None
-        """The mean of the targets, (C,) or (), once the first pass has found it; None: 0."""
+        self.moments: Tensor | None = None
+        """Mean and variance of the targets, (2, C) or (2,), once the first pass has found them; None: 0."""
 
         if data.is_weighted:
             check_weights(likelihood)
@@ -160,7 +156,7 @@ class Problem:
 
         kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR}
         if shape is not None:
-            kinds |= {"weighted": shape, "weights": SCALAR, "counted": SCALAR}
+            kinds |= {"moments": (2, *shape), "weights": SCALAR, "counted": SCALAR}
         if likelihood.from_data:
             kinds |= {"errors": SCALAR, "targets": SCALAR, "squares of targets": SCALAR}
         at_most = squares_of.rows_at_once if with_squares else inf
@@ -172,22 +168,40 @@ class Problem:
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if likelihood.from_data:
             count = num_samples * self.data.facts.num_targets
-            sigma = _first_noise(sums, count, is_learnt=self.sigma is not None)
+            sigma = first_noise(sums, count, is_learnt=self.sigma is not None)
             self.take(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
             eta, squares = eta / sigma, squares / sigma**2
         if shape is not None and sums["counted"] >= num_samples * _FEWEST:
-            self.centre = sums["weighted"] / sums["weights"]
+            self.moments = moments_of(sums, self.dtype)
         return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
 
-    def take(self, sigma: Tensor | None, centre: Tensor | None = None) -> None:
-        """Use σ and the mean of the targets that a first pass has found."""
+    def take(self, sigma: Tensor | None, moments: Tensor | None = None) -> None:
+        """Use σ, and the mean and variance of the targets, that a first pass has found."""
         if sigma is not None:
             self.likelihood = self.likelihood.with_noise(sigma)
-        self.centre = centre
+        self.moments = moments
+
+    @property
+    def constant(self) -> Tensor | None:
+        """The constant of the linear model, (C,) or (); None: 0."""
+        return None if self.moments is None else self.likelihood.offset(*self.moments)
+
+    @property
+    def shift(self) -> Tensor | None:
+        """The part of the constant on which H depends, and which is not taken from the targets; None: 0."""
+        if self.moments is None or self.likelihood.is_quadratic:
+            return None
+        mean, variance = self.moments
+        return self.likelihood.offset(torch.zeros_like(mean), variance)
+
+    def less_shift(self, f: Tensor) -> Tensor:
+        """Return outputs of the network as those of the linear model are taken."""
+        return f if self.shift is None else f - self.shift.to(f)
 
     def _shape_of_centre(self) -> tuple[int, ...] | None:
         """Return the shape of the mean of the targets; None if it is known, or is not needed."""
-        if self.centre is not None or self.likelihood.offset(torch.zeros(1, device="cpu")) is None:
+        one = torch.ones(1, device="cpu")
+        if self.moments is not None or self.likelihood.offset(one, one) is None:
             return None
         axis = self.linear_model.network.class_dim
         targets = self.likelihood.align(self.data.first().targets, axis)
@@ -201,10 +215,10 @@ class Problem:
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""
-        if self.centre is not None:
+        if self.moments is not None:
             dtype = targets.dtype if targets.is_floating_point() else self.dtype
-            targets = (targets.double() - self.centre.to(targets.device)).to(dtype)
-        return Loss(self.likelihood, targets, weights, self.temperature)
+            targets = (targets.double() - self.moments[0].to(targets.device)).to(dtype)
+        return Loss(self.likelihood, targets, weights, self.temperature, self.shift)
 
     def rows(self) -> Tensor:
         """Return R, shape (N C, P), with G = RᵀR; for small data sets only."""
@@ -311,6 +325,7 @@ class Problem:
             if own is not None:
                 self.point.note(rows, batch, Jw[0])
             at = self.point.outputs(rows, batch)
+            at = self.less_shift(at) if self.point.w is None else at
             self.inspect(rows, batch)
             rows.pull(self._loss(batch).product(at, Jw[-len(w) :]), sums["Gw"])
 
@@ -320,7 +335,7 @@ class Problem:
         """Return the outputs at which H is evaluated, (B, ..., C)."""
         at = self.point.of(rows)
         self.inspect(rows, batch)
-        return at
+        return self.less_shift(at) if self.point.w is None else at
 
     def _loss(self, batch: Batch) -> Loss:
         return self.loss(batch.targets, batch.weights)
@@ -375,16 +390,6 @@ class Problem:
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in weight space, shape (num_vectors, P)."""
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
-
-
-def _first_noise(sums: Sums, count: int, is_learnt: bool) -> float:
-    """Return σ from the sums over the residuals of the network and over the targets."""
-    errors, targets, squares = (
-        sums[name].item() / count for name in ("errors", "targets", "squares of targets")
-    )
-    # networks that have overfitted have residuals close to 0
-    least = (_LEAST_SHARE if is_learnt else _LEAST_FIXED) * (squares - targets**2)
-    return max(errors, least) ** 0.5 or 1.0
 
 
 def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Default fits of tables of every kind: in other units, without noise, or without anything to learn."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torch_lla_em import LinearisedLaplace
+
+UNITS = 1e-3, 1.0, 1e5
+
+
+class InUnits(nn.Module):
+    """A mean and a log variance in other units."""
+
+    def __init__(self, model, unit, mean):
+        super().__init__()
+        self.model, self.unit, self.mean = model, unit, mean
+
+    def forward(self, x):
+        f = self.model(x)
+        return torch.cat([self.mean + self.unit * f[:, :1], f[:, 1:] + 2 * math.log(self.unit)], 1)
+
+
+def network(outputs, layers=1):
+    hidden = [part for _ in range(layers - 1) for part in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), *hidden, nn.Linear(8, outputs))
+
+
+def trained(model, x, y, loss, steps=100):
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss(model(x), y).backward()
+        optimiser.step()
+    return model.eval()
+
+
+def table(n=40, noise=0.1):
+    torch.manual_seed(0)
+    x = torch.randn(n, 3)
+    return x, x[:, :1].sin() + noise * (1 + x[:, 1:2].abs()) * torch.randn(n, 1)
+
+
+@pytest.fixture(scope="module")
+def heteroscedastic():
+    x, y = table(200)
+    nll = lambda f, y: F.gaussian_nll_loss(f[:, :1], y, f[:, 1:].exp())  # noqa: E731
+    return trained(network(2), x, y, nll, 200), x, y
+
+
+def test_heteroscedastic_fits_are_the_same_in_every_unit(heteroscedastic):
+    model, x, y = heteroscedastic
+    fits = []
+    for unit in UNITS:
+        la = LinearisedLaplace(InUnits(model, unit, 2 * unit), "heteroscedastic", num_samples=8)
+        la.fit(x, unit * (y + 2), progress_bar=False)
+        mean, variance = la(x)
+        fits.append(
+            (mean / unit - 2, (variance / unit**2).log(), la.prior_precision, la.effective_dim)
+        )
+        assert la.accuracy.error < 0.03  # in float32
+    for fit in fits:
+        for found, expected in zip(fit, fits[1]):
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def quiet_fit(model, x, y, likelihood="regression", **options):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        la = LinearisedLaplace(model, likelihood, num_samples=8, **options)
+        la.fit(x, y, progress_bar=False)
+    return la, told
+
+
+def test_targets_without_noise_are_fitted_in_few_steps_with_one_warning():
+    x = torch.linspace(-1, 1, 60)[:, None].expand(-1, 3).contiguous()
+    y = (3 * x[:, :1]).sin()
+    la, told = quiet_fit(trained(network(1, 2), x, y, F.mse_loss, 200), x, y)
+    assert len(la.history) < 8 and la.effective_dim <= len(y) and la.accuracy.error < 0.03
+    p = la.predict(x, mean="linear")
+    assert (p.mean - y).abs().max() < 2e-3 and p.variance.max() < 2e-6
+    assert ["lost to rounding" in str(one.message) for one in told] == [True]
+
+
+def test_precise_targets_give_the_same_fit_in_float32_and_float64():
+    x, _ = table(300)
+    y = (x[:, :1] + 0.3 * x[:, 1:2]).sin() + 1e-3 * torch.randn(300, 1)
+    model = trained(network(1, 2), x, y, F.mse_loss, 300)
+    fits = [
+        quiet_fit(m, *t)[0]
+        for m, t in ((model, (x, y)), (copy.deepcopy(model).double(), (x.double(), y.double())))
+    ]
+    assert max(la.accuracy.error for la in fits) < 0.03
+    for name in ("prior_precision", "sigma_noise", "effective_dim"):
+        low, high = (getattr(la, name) for la in fits)
+        torch.testing.assert_close(low, high, rtol=0.02, atol=0)
+
+
+def tables():
+    """Tables of finite numbers at which a regression could stumble."""
+    x, y = table()
+    outlier = torch.zeros_like(y)
+    outlier[0] = 1
+    return {
+        "constant": (x, torch.full_like(y, 3.7)),
+        "zero": (x, 0 * y),
+        "constant and large": (x, torch.full_like(y, 1e7)),
+        "one differs": (x, outlier),
+        "one example": (x[:1], y[:1]),
+        "two examples": (x[:2], y[:2]),
+        "equal inputs": (0 * x + 1, y),
+        "zero inputs": (0 * x, y),
+        "twice": (x[:5].repeat(8, 1), y[:5].repeat(8, 1)),
+        "collinear": (x[:, :1] * torch.tensor([1.0, 2, -1]), y),
+        "an outlier": (x, y + 1e6 * outlier),
+        "an outlier in x": (x * (1 + 1e4 * outlier), y),
+        "tiny": (x, 1e-12 * y),
+        "huge": (x, 1e12 * y),
+        "far away": (x, y + 1e6),
+        "huge inputs": (1e6 * x, y),
+        "tiny inputs": (1e-6 * x, y),
+        "an idle output": (x, torch.cat([y, 0 * y + 2], 1)),
+    }
+
+
+@pytest.mark.parametrize("name", tables())
+def test_no_table_of_finite_numbers_ends_a_fit(name):
+    x, y = tables()[name]
+    torch.manual_seed(1)
+    la, _ = quiet_fit(network(y.shape[1]), x, y)
+    mean, variance = la(x)
+    assert mean.isfinite().all() and variance.isfinite().all() and la.effective_dim <= y.numel()

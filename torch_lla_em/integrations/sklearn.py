@@ -68,13 +68,12 @@ class _Standardise(nn.Module):
 
 
 class _Estimator(BaseEstimator):
-    """Base class of both estimators: trains a network by AdamW, fits and calibrates its posterior.
-
-    Inputs and continuous targets are standardised, in the dtype of X.
-    """
+    """Trains a network by AdamW, with standardised inputs, and fits and calibrates its posterior."""
 
     _likelihood: Any
     _options: dict[str, Any] = {}
+    _checks: dict[str, Any] = {}
+    _targets: Callable[[np.ndarray, Tensor], tuple[Tensor, int]]
     laplace_: Any
 
     def __init__(
@@ -121,8 +120,14 @@ class _Estimator(BaseEstimator):
         self.distil, self.num_samples = distil, num_samples
         self.options, self.device, self.random_state = options, device, random_state
 
-    def _validated(self, X: Any, y: Any, **targets: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return checked inputs and targets; raise an error for invalid hyperparameters too."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """Train the network, fit its posterior and calibrate it; return the estimator itself.
+
+        Args:
+            X (array): Inputs, shape (N, D).
+            y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
+            sample_weight (array, optional): An example of weight 2 counts twice, shape (N,). Default None.
+        """
         holds = {
             "hidden": all(_is_whole(width, 1) for width in np.atleast_1d(self.hidden)),
             "epochs": self.epochs is None or _is_whole(self.epochs, 1),
@@ -131,17 +136,17 @@ class _Estimator(BaseEstimator):
         }
         for name in [name for name in holds if not holds[name]]:
             raise ValueError(f"{name} must be {_VALID[name]}, not {getattr(self, name)!r}.")
-        checked: tuple[np.ndarray, np.ndarray] = validate_data(self, X, y, dtype=_DTYPES, **targets)
-        return checked
-
-    def _fit(self, x: Tensor, y: Tensor, outputs: int, sample_weight: Any) -> None:
-        """Train, fit and calibrate, and distil if asked to."""
-        weights = None
+        X, y = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
+        weights, x = None, torch.tensor(X)
+        targets, outputs = self._targets(y, x)
         if sample_weight is not None:
-            checked = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
-            weights = torch.tensor(checked)
+            weights = torch.tensor(_check_sample_weight(sample_weight, X, ensure_non_negative=True))
         if weights is not None and self.ensemble is not None:
             raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
+        self._fit(x, targets, outputs, weights)
+        return self
+
+    def _fit(self, x: Tensor, y: Tensor, outputs: int, weights: Tensor | None) -> None:
         own = int(check_random_state(self.random_state).randint(2**31 - 1))
         seed = current_group().meet(own, first)  # every rank trains the same network
         options = {"num_samples": self.num_samples, "seed": seed, **self._options}
@@ -153,7 +158,12 @@ class _Estimator(BaseEstimator):
                 how = {"folds": int(self.ensemble), "likelihood": self._likelihood, **options}
                 self.laplace_ = LaplaceEnsemble.from_folds(train, x, y, progress_bar=False, **how)
             else:
-                out, kept = torch.randperm(len(x)).tensor_split([self._held_out(len(x))])
+                count = int(self.validation_fraction * len(x))
+                if 0 < count < _LEAST_HELD_OUT:
+                    few = _FEW.format(self.validation_fraction)
+                    report("log", f"Predictions are not calibrated: {few}")
+                    count = 0
+                out, kept = torch.randperm(len(x)).tensor_split([count])
                 held_out = (x[out], y[out]) if len(out) else None
                 x, y, weights = x[kept], y[kept], None if weights is None else weights[kept]
                 model = train(x, y, weights)
@@ -167,14 +177,6 @@ class _Estimator(BaseEstimator):
                 if held_out is not None:
                     self.laplace_.calibrate(*held_out)
             self.student_ = distilled(self.laplace_, self.distil, x, held_out, seed=seed)
-
-    def _held_out(self, examples: int) -> int:
-        """Return how many examples are held out."""
-        count = int(self.validation_fraction * examples)
-        if 0 < count < _LEAST_HELD_OUT:
-            few = _FEW.format(self.validation_fraction)
-            report("log", f"Predictions are not calibrated: {few}")
-        return count if count >= _LEAST_HELD_OUT else 0
 
     def _trained(
         self, x: Tensor, y: Tensor, weights: Tensor | None = None, *, outputs: int
@@ -262,21 +264,12 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     # with standardised inputs all features have similar sizes, and the plain prior predicts better
     _options = {"g_prior": False}
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
-        """Train the network, fit its posterior and calibrate it.
-
-        Args:
-            X (array): Inputs, shape (N, D).
-            y (array): Labels of any type, shape (N,).
-            sample_weight (array, optional): An example of weight 2 counts twice, shape (N,). Default None.
-        """
-        X, y = self._validated(X, y)
+    def _targets(self, y: np.ndarray, x: Tensor) -> tuple[Tensor, int]:
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("A classifier needs at least two classes, but y has one class.")
-        self._fit(torch.tensor(X), torch.as_tensor(labels), len(self.classes_), sample_weight)
-        return self
+        return torch.as_tensor(labels), len(self.classes_)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return calibrated probabilities of ``classes_``, shape (N, C).
@@ -319,32 +312,24 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     """
 
     _likelihood = "regression"
+    _checks = {"multi_output": True, "ensure_min_samples": 2}
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
-        """Train the network, fit its posterior and calibrate it.
-
-        Args:
-            X (array): Inputs, shape (N, D).
-            y (array): Continuous targets, shape (N,) or (N, C).
-            sample_weight (array, optional): An example of weight 2 counts twice, shape (N,). Default None.
-        """
-        first = np.asarray(y).reshape(-1)[:1].tolist()
-        if first and isinstance(first[0], str):
+    def _targets(self, y: np.ndarray, x: Tensor) -> tuple[Tensor, int]:
+        first = y.reshape(-1)[0]
+        if isinstance(first, str):
             raise ValueError(
-                f"A regression needs numbers as targets, but y has strings such as {first[0]!r}. Use "
+                f"A regression needs numbers as targets, but y has strings such as {str(first)!r}. Use "
                 "LaplaceClassifier for labels, or convert y to numbers."
             )
-        X, y = self._validated(X, y, multi_output=True, y_numeric=True, ensure_min_samples=2)
-        x, self._shape = torch.tensor(X), y.shape[1:]
-        targets = torch.tensor(y.reshape(len(y), -1)).to(x)
+        self._shape = y.shape[1:]
+        targets = torch.tensor(y.reshape(len(y), -1).astype(np.float64)).to(x)
         if (targets == targets[0]).all():
             raise ValueError(
                 f"All targets are equal ({y[0]}), so there is nothing to learn. Check y; to predict "
                 "a constant, use sklearn.dummy.DummyRegressor."
             )
         self._centre, self._width = targets.mean(0), _width(targets)
-        self._fit(x, (targets - self._centre) / self._width, targets.shape[1], sample_weight)
-        return self
+        return (targets - self._centre) / self._width, targets.shape[1]
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return the predictive mean, and the standard deviation if asked for.

@@ -50,7 +50,7 @@ def turned(x):
 
 student = la.distil(
     images,
-    widen=turned,
+    augment=["noise", "swap", turned],
     num_inputs=3000,
     steps=1500,
     progress_bar=False,

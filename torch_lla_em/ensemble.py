@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
-from torch_lla_em.distil import Distillation
+from torch_lla_em.distil import distil as train_student
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Ensemble
 from torch_lla_em.report import Reports
 
 
-class LaplaceEnsemble(Distillation, Reports, Ensemble):
+class LaplaceEnsemble(Reports, Ensemble):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
@@ -38,6 +38,8 @@ class LaplaceEnsemble(Distillation, Reports, Ensemble):
         >>> ensemble = LaplaceEnsemble([la, other])
         >>> probabilities = ensemble.calibrate(x, y)(x)
     """
+
+    distil = train_student
 
     @classmethod
     def from_folds(

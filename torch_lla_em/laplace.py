@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
-from torch_lla_em.distil import Distillation
+from torch_lla_em.distil import distil as train_student
 from torch_lla_em.inference import FitOptions, Solver, choose_scaling, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -63,7 +63,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(Distillation, Reports, PosteriorBase):
+class LinearisedLaplace(Reports, PosteriorBase):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
@@ -171,6 +171,8 @@ class LinearisedLaplace(Distillation, Reports, PosteriorBase):
         self.num_samples, self.seed, self.temperature = int(num_samples), int(seed), temperature
         self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
+
+    distil = train_student
 
     def fit(
         self,

@@ -1,20 +1,14 @@
 """Error rates of a student's p-values, sets and intervals, over repeated validation sets."""
 
+import copy
+
 import pytest
 import torch
-from tiny import draw, fitted, tiny
+from tiny import draw, tiny
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.distil import Student
 from torch_lla_em.prediction import rounding
-
-QUICK = {"num_inputs": 200, "steps": 60, "batch_size": 64, "progress_bar": False}
-
-
-@pytest.fixture(scope="module", params=["classification", "regression"])
-def student(request):
-    case, la = fitted(request.param)
-    return case, la.distil(draw(100, 2, seed=5), **QUICK)
 
 
 def drawn(case, count, generator):
@@ -52,7 +46,8 @@ def test_p_values_are_ranks_among_the_reference(student):
     case, student = student
     x, y = drawn(case, 39, torch.Generator().manual_seed(2))
     student.calibrate(x, y)
-    prediction = student.predict(draw(7, 2, seed=3) * 2)
+    others = draw(7, 2, seed=3) * 2
+    prediction = student.predict(others)
     reference, own = student.predict(x).log_scores, prediction.log_scores
     every = torch.cat([reference.expand(7, -1, -1), own[:, None]], 1)  # the input is the last
     ranks = (every[:, None] >= every[:, :, None]).sum(2).double()
@@ -60,20 +55,24 @@ def test_p_values_are_ranks_among_the_reference(student):
     unusual = (weights / ranks).sum(2)
     due = (unusual >= unusual[:, -1:] - 1e-9).double().mean(1)
     torch.testing.assert_close(prediction.p_value, due)
-    assert torch.equal(student.is_ood(draw(7, 2, seed=3) * 2, 0.2), prediction.p_value <= 0.2)
+    if ranks.shape[2] == 3:
+        alone = (ranks[..., 0] <= ranks[:, -1:, 0]).double().mean(1)
+        torch.testing.assert_close(prediction.p_values("epistemic"), alone)
+        assert torch.equal(student.is_ood(others, 0.2, "epistemic"), alone <= 0.2)
+    assert torch.equal(student.is_ood(others, 0.2), prediction.p_value <= 0.2)
     with pytest.raises(ValueError, match="needs at least 99 reference examples"):
         prediction.is_ood(0.01)
     assert "39 examples" in repr(student)
     shown = repr(prediction).splitlines()
     assert len(shown) == 9 and "of 7" in shown[-1]
-    numbers = prediction.mean if prediction.likelihood.real_valued else prediction.epistemic
+    is_real = prediction.likelihood.real_valued
+    numbers = prediction.expectation if is_real else prediction.epistemic
     assert f"{numbers[0].flatten()[0]:.3g}" in shown[2].split()
 
 
-def test_examples_without_label_are_no_reference():
-    case, la = fitted()
-    student = la.distil(draw(100, 2, seed=5), **QUICK)
-    y = case.y.clone()
+def test_examples_without_label_are_no_reference(classified):
+    case, _, student = classified
+    student, y = copy.deepcopy(student), case.y.clone()
     y[:10] = -100
     student.calibrate(case.x, y)
     assert len(student.reference_scores) == 20
@@ -81,7 +80,7 @@ def test_examples_without_label_are_no_reference():
         student.calibrate(case.x, torch.full_like(y, -100))
 
 
-def test_ties_of_discrete_inputs_remain_when_a_student_is_cast(tmp_path):
+def test_ties_of_discrete_inputs_remain_when_a_student_is_cast(quick, tmp_path):
     """The reference keeps its digits, and the rounding of the coarsest dtype since ``calibrate``."""
     generator = torch.Generator().manual_seed(0)
 
@@ -92,14 +91,13 @@ def test_ties_of_discrete_inputs_remain_when_a_student_is_cast(tmp_path):
     model = tiny("classification").model.float()
     la = LinearisedLaplace(model, "classification", num_samples=4)
     la.fit(*discrete(60), progress_bar=False)
-    student = la.distil(discrete(100)[0], **QUICK | {"steps": 300, "lr": 0.05})
+    student = la.distil(discrete(100)[0], **quick | {"steps": 300, "lr": 0.05})
     student.calibrate(*discrete(99))
     x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    scores, order = student.predict(x)._ood_scores()[:, 0].sort()
+    scores, order = student.predict(x).ood_score[:, 0].sort()
     apart = scores.diff() > 2 * rounding(torch.float16) * scores[:-1]
-    x = x[order][
-        torch.cat([torch.tensor([True]), apart])
-    ]  # without those that float16 ties to others
+    # without those that float16 ties to others
+    x = x[order][torch.cat([torch.tensor([True]), apart])]
     assert len(x) > 2
     due = student.predict(x)
     student.double().save(tmp_path / "student.pt")

@@ -1,23 +1,13 @@
-"""A network of one forward pass that predicts what a posterior predicts.
+"""Students: networks that predict in one forward pass what a posterior predicts.
 
-``distillation`` has the method ``distil`` of posteriors and of ``LaplaceEnsemble``. ``inputs`` gathers unlabelled
-inputs, ``widening`` makes more of them, ``targets`` is what is learnt of a prediction, ``training`` learns it, and
-``progress`` is its checkpoint.
-The result is a ``student``, whose predictions are in ``predicted``. ``agreement`` is its error, and
-``export`` writes it as a program.
+``training`` has ``distil``, which makes a student; ``inputs`` gathers unlabelled inputs and makes more of them,
+and ``targets`` is what is learnt at each. ``student`` is the network, ``prediction`` what it predicts, and ``error``
+how far it is from its posterior.
 """
 
-from torch_lla_em.distil.agreement import Agreement, Likelihoods, StudentError
-from torch_lla_em.distil.distillation import Distillation, distilled
-from torch_lla_em.distil.predicted import StudentPrediction
+from torch_lla_em.distil.error import StudentError
+from torch_lla_em.distil.prediction import StudentPrediction
 from torch_lla_em.distil.student import Student
+from torch_lla_em.distil.training import distil, distilled
 
-__all__ = [
-    "Agreement",
-    "Distillation",
-    "Likelihoods",
-    "Student",
-    "StudentError",
-    "StudentPrediction",
-    "distilled",
-]
+__all__ = ["Student", "StudentError", "StudentPrediction", "distil", "distilled"]

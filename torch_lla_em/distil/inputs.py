@@ -1,8 +1,8 @@
-"""Unlabelled inputs: gathered from what a user passes, split, and cut into pieces."""
+"""Unlabelled inputs: gathered from what a user passes, split, and more of them made from those."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch_lla_em.data import (
     to_device,
 )
 
-# share of inputs that measure the error of a student, and the largest number
-_HELD_OUT, _MOST_HELD_OUT = 0.1, 1000
-# smallest number of inputs that can be split
-_FEWEST = 10
-# number of examples that are predicted at once
+Way = str | Callable[[Any], Any]
+"""How inputs are made from others: "noise", "swap", or a function of inputs."""
+
+# inputs that measure the error of a student: a tenth, but at most so many
+_HELD_OUT = 1000
+# number of examples that are predicted or made at once
 _AT_ONCE = 250
 
 
@@ -33,36 +34,21 @@ def gathered(inputs: Any, targets: Any, device: torch.device) -> list[Any]:
 
     Targets are not used, but there must be one for each example.
     """
-    if inputs is None:
-        raise ValueError(
-            "distil needs inputs, because the posterior does not keep its training data. Pass "
-            "unlabelled inputs, or the training data: la.distil(train_loader)."
-        )
-    if isinstance(inputs, Iterator):  # they are read once
+    if isinstance(inputs, Iterator):  # it is read once
         inputs = list(inputs)
-    listed = isinstance(inputs, (DataLoader, Dataset, list))
-    batches = map(inputs_of, as_loader(inputs)) if listed else [inputs]
-    if isinstance(inputs, dict):
-        batches = [inputs_of(inputs)]
-    found = concatenated(to_device(batch, device) for batch in batches)
+    batches: Iterable[Any] = [inputs_of(inputs) if isinstance(inputs, dict) else inputs]
+    if isinstance(inputs, (DataLoader, Dataset, list)):
+        batches = map(inputs_of, as_loader(inputs))
+    found = joined(to_device(batch, device) for batch in batches)
     count = sum(map(number_of, found))
     if targets is not None and len(as_targets(targets)) != count:
         raise ValueError(
             f"There are {count} inputs but {len(targets)} targets. distil needs inputs only: "
             "la.distil(x), and labelled data as validation=(x, y)."
         )
-    if count < _FEWEST:
-        raise ValueError(f"distil needs at least {_FEWEST} inputs, not {count}.")
+    if count < 10:
+        raise ValueError(f"distil needs at least 10 inputs, not {count}.")
     return found
-
-
-def concatenated(trees: Iterable[Any]) -> list[Any]:
-    """Concatenate trees of tensors that have the same shapes."""
-    groups: dict[str, list[Any]] = {}
-    for tree in trees:
-        if number_of(tree):
-            groups.setdefault(str([t.shape[1:] for t in tensors_in(tree)]), []).append(tree)
-    return [_whole(group) for group in groups.values()]
 
 
 def number_of(x: Any) -> int:
@@ -77,47 +63,136 @@ def number_of(x: Any) -> int:
     return count
 
 
-def rows_of(x: Any, rows: Tensor | slice) -> Any:
-    """Return some examples of inputs."""
+def rows_of(tree: Any, rows: Tensor | slice) -> Any:
+    """Return some examples of a tree of tensors."""
     if isinstance(rows, Tensor):
-        return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], x)
-    return map_tensors(lambda tensor: tensor[rows], x)
+        return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], tree)
+    return map_tensors(lambda tensor: tensor[rows], tree)
+
+
+def pieces(tree: Any) -> Iterator[Any]:
+    """Yield a few examples at a time."""
+    for start in range(0, number_of(tree), _AT_ONCE):
+        yield rows_of(tree, slice(start, start + _AT_ONCE))
+
+
+def joined(trees: Iterable[Any]) -> list[Any]:
+    """Concatenate the examples of trees with the same shapes."""
+    groups: dict[str, list[Any]] = {}
+    for tree in trees:
+        if number_of(tree):
+            groups.setdefault(str([t.shape[1:] for t in tensors_in(tree)]), []).append(tree)
+    return [group[0] if len(group) == 1 else _whole(group) for group in groups.values()]
+
+
+def _whole(trees: list[Any]) -> Any:
+    every = iter([torch.cat(each) for each in zip(*map(tensors_in, trees))])
+    return map_tensors(lambda _: next(every), trees[0])
 
 
 def split(given: list[Any], generator: torch.Generator) -> tuple[list[Any], list[Any]]:
     """Return inputs to train on, and a random part that is held out."""
-    total = sum(map(number_of, given))
-    used: list[Any] = []
-    held: list[Any] = []
-    share = min(_HELD_OUT, _MOST_HELD_OUT / total)
+    sizes = [number_of(x) for x in given]
+    total = sum(sizes)
     order = torch.randperm(total, generator=generator, device="cpu")
     is_held = torch.zeros(total, dtype=torch.bool, device="cpu")
-    is_held[order[: max(2, round(share * total))]] = True
-    for x in given:
-        own, is_held = is_held[: number_of(x)], is_held[number_of(x) :]
-        for part, mask in ((used, ~own), (held, own)):
-            if mask.any():
-                part.append(rows_of(x, mask.nonzero()[:, 0]))
-    return used, held
-
-
-def pieces(trees: Iterable[Any]) -> Iterator[Any]:
-    """Yield a few examples of inputs at a time."""
-    for x in trees:
-        for start in range(0, number_of(x), _AT_ONCE):
-            yield rows_of(x, slice(start, start + _AT_ONCE))
+    is_held[order[: max(2, min(round(0.1 * total), _HELD_OUT))]] = True
+    parts = list(zip(given, is_held.split(sizes)))
+    used = [rows_of(x, ~held) for x, held in parts if not held.all()]
+    return used, [rows_of(x, held) for x, held in parts if held.any()]
 
 
 def labelled(loader: Any, target_fn: TargetFn | None) -> Iterator[tuple[Any, Tensor]]:
     """Yield inputs and targets of each batch."""
     for batch in as_loader(loader, target_fn):
         given = None if target_fn is None else target_fn(batch)
-        targets = default_targets(batch) if given is None else given
-        yield inputs_of(batch, given), as_targets(targets)
+        yield (
+            inputs_of(batch, given),
+            as_targets(default_targets(batch) if given is None else given),
+        )
 
 
-def _whole(trees: list[Any]) -> Any:
-    if len(trees) == 1:
-        return trees[0]
-    every = iter([torch.cat(each) for each in zip(*map(tensors_in, trees))])
-    return map_tensors(lambda _: next(every), trees[0])
+def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
+    """Return the ways in which inputs are made: those asked for, or the default for their types."""
+    if augment is None:
+        return ("noise", "swap") if any(t.is_floating_point() for t in tensors_in(x)) else ("swap",)
+    ways = tuple(augment) if isinstance(augment, (list, tuple)) else (augment,)
+    for way in ways:
+        if not callable(way) and way not in ("noise", "swap"):
+            raise ValueError(
+                f'augment={way!r} is not a way to make inputs: choose "noise", "swap", functions that map '
+                'inputs to as many others, or a list of them, as ["noise", lambda x: x.flip(-1)].'
+            )
+    return ways
+
+
+def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generator) -> Iterator[Any]:
+    """Yield ``count`` inputs altogether, made from examples of x, in turns by each way."""
+    spreads = [_spread(t) for t in tensors_in(x)] if "noise" in ways else []
+    sizes = [len(part) for part in torch.arange(count, device="cpu").tensor_split(len(ways))]
+    for way, size in zip(ways, sizes):
+        rows = torch.randint(number_of(x), (2, size), generator=generator, device="cpu")
+        for some, others in zip(*(part.split(_AT_ONCE) for part in rows)):
+            given = rows_of(x, some)
+            if callable(way):
+                found = way(given)
+                if number_of(found) != len(some):
+                    raise ValueError(
+                        f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one "
+                        "for each."
+                    )
+            elif way == "noise":
+                found = _noisy(given, spreads, generator)
+            else:
+                found = _swapped(given, rows_of(x, others), generator)
+            yield found
+
+
+def _spread(t: Tensor) -> Tensor | None:
+    """Return the standard deviation of each column of a table, or of all other real numbers together."""
+    if not t.is_floating_point():
+        return None
+    return t.std(0) if t.dim() == 2 and len(t) > 1 else t.std()
+
+
+def _noisy(x: Any, spreads: Sequence[Tensor | None], generator: torch.Generator) -> Any:
+    """Add noise of up to two standard deviations to real numbers."""
+    every = iter(spreads)
+
+    def noisy(t: Tensor) -> Tensor:
+        spread = next(every)
+        if spread is None:
+            return t
+        noise = torch.randn(t.shape, generator=generator, device="cpu") * _sizes(t, generator)
+        return t + 2 * spread * noise.to(t)
+
+    return map_tensors(noisy, x)
+
+
+def _swapped(x: Any, others: Any, generator: torch.Generator) -> Any:
+    """Replace a random share of the entries of each example by those of another one.
+
+    Half of the examples with real numbers are mixed with the other one instead.
+    """
+    every = iter(tensors_in(others))
+
+    def swapped(t: Tensor) -> Tensor:
+        other, size = next(every), _sizes(t, generator)
+        chosen = torch.rand(t.shape, generator=generator, device="cpu") < size
+        if t.is_floating_point():
+            share = torch.where(_sizes(t, generator) < 0.5, size, chosen.to(size.dtype))
+            return t.lerp(other, share.to(t))
+        return torch.where(chosen.to(t.device), other, t) if _are_tokens(t) else t
+
+    return map_tensors(swapped, x)
+
+
+def _are_tokens(t: Tensor) -> bool:
+    """Whether these are indices of tokens; masks and segments, which are 0 or 1, are not changed."""
+    is_integer = not (t.is_complex() or t.dtype == torch.bool)
+    return is_integer and t.numel() > 0 and int(t.max()) > 1
+
+
+def _sizes(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a random number between 0 and 1 for each example."""
+    return torch.rand(len(t), *(1,) * (t.dim() - 1), generator=generator, device="cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import TargetFn, default_forward
-from torch_lla_em.distil.agreement import StudentError
+from torch_lla_em.distil.error import StudentError
 from torch_lla_em.jacobian import ForwardFn
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
 from torch_lla_em.prediction import likelihood_options
@@ -40,7 +40,7 @@ def state_of(state: dict[str, Tensor], form: Form, error: StudentError) -> dict[
         "likelihood": likelihood_options(form.likelihood).get("likelihood"),
         "forward_fn": form.forward_fn not in (default_forward, compare),
         "target_fn": None,
-        "error": error.record(),
+        "error": error._asdict(),
     }
     version = torch.tensor(files.VERSION, device="cpu")
     return {**state, "student": files.to_bytes(record), "torch_lla_em_version": version}
@@ -55,7 +55,7 @@ def read(
     """Return the contents of a student's file; raise an error if they do not fit the network."""
     state = files.read(path, "student")
     record: dict[str, Any] = files.from_bytes(state.pop("student"))
-    state.pop("torch_lla_em_version")
+    del state["torch_lla_em_version"]
     error, name = StudentError.of(record.pop("error")), record["likelihood"]
     given = {"likelihood": likelihood or name, "forward_fn": forward_fn or not record["forward_fn"]}
     for argument in (argument for argument in given if not given[argument]):
@@ -63,9 +63,8 @@ def read(
             f"The student was distilled with your own {argument}, which a file cannot store. Pass "
             f"{argument}=... to load."
         )
-    own = {n.partition(".")[2]: t for n, t in state.items() if n.startswith("network.")}
-    expected = {n: tuple(t.shape) for n, t in network.state_dict().items()}
-    if {n: tuple(t.shape) for n, t in own.items()} != expected:
+    own = {n: t.shape for n, t in state.items() if n.startswith("network.")}
+    if own != {f"network.{n}": t.shape for n, t in network.state_dict().items()}:
         raise ValueError(
             "The network has another architecture than the student: pass a network whose parameters "
             "and buffers have the same names and shapes."

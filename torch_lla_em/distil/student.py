@@ -15,23 +15,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, inputs_of, paired, to_device
 from torch_lla_em.distil import stored
-from torch_lla_em.distil.agreement import StudentError
-from torch_lla_em.distil.export import exported
-from torch_lla_em.distil.features import features_of, head_of, is_convolution
+from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.inputs import labelled
-from torch_lla_em.distil.predicted import StudentPrediction, without_functions
+from torch_lla_em.distil.prediction import Scores, StudentPrediction, lacking
 from torch_lla_em.jacobian import ForwardFn, Network, explained
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import Printed, Reference, rounding
-from torch_lla_em.runtime import write_atomically
+from torch_lla_em.prediction import Predictor, Printed, Score, program_of, rounding
+from torch_lla_em.runtime import files
 
+# width of the hidden layer of a head
+_HIDDEN = 64
 _REFERENCE = ("reference_scores", "reference_errors", "reference_room")
-_OF_FUNCTIONS = {
-    "function_sample",
-    "functional_samples",
-    "joint_log_prob",
-    "predictive_samples",
-}
 
 
 class Student(Printed, nn.Module):
@@ -54,54 +48,50 @@ class Student(Printed, nn.Module):
         >>> p_values = student.predict(x).p_value
     """
 
-    head: nn.Sequential
-    _place: Tensor
-    """An empty tensor on the device of the student."""
+    reference_scores: Tensor | None
+    reference_errors: Tensor | None
+    reference_room: Tensor | None
 
-    def __init__(self, network: nn.Module, form: stored.Form, features: int):
+    def __init__(self, network: nn.Module, form: stored.Form, example: Any):
         """Add a head whose outputs are 0 to a network; ``la.distil`` trains both.
 
         Args:
             network (nn.Module): The network; it is not copied.
             form (Form): What the outputs of the network and of its head are.
-            features (int): Number of features that the head takes from the network's last layer.
+            example (Tensor, tuple, dict or int): Inputs, or the number of the head's features.
         """
         super().__init__()
-        self.network = network
-        like = next(self.network.parameters())
-        self.head = head_of(features, form.uncertainties + form.scores, like)
-        self.form, self.error = form, StudentError()
+        self.network, self.form, self.error = network, form, StudentError()
         self._seen: dict[int, list[Tensor]] = {}
-        layer = self.network.get_submodule(form.last)
+        layer = network.get_submodule(form.last)
+        self._channels_first = isinstance(layer, nn.modules.conv._ConvNd)
         layer.register_forward_pre_hook(self._keep, with_kwargs=True)
-        self._channels_first = is_convolution(layer)
         for name in _REFERENCE:
             self.register_buffer(name, None)
-        # of the buffer, because an exported program cannot read it from a tensor
-        self._known_room = 0.0
-        self.register_buffer("_place", like.new_zeros(0), persistent=False)
         self.eval()
+        features = example
+        if not isinstance(example, int):
+            with torch.no_grad():
+                features = self._with_features(example)[1].shape[-1]
+        like = next(network.parameters())
+        self.head = _head(features, form.uncertainties + form.scores, like)
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the posterior."""
         return self.form.likelihood
 
-    def _room(self) -> float:
-        """Return the relative difference up to which scores are ties.
-
-        It is that of the coarsest dtype since ``calibrate``: scores keep its rounding in others.
-        """
-        return max(self._known_room, rounding(self._place.dtype))
+    @property
+    def reference(self) -> Scores | None:
+        """The scores of the validation set, after ``calibrate``."""
+        known = [getattr(self, name) for name in _REFERENCE]
+        return None if known[0] is None else Scores(*known)
 
     def train(self, mode: bool = True) -> Student:
         """Stay in eval mode: predictions are the same in every call.
 
         Args:
-            mode (bool, optional): It has no effect. Default True.
-
-        Returns:
-            The student itself.
+            mode (bool): It has no effect.
         """
         super().train(False)
         return self
@@ -115,19 +105,14 @@ class Student(Printed, nn.Module):
 
         Returns:
             Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
-            the variance of y. The variance includes the observation noise.
-
-        Example:
-            >>> probabilities = student(x)  # doctest: +SKIP
+            the variance of y, with the observation noise.
         """
         if self.likelihood.real_valued:
             prediction = self.predict(x, **inputs)
             return prediction.expectation, prediction.predictive_variance
-        mean, class_dim = self.form.likelihood.mean, self.form.class_dim
-        if isinstance(x, Tensor) and not inputs:  # without microseconds that small networks notice
-            y = mean(self.outputs(x.to(self._place.device)))
-        else:
-            y = torch.cat([mean(self.outputs(each)) for each in self._batches(x, inputs)])
+        each = [self.likelihood.mean(self._outputs(some)) for some in self._batches(x, inputs)]
+        y = each[0] if len(each) == 1 else torch.cat(each)
+        class_dim = self.form.class_dim  # movedim takes microseconds that small networks notice
         return y if class_dim == -1 else y.movedim(-1, class_dim)
 
     def predict(self, x: Any = None, **inputs: Any) -> StudentPrediction:
@@ -139,38 +124,23 @@ class Student(Printed, nn.Module):
 
         Returns:
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
-
-        Example:
-            >>> uncertainty = student.predict(x).epistemic  # doctest: +SKIP
         """
-        found = [self.heads(each) for each in self._batches(x, inputs)]
-        f, uncertainty, scores = (
-            found[0] if len(found) == 1 else (torch.cat(each) for each in zip(*found))
-        )
-        none, class_dim = f.new_zeros(0, *f.shape), self.form.class_dim
-        return StudentPrediction(
-            self.likelihood,
-            f,
-            none,
-            class_dim,
-            log_uncertainty=uncertainty,
-            log_scores=scores,
-            reference=self._reference(),
-            room=self._room(),
-        )
+        each = [self._heads(some) for some in self._batches(x, inputs)]
+        found = each[0] if len(each) == 1 else map(torch.cat, zip(*each))
+        return StudentPrediction(self.likelihood, *found, self.form.class_dim, self.reference)
 
-    def is_ood(self, x: Any = None, rate: float = 0.05, **inputs: Any) -> Tensor:
+    def is_ood(
+        self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any
+    ) -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
             rate (float): Largest share of false alarms among inputs from the validation set's
-                distribution. Default 0.05.
-
-        Raises:
-            ValueError: Before ``student.calibrate``, or if it had too few examples for this rate.
+                distribution. Default 0.05; ``calibrate`` needs at least 1 / rate - 1 examples for it.
+            score (str): "all" (default), "epistemic" or "distance", as in ``la.is_ood``.
         """
-        return self.predict(x, **inputs).is_ood(rate)
+        return self.predict(x, **inputs).is_ood(rate, score)
 
     def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
         """Make p-values, prediction sets and intervals from the student's own scores.
@@ -189,66 +159,31 @@ class Student(Printed, nn.Module):
 
         Raises:
             ValueError: If no example has a label.
-
-        Example:
-            >>> suspicious = student.calibrate(x, y).is_ood(x)  # doctest: +SKIP
         """
-        scores, errors = [], []
+        found = []
         with torch.no_grad():
             for x, y in labelled(paired(loader, targets), self.form.target_fn):
                 prediction = self.predict(x)
-                y = prediction._aligned(y)
+                y = prediction.aligned(y)
                 kept = self.likelihood.labelled(y)
-                scores.append(prediction._ood_scores()[kept])
-                errors.append(prediction.part(kept)._errors(y[kept]))
-        if not sum(map(len, scores)):
+                found.append(prediction.part(kept).scores_of(y[kept]))
+        unusual, errors = map(torch.cat, zip(*found))
+        if not len(unusual):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
-        self.reference_scores = torch.cat(scores)
-        self.reference_errors = torch.cat(errors).sort(0).values
-        self._known_room = rounding(self._place.dtype)
-        self.reference_room = self.reference_scores.new_tensor(self._known_room)
+        self.reference_scores, self.reference_errors = unusual, errors.sort(0).values
+        self.reference_room = unusual.new_tensor(rounding(self._dtype))
         return self
 
-    def note(self, error: StudentError) -> None:
-        """Keep the error that was measured.
-
-        Args:
-            error (StudentError): How far the student is from its posterior.
-        """
+    def _note(self, error: StudentError) -> Student:
+        """Keep the error that was measured."""
         self.error = error
+        return self
 
-    def outputs(self, x: Any) -> Tensor:
-        """Return the network's outputs with the classes last, (B, *sites, C).
-
-        Args:
-            x (Tensor, tuple or dict): One batch of inputs, on the device of the student.
-        """
-        form = self.form
-        try:
-            f = form.forward_fn(self.network, x)
-        except RuntimeError:
-            with explained(Network(self.network, form.forward_fn, form.class_dim), x):
-                raise
-        return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
-
-    def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs, and the logarithms of uncertainties and of scores.
-
-        Args:
-            x (Tensor, tuple or dict): One batch of inputs, on the device of the student.
-
-        Returns:
-            Tensors (B, *sites, C), (B, *sites, uncertainties) and (B, scores).
-        """
-        seen: list[Tensor] = []
-        self._seen[get_ident()] = seen
-        try:
-            f = self.outputs(x)
-        finally:
-            del self._seen[get_ident()]
-        found = self.head(features_of(seen, f, self._channels_first))
+    def _heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return outputs (B, *sites, C), and the logarithms of uncertainties and of scores (B, S)."""
+        f, features = self._with_features(x)
         split = [self.form.uncertainties, self.form.scores]
-        uncertainty, scores = found.split(split, -1)
+        uncertainty, scores = self.head(features).split(split, -1)
         return f, uncertainty, scores.flatten(1, -2).mean(1) if scores.dim() > 2 else scores
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -257,8 +192,7 @@ class Student(Printed, nn.Module):
         Args:
             path (str): Name of the file; .safetensors selects that format.
         """
-        state = stored.state_of(self.state_dict(), self.form, self.error)
-        write_atomically(state, path)
+        files.write_atomically(stored.state_of(self.state_dict(), self.form, self.error), path)
 
     @classmethod
     def load(
@@ -280,37 +214,11 @@ class Student(Printed, nn.Module):
         Raises:
             ValueError: If the file is damaged or holds no student, if the network has another
                 architecture, or if the likelihood or forward_fn is missing.
-
-        Example:
-            >>> student = Student.load("student.pt", model)  # doctest: +SKIP
         """
         state, form, error = stored.read(path, network, likelihood, forward_fn)
         student = cls(deepcopy(network), form, state["head.0.weight"].shape[1])
         student.load_state_dict(state)
-        student.note(error)
-        return student.requires_grad_(False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Student:
-        """Map all tensors, as ``to`` and ``half`` do; what ``calibrate`` found stays in float64."""
-        known = {name: getattr(self, name) for name in _REFERENCE}
-        super()._apply(fn, recurse)
-        for name, tensor in known.items():
-            moved = getattr(self, name)
-            if tensor is not None and moved.dtype != tensor.dtype:
-                setattr(self, name, tensor.to(moved.device))
-        if self.reference_room is not None:
-            self._known_room = self._room()
-            self.reference_room = torch.full_like(self.reference_room, self._known_room)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Load the scores of ``calibrate`` too, of any number of examples or none."""
-        for name in _REFERENCE:
-            tensor, place = state_dict.get(f"{prefix}{name}"), self._place.device
-            setattr(self, name, None if tensor is None else torch.empty_like(tensor, device=place))
-        super()._load_from_state_dict(state_dict, prefix, *more)
-        room = state_dict.get(f"{prefix}reference_room")
-        self._known_room = 0.0 if room is None else room.item()
+        return student._note(error).requires_grad_(False)
 
     def export(
         self, x: Any, path: str | PathLike[str] | None = None, level: float | None = None
@@ -331,20 +239,69 @@ class Student(Printed, nn.Module):
         Raises:
             ValueError: If the name of the file has another ending.
             RuntimeError: If the program returns other values than ``student.predict(x)``.
-
-        Example:
-            >>> program = student.export(x).module()  # doctest: +SKIP
         """
-        return exported(self, to_device(x, self._place.device), path, level)
+        form, is_label = self.form, self.likelihood.gives_probabilities
+        names = ["probs"] if is_label else ["expectation", "predictive_variance"]
+        names += ["epistemic", "aleatoric", "ood_score"]
+        names += ["p_value"] * (self.reference_scores is not None)
+
+        def answer(x: Any) -> dict[str, Tensor]:
+            prediction = self.predict(x)
+            found = {name: getattr(prediction, name) for name in names}
+            found["ood_score"] = found["ood_score"].to(found["epistemic"])
+            if level is None:
+                return found
+            if is_label:
+                return found | {"prediction_set": prediction.prediction_set(level)}
+            return found | prediction.interval(level)._asdict()
+
+        network = Network(self.network, form.forward_fn, form.class_dim)
+        return program_of(answer, [answer], [network], to_device(x, self._device), path)
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error for what needs functions from the posterior, that names the posterior."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if name not in _OF_FUNCTIONS:
+            raise AttributeError(lacking(name, Predictor, "la")) from error
+
+    @property
+    def _device(self) -> torch.device:
+        return self.head[-1].bias.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.head[-1].bias.dtype
+
+    def _outputs(self, x: Any) -> Tensor:
+        """Return the network's outputs with the classes last, (B, *sites, C)."""
+        form = self.form
+        try:
+            f = form.forward_fn(self.network, x)
+        except RuntimeError:
+            with explained(Network(self.network, form.forward_fn, form.class_dim), x):
                 raise
-            raise AttributeError(without_functions(name, "la")) from error
+        return f if form.class_dim == -1 else f.movedim(form.class_dim, -1)
+
+    def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Return outputs, and the features of each site or example, (B, *sites, D)."""
+        seen: list[Tensor] = []
+        self._seen[get_ident()] = seen
+        try:
+            f = self._outputs(x)
+        finally:
+            del self._seen[get_ident()]
+        each = [h.movedim(1, -1) if self._channels_first else h for h in seen]
+        h = each[0] if len(each) == 1 else torch.cat(each, -1)  # it can be called several times
+        if h.dim() == f.dim() and h.shape[:-1] == f.shape[:-1]:
+            return f, h
+        if f.dim() == 2 and len(h) == len(f):
+            return f, h.flatten(1, -2).mean(1)
+        raise ValueError(
+            f"The features of the last layer have shape {tuple(h.shape)}, and the outputs "
+            f"{tuple(f.shape)} (classes last), so the head has no features for each output. Pass "
+            "student= with a network whose last layer has the sites of the outputs."
+        )
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of the last layer for the head, in the thread that asks for them."""
@@ -353,42 +310,65 @@ class Student(Printed, nn.Module):
             seen.append(next(iter((*args, *kwargs.values()))))
 
     def _batches(self, x: Any, inputs: dict[str, Any]) -> Iterator[Any]:
-        options = inputs.keys() & {"mean", "generator", "num_samples", "groups", "weights"}
-        if options and x is not None:
-            raise TypeError(
-                f"A student has no {min(options)}, because it predicts in one forward pass: leave it "
-                "out, or use la.predict of the posterior."
-            )
         if inputs and x is not None:
-            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
-        device = self._place.device
-        if isinstance(x, Tensor):
-            yield x.to(device)
-        elif isinstance(x, (DataLoader, Dataset)):
-            yield from (to_device(inputs_of(batch), device) for batch in as_loader(x))
+            raise TypeError(
+                f"Pass all inputs by name, or all in one tuple or dict, without {sorted(inputs)}. A student "
+                "predicts in one forward pass and has no further options; la.predict of the posterior has."
+            )
+        if isinstance(x, (DataLoader, Dataset)):
+            yield from (to_device(inputs_of(batch), self._device) for batch in as_loader(x))
         else:
             x = inputs_of(inputs or x) if inputs or isinstance(x, dict) else x
-            yield to_device(x, device)
+            yield to_device(x, self._device)
 
-    def _reference(self) -> Reference | None:
-        if self.reference_scores is None:
-            return None
-        none = self.reference_scores.new_zeros(0)
-        return Reference(none, None, self.reference_scores, self.reference_errors)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Student:
+        """Map all tensors, as ``to`` and ``half`` do; what ``calibrate`` found stays in float64.
+
+        Scores keep the rounding of the coarsest dtype since then, in others too.
+        """
+        known = self.reference
+        super()._apply(fn, recurse)
+        for name, tensor in zip(_REFERENCE, known or ()):
+            setattr(self, name, tensor.to(self._device))
+        if self.reference_room is not None:
+            self.reference_room = self.reference_room.clamp_min(rounding(self._dtype))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
+        """Load the scores of ``calibrate`` too, of any number of examples or none."""
+        for name in _REFERENCE:
+            tensor = state_dict.get(f"{prefix}{name}")
+            own = None if tensor is None else torch.empty_like(tensor, device=self._device)
+            setattr(self, name, own)
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = sum(p.numel() for p in self.parameters())
-        title = f"Student of a posterior under {type(self.likelihood).__name__}"
         rows: list[tuple[str, ...]] = [
-            ("network", f"{type(self.network).__name__}, {count:,} parameters with its head")
+            ("network", f"{type(self.network).__name__}, {count:,} parameters with its head"),
+            *self.error.rows(),
         ]
-        rows += self.error.rows()
-        if self.reference_scores is not None:
-            rows.append(
-                ("reference of p-values and sets", f"{len(self.reference_scores):,} examples")
-            )
-        else:
+        if self.reference_scores is None:
             rows.append(
                 ("to do", "Call student.calibrate(validation_loader) for p-values and sets.")
             )
-        return title, rows
+        else:
+            examples = f"{len(self.reference_scores):,} examples"
+            rows.append(("reference of p-values and sets", examples))
+        return f"Student of a posterior under {type(self.likelihood).__name__}", rows
+
+
+def _head(features: int, outputs: int, like: Tensor) -> nn.Sequential:
+    """Return a head with one hidden layer, whose outputs are 0 until it is trained."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    first, last = (
+        nn.utils.skip_init(nn.Linear, *sizes, device=like.device, dtype=like.dtype)
+        for sizes in ((features, _HIDDEN), (_HIDDEN, outputs))
+    )
+    with torch.no_grad():
+        for parameter in first.parameters():
+            draws = torch.rand(parameter.shape, generator=generator, device="cpu")
+            parameter.copy_((2 * draws - 1) / features**0.5)
+        for parameter in last.parameters():
+            parameter.zero_()
+    return nn.Sequential(first, nn.SiLU(), last)

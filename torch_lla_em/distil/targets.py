@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,14 @@ _FLOOR = 1e-4
 _SAME = 1e-2
 
 
-class StudentTargets(NamedTuple):
-    """Predictions of a posterior at B inputs, classes last."""
+class Known(NamedTuple):
+    """Inputs of one shape with the predictions of a posterior, classes last."""
+
+    x: Any
+    """B inputs."""
+
+    given: Tensor
+    """Which were given, (B,); the others were made from those."""
 
     expectation: Tensor
     """E[y], (B, *sites, C)."""
@@ -29,39 +34,28 @@ class StudentTargets(NamedTuple):
     scores: Tensor
     """Out-of-distribution scores, (B, S)."""
 
-    def part(self, rows: Tensor | slice) -> StudentTargets:
-        """Return some of the examples."""
-        return StudentTargets(*(t[rows] for t in self))
+    @classmethod
+    def of(cls, x: Any, prediction: Prediction, is_given: bool = False) -> Known:
+        """Return inputs with what a student learns of their prediction."""
+        expectation = prediction.expectation
 
+        def last(values: Tensor) -> Tensor:
+            if values.dim() < expectation.dim():
+                return values.unsqueeze(-1)
+            return values.movedim(prediction.class_dim, -1)
 
-def of_prediction(prediction: Prediction) -> StudentTargets:
-    """Return what a student learns of a prediction."""
+        parts = [last(prediction.epistemic)]
+        if not prediction.likelihood.gives_probabilities:
+            parts.append(last(prediction.aleatoric))
+        scores = prediction._ood_scores().to(expectation)
+        given = torch.full_like(scores[:, 0], is_given, dtype=torch.bool)
+        return cls(x, given, last(expectation), torch.cat(parts, -1), scores)
 
-    def last(values: Tensor) -> Tensor:
-        if values.dim() < expectation.dim():
-            return values.unsqueeze(-1)
-        return values.movedim(prediction.class_dim, -1)
-
-    expectation = prediction.expectation
-    parts = [last(prediction.epistemic)]
-    if not prediction.likelihood.gives_probabilities:
-        parts.append(last(prediction.aleatoric))
-    expectation = last(expectation)
-    return StudentTargets(
-        expectation, torch.cat(parts, -1), prediction._ood_scores().to(expectation)
-    )
-
-
-def joined(parts: Iterable[StudentTargets]) -> StudentTargets:
-    """Concatenate the examples of several batches."""
-    return StudentTargets(*(torch.cat(each) for each in zip(*parts)))
-
-
-def logarithm(values: Tensor) -> Tensor:
-    """Return log(v + ε) of uncertainties in columns, where ε is a small part of their mean."""
-    finite = values.where(values.isfinite(), 0)
-    floor = _FLOOR * finite.flatten(0, -2).mean(0)
-    return (values + floor.clamp_min(torch.finfo(values.dtype).tiny)).log()
+    def logarithms(self) -> tuple[Tensor, Tensor]:
+        """Return what the head learns: the logarithms of uncertainties and of scores."""
+        finite = self.uncertainty.where(self.uncertainty.isfinite(), 0)
+        floor = (_FLOOR * finite.flatten(0, -2).mean(0)).clamp_min(torch.finfo(finite.dtype).tiny)
+        return (self.uncertainty + floor).log(), log_scores(self.scores)
 
 
 def log_scores(scores: Tensor) -> Tensor:
@@ -71,11 +65,11 @@ def log_scores(scores: Tensor) -> Tensor:
     return finite.log().where(known, torch.nan)
 
 
-def divergence(likelihood: Likelihood, f: Tensor, variance: Tensor, due: StudentTargets) -> Tensor:
+def divergence(likelihood: Likelihood, f: Tensor, log_uncertainty: Tensor, due: Known) -> Tensor:
     """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its sites.
 
-    For labels it is that of distributions over classes, for others that of Gaussians with the same
-    mean and variance. ``variance`` is that of y, (B, *sites, C); labels have none.
+    For labels it is that of distributions over classes, for others that of Gaussians with the same mean and
+    variance, which is the sum of both parts of the uncertainty.
     """
     p = due.expectation
     if likelihood.gives_probabilities:
@@ -87,25 +81,7 @@ def divergence(likelihood: Likelihood, f: Tensor, variance: Tensor, due: Student
         else:
             terms = terms.sum(-1)
     else:
-        epistemic, aleatoric = due.uncertainty.chunk(2, -1)
-        known = epistemic + aleatoric
+        known, variance = (sum(v.chunk(2, -1)) for v in (due.uncertainty, log_uncertainty.exp()))
         ratio = (known + (p - likelihood.mean(f)).square()) / variance
         terms = 0.5 * (ratio - 1 - (known / variance).log())
     return terms.flatten(1).mean(1) if terms.dim() > 1 else terms
-
-
-def variance_of(likelihood: Likelihood, log_uncertainty: Tensor) -> Tensor:
-    """Return the variance of y that a student predicts, (B, *sites, C); labels need none."""
-    if likelihood.gives_probabilities:
-        return log_uncertainty
-    epistemic, aleatoric = log_uncertainty.chunk(2, -1)
-    return epistemic.exp() + aleatoric.exp()
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Return Spearman's correlation of two vectors, over entries where both are finite."""
-    known = a.isfinite() & b.isfinite()
-    a, b = (v[known].argsort().argsort().double() for v in (a, b))
-    if len(a) < 2:
-        return float("nan")
-    return torch.corrcoef(torch.stack([a, b]))[0, 1].item()

@@ -13,6 +13,7 @@ from torch_lla_em.prediction.calibrates import calibrated_on
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.conformal import Conformal, Interval, Score, chosen
 from torch_lla_em.prediction.ensemble import Ensemble
+from torch_lla_em.prediction.export import program_of
 from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.metrics import (
     auroc,
@@ -28,7 +29,14 @@ from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushforward import inputs_in
-from torch_lla_em.prediction.ranks import combined, infinite_if_nan, p_values, rounding
+from torch_lla_em.prediction.ranks import (
+    infinite_if_nan,
+    mass_above,
+    p_values,
+    quantiles,
+    require,
+    rounding,
+)
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
@@ -68,17 +76,20 @@ __all__ = [
     "calibrated_on",
     "calibration_error",
     "chosen",
-    "combined",
     "compare",
     "covered",
     "infinite_if_nan",
     "inputs_in",
     "likelihood_options",
+    "mass_above",
     "of_examples",
     "outcomes",
     "p_values",
     "predicted_data",
+    "program_of",
+    "quantiles",
     "refuse_training_data",
+    "require",
     "rounding",
     "scores",
     "stated_and_right",

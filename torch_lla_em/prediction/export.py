@@ -1,4 +1,4 @@
-"""Exports predictions as a program of torch operations, which runs without this library.
+"""Writes predictions as a program of torch operations, which runs without this library.
 
 torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore
 recorded at B and at B + 1 examples: a number that differs between the two graphs is linear in the batch
@@ -8,13 +8,14 @@ program is made.
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,129 +26,99 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from torch_lla_em.data import map_tensors, tensors_in
-from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.jacobian import Network
 from torch_lla_em.runtime import report
 
 aten = torch.ops.aten
 
-
-ByMember = list[tuple[Tensor, Tensor]]
-"""f, (B, ..., C), and J w of w_lin and the samples, for each posterior."""
-
-
-class ExportedMember(NamedTuple):
-    """What a program needs of a posterior; that of an ensemble has several."""
-
-    model: LinearModel
-
-    columns: Tensor
-    """w_lin and the samples, (1 + K, P)."""
+Answer = Callable[[Any], dict[str, Tensor]]
+"""Maps inputs to the tensors that a program returns, by name."""
 
 
-class Ways(NamedTuple):
-    """The two ways in which posteriors predict: directly, and in a program."""
-
-    of_inputs: Callable[[Any], dict[str, Tensor]]
-    """Maps inputs to the tensors that the program returns, by name."""
-
-    of_products: Callable[[ByMember], dict[str, Tensor]]
-    """Maps products to these tensors."""
-
-
-def exported(
-    members: Sequence[ExportedMember], x: Any, ways: Ways, path: str | PathLike[str] | None
+def program_of(
+    direct: Answer,
+    recorded: Iterable[Answer],
+    networks: Sequence[Network],
+    x: Any,
+    path: str | PathLike[str] | None,
 ) -> ExportedProgram:
-    """Return the program that maps inputs like x to predictions, and save it to ``path``.
+    """Return the program that maps inputs like x to what ``direct`` returns, and save it to ``path``.
 
-    It runs every network of an ensemble once. It accepts any number of examples if its graph can be
-    rewritten for that, otherwise as many as x.
+    It accepts any number of examples if its graph can be rewritten for that, otherwise as many as x.
+
+    Args:
+        direct (callable): The predictions that the program is compared with.
+        recorded (iterable of callables): Computes the same by operations that can be recorded; the first one
+            whose program is correct is taken.
+        networks (sequence of Network): The networks that are called.
+        x (Tensor, tuple or dict): Example inputs, on the device of the networks.
+        path (str, optional): Name of the file, which ends with .pt2 or .onnx; None: it is not saved.
 
     Raises:
         ValueError: If the name of the file has another ending.
-        RuntimeError: If the program returns other values than the posterior.
+        RuntimeError: If the program returns other values than ``direct``.
     """
     suffix = ".pt2" if path is None else Path(path).suffix
     if suffix not in (".pt2", ".onnx"):
         raise ValueError(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
-    x = map_tensors(lambda tensor: tensor.detach().to(members[0].model.network.device), x)
-    # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
-    ways.of_inputs(x)
-    reason = ""
-    # ONNX has no operations for the derivatives of convolutions and of pooling
-    by_factors = any(each.model.factored is not None for each in members) and suffix != ".onnx"
-    for factored in [True, False] if by_factors else [False]:
-        answer = _answer(
-            [each._replace(model=each.model.steady(x, factored)) for each in members], ways
-        )
+    x, reason = map_tensors(Tensor.detach, x), ""
+    direct(
+        x
+    )  # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
+    for answer in recorded:
         try:
-            program = _for_any_batch(members, answer, x)
+            with _guarded(networks):
+                program = _for_any_batch(answer, x)
             sizes = {f"{n} examples": resized(x, n) for n in (1, 2 * batch_size(x) + 1)}
-            _check(program.module(), ways, x, sizes)
+            _check(program.module(), direct, x, sizes)
             break
         except Exception as error:  # torch's are of many kinds
             reason = str(error).partition("\n")[0]
     else:
         report("log", f"The exported program accepts only the batch size of x: {reason}")
-        with _guarded(members):
+        with _guarded(networks):
             program = torch.export.export(simplified(record(answer, x)), (x,))
     others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
-    _check(program.module(), ways, x, others)
+    _check(program.module(), direct, x, others)
     if suffix == ".onnx":
-        _save_onnx(program, path, ways, x)
+        _save_onnx(program, path, direct, x)
     elif path is not None:
         torch.export.save(program, path)
     return program
 
 
 @contextmanager
-def _guarded(members: Sequence[ExportedMember]) -> Iterator[None]:
+def _guarded(networks: Sequence[Network]) -> Iterator[None]:
     """Make calls of all networks safe for torch.func, without gradients."""
     with torch.no_grad(), ExitStack() as stack:
-        for each in members:
-            stack.enter_context(each.model.network.guarded())
+        for network in networks:
+            stack.enter_context(network.guarded())
         yield
 
 
-def _answer(members: Sequence[ExportedMember], ways: Ways) -> Callable[[Any], Any]:
-    """Return the function that is recorded."""
-
-    def answer(x: Any) -> Any:
-        found = []
-        for model, columns in members:
-            rows = model.at(x, len(columns), at_once=model.path.columns)
-            Jw = rows.push(columns)  # f comes with it in forward mode
-            found.append((rows.f, Jw))
-        return ways.of_products(found)
-
-    return answer
-
-
-def _for_any_batch(
-    members: Sequence[ExportedMember], answer: Callable[[Any], Any], x: Any
-) -> ExportedProgram:
+def _for_any_batch(answer: Answer, x: Any) -> ExportedProgram:
     """Return the program for any number of examples; raise an error if a network forbids it."""
-    with _guarded(members):
-        graph = simplified(record_free(answer, x))
+    graph = simplified(record_free(answer, x))
     shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
     several = resized(x, max(2, batch_size(x)))  # torch takes an axis of size 1 for a fixed one
     return torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
 
 
-def _check(run: Callable[[Any], Any], ways: Ways, x: Any, others: Any, least: float = 0.0) -> None:
-    """Raise if a program returns other values than the posterior, at x or at other inputs."""
-    _compare(run(x), ways.of_inputs(x), "its example inputs", least)
+def _check(run: Answer, direct: Answer, x: Any, others: Any, least: float = 0.0) -> None:
+    """Raise if a program returns other values than it has to, at x or at other inputs."""
+    _compare(run(x), direct(x), "its example inputs", least)
     for kind, other in others.items():
         try:
-            expected = ways.of_inputs(other)
+            expected = direct(other)
         except Exception:  # the network does not take these inputs
             continue
         _compare(run(other), expected, kind, least)
 
 
-def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
-    """Write an ONNX file, and compare its values in onnxruntime with the posterior's."""
+def _save_onnx(program: ExportedProgram, path: Any, direct: Answer, x: Any) -> None:
+    """Write an ONNX file, and compare its values in onnxruntime with the predictions."""
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -155,9 +126,11 @@ def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
         raise ImportError(
             f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
         ) from error
-    program = program.run_decompositions(_PLAIN_IN_ONNX)
-    due = list(ways.of_inputs(x))
-    torch.onnx.export(program, dynamo=True, verbose=False, output_names=due).save(path)
+    due = list(direct(x))
+    options: Any = {"input_names": _input_names(x), "output_names": due, "verbose": False}
+    with _only_errors("torch.onnx", "onnxscript", "onnx_ir"):
+        program = program.run_decompositions(_PLAIN_IN_ONNX)
+        torch.onnx.export(program, dynamo=True, **options).save(path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
@@ -166,11 +139,33 @@ def _save_onnx(program: ExportedProgram, path: Any, ways: Ways, x: Any) -> None:
         found = session.run(due, dict(zip(names, values)))
         return {name: torch.from_numpy(out) for name, out in zip(due, found)}
 
-    _check(run, ways, x, {}, _OF_ONNX)
+    _check(run, direct, x, {}, _OF_ONNX)
+
+
+def _input_names(x: Any) -> list[str]:
+    """Return the names of inputs: "x", or those of a dict, or "x_0" and so on."""
+    count = len(tensors_in(x))
+    if isinstance(x, Mapping) and len(x) == count:
+        return [str(name) for name in x]
+    return ["x"] if count == 1 else [f"x_{i}" for i in range(count)]
+
+
+@contextmanager
+def _only_errors(*names: str) -> Iterator[None]:
+    """Log nothing below errors of some libraries: what they could not convert is compared afterwards."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 def _compare(answer: dict[str, Tensor], due: dict[str, Tensor], kind: str, least: float) -> None:
-    """Raise if a program's values differ from the posterior's, at inputs of some kind."""
+    """Raise if a program's values differ from the predictions, at inputs of some kind."""
     for name, expected in due.items():
         found = answer[name]
         if name in _STEPS:  # rounding may change the last class of a set, or a rank

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from torch_lla_em.prediction.export import (
-    ByMember,
-    ExportedMember,
-    Ways,
-    exported,
-)
+from torch_lla_em.data import to_device
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.prediction.export import Answer, program_of
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushforward import stack_members
 from torch_lla_em.runtime import report
-
-
-class ProgramOutputs(NamedTuple):
-    """What a program returns besides ``la(x)``: comparisons with the validation set."""
-
-    level: float | None = None
-    """The level of prediction sets or intervals."""
-
-    p_value: bool = False
-    """Whether p-values are returned."""
-
-
-def returned(prediction: Prediction, outputs: ProgramOutputs) -> dict[str, Tensor]:
-    """Return the tensors of a prediction that a program returns, by the names that students have too."""
-    likelihood, level = prediction.likelihood, outputs.level
-    found = {"probs" if likelihood.gives_probabilities else "expectation": prediction.expectation}
-    if likelihood.real_valued:
-        found["predictive_variance"] = prediction.predictive_variance
-    if level is not None and likelihood.real_valued:
-        found |= prediction.interval(level)._asdict()
-    elif level is not None:
-        found["prediction_set"] = prediction.prediction_set(level)
-    if outputs.p_value:
-        found["p_value"] = prediction.p_value
-    return found
 
 
 class Exports(Predictor):
@@ -85,17 +60,38 @@ class Exports(Predictor):
         Example:
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
-        posteriors, outputs = self._members(surely=True), ProgramOutputs(level, p_value)
+        posteriors = self._members(surely=True)
+        models = [posterior.setting.linear_model for posterior in posteriors]
 
-        def of_inputs(x: Any) -> dict[str, Tensor]:
-            return returned(self._predicted(self._at(x, slice(num_samples))), outputs)
+        def returned(prediction: Prediction) -> dict[str, Tensor]:
+            likelihood = prediction.likelihood
+            name = "probs" if likelihood.gives_probabilities else "expectation"
+            found = {name: prediction.expectation}
+            if likelihood.real_valued:
+                found["predictive_variance"] = prediction.predictive_variance
+            if level is not None and likelihood.real_valued:
+                found |= prediction.interval(level)._asdict()
+            elif level is not None:
+                found["prediction_set"] = prediction.prediction_set(level)
+            return found | ({"p_value": prediction.p_value} if p_value else {})
 
-        def of_products(found: ByMember) -> dict[str, Tensor]:
-            each = [
-                posterior.of_products(f, Jw, f, posterior.setting.linear_model.network.class_dim)
-                for posterior, (f, Jw) in zip(posteriors, found)
-            ]
-            return returned(self._predicted(stack_members(each)), outputs)
+        def direct(x: Any) -> dict[str, Tensor]:
+            return returned(self._predicted(self._at(x, slice(num_samples))))
+
+        def answer(steady: list[LinearModel], x: Any) -> dict[str, Tensor]:
+            each = []
+            for posterior, model in zip(posteriors, steady):
+                columns = posterior.columns(num_samples)
+                rows = model.at(x, len(columns), at_once=model.path.columns)
+                Jw = rows.push(columns)  # f comes with it in forward mode
+                each.append(posterior.of_products(rows.f, Jw, rows.f, model.network.class_dim))
+            return returned(self._predicted(stack_members(each)))
+
+        def recorded() -> Iterator[Answer]:
+            # ONNX has no operations for the derivatives of convolutions and of pooling
+            by_factors = any(model.factored is not None for model in models)
+            for factored in [True, False] if by_factors and not is_onnx else [False]:
+                yield partial(answer, [model.steady(x, factored) for model in models])
 
         if num_samples is not None:
             few, every = (self.predict(x, num_samples=n).expectation for n in (num_samples, None))
@@ -110,7 +106,6 @@ class Exports(Predictor):
             if p_value:
                 text += " The p-values are approximate, since all samples were compared."
             report("show", text)
-        members = [
-            ExportedMember(p.setting.linear_model, p.columns(num_samples)) for p in posteriors
-        ]
-        return exported(members, x, Ways(of_inputs, of_products), path)
+        networks, is_onnx = [model.network for model in models], Path(path or "").suffix == ".onnx"
+        x = to_device(x, networks[0].device)
+        return program_of(direct, recorded(), networks, x, path)

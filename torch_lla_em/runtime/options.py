@@ -179,6 +179,4 @@ _RULES = {
     "batch_size": _Rule(*_WHOLE),
     "num_inputs": _optional(*_WHOLE),
     "lr": _optional("a number above 0", _is_number, lambda value: value > 0),
-    "mask_token": _optional("the index of a token", _is_integer),
-    "widen": _optional("a function of inputs that returns as many other inputs", callable),
 }

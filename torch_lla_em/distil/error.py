@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.distil.targets import (
-    StudentTargets,
-    divergence,
-    log_scores,
-    rank_correlation,
-    variance_of,
-)
-from torch_lla_em.likelihoods import Likelihood
-
+# largest mean KL, in nats, of a student that is good enough; more is accepted far from the data
 _KL = {"held-out": 0.03, "made": 0.1}
-"""Largest mean KL, in nats, of a student that is good enough; more is accepted far from the data."""
-
+# smallest rank correlation that is good enough
 _CORRELATION = 0.8
-"""Smallest rank correlation of epistemic uncertainties at held-out inputs, and of OOD scores at made
-inputs. Those of held-out inputs are mostly noise, because all of them are near the training examples."""
-
-_NARROW = 0.5
-"""Spread of the logarithms of OOD scores at held-out inputs, relative to that at made inputs, below which they
-are nearly equal."""
-
-_NEARLY_EQUAL = (
-    "The OOD scores of held-out inputs are nearly equal, since all are near the training data, so that their ranks "
-    "are mostly noise. Judge the student by those of made inputs."
-)
 
 
 class Agreement(NamedTuple):
@@ -52,13 +31,10 @@ class Agreement(NamedTuple):
     ood: float
     """Rank correlation of the out-of-distribution scores; the smallest, if there are several."""
 
-    ood_spread: float = float("nan")
-    """Standard deviation of the logarithms of the posterior's own scores, of the same ones."""
-
     def __str__(self) -> str:
         return (
             f"KL {self.kl:.2g} ± {self.kl_error:.1g}, rank correlation of epistemic "
-            f"{self.epistemic:.3f}, of OOD scores {self.ood:.3f} ({self.number:,} inputs)"
+            f"{self.epistemic:.3f} ({self.number:,} inputs)"
         )
 
 
@@ -90,8 +66,7 @@ class Likelihoods(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class StudentError:
+class StudentError(NamedTuple):
     """How far a student is from its posterior; ``print(student)`` shows it."""
 
     held_out: Agreement | None = None
@@ -110,6 +85,7 @@ class StudentError:
         for name, at in (("held-out", self.held_out), ("made", self.made)):
             if at is not None and not at.kl <= _KL[name]:
                 found.append(f"its mean KL from the posterior at {name} inputs is {at.kl:.2g} nats")
+        # scores of held-out inputs are nearly equal, and their ranks noise, because all are near the data
         for words, at, field in (
             ("epistemic uncertainty at held-out", self.held_out, "epistemic"),
             ("OOD scores at made", self.made, "ood"),
@@ -127,52 +103,24 @@ class StudentError:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""
-        named = {"held-out inputs": self.held_out, "made inputs": self.made, "NLL": self.nll}
+        named: dict[str, Any] = {"held-out inputs": self.held_out, "made inputs": self.made}
+        if self.made is not None:
+            named["OOD scores"] = f"rank correlation {self.made.ood:.3f} at made inputs"
+        named["NLL"] = self.nll
         rows = [(name, str(value)) for name, value in named.items() if value is not None]
-        if self._scores_are_nearly_equal():
-            rows.append(("note", _NEARLY_EQUAL))
         return rows + [("warning", words) for words in self.warnings]
-
-    def _scores_are_nearly_equal(self) -> bool:
-        """Whether held-out inputs have other ranks because their OOD scores hardly differ."""
-        if self.held_out is None or not self.held_out.ood < _CORRELATION:
-            return False
-        usual = 1.0 if self.made is None else self.made.ood_spread
-        return self.held_out.ood_spread < _NARROW * usual
-
-    def record(self) -> dict[str, Any]:
-        """Return the numbers as a JSON record."""
-        return asdict(self)
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> StudentError:
-        """Return the error of a JSON record."""
+        """Return the error of a JSON record; those of version 0.4 have more numbers at the end."""
         kinds: dict[str, Any] = {"held_out": Agreement, "made": Agreement, "nll": Likelihoods}
-        return cls(**{n: None if v is None else kinds[n](*v) for n, v in record.items()})
+        return cls(**{n: v and kinds[n](*v[: len(kinds[n]._fields)]) for n, v in record.items()})
 
 
-def agreement(
-    likelihood: Likelihood, found: list[tuple[Tensor, Tensor, Tensor, StudentTargets]]
-) -> Agreement:
-    """Compare outputs and heads of a student with the posterior's predictions at the same inputs."""
-    each, own, theirs, scores, known = [], [], [], [], []
-    for f, uncertainty, score, due in found:
-        each.append(divergence(likelihood, f, variance_of(likelihood, uncertainty), due).double())
-        parts = 1 if likelihood.gives_probabilities else 2
-        own.append(uncertainty.chunk(parts, -1)[0].flatten())
-        theirs.append(due.uncertainty.chunk(parts, -1)[0].flatten())
-        scores.append(score)
-        known.append(due.scores)
-    kl, due_scores = torch.cat(each), log_scores(torch.cat(known)).T
-    ood, spread = min(
-        (rank_correlation(a, b), b[b.isfinite()].std(correction=0).item())
-        for a, b in zip(torch.cat(scores).T, due_scores)
-    )
-    return Agreement(
-        len(kl),
-        kl.mean().item(),
-        kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else float("nan"),
-        rank_correlation(torch.cat(own), torch.cat(theirs)),
-        ood,
-        spread,
-    )
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Return Spearman's correlation of two vectors, over entries where both are finite."""
+    known = a.isfinite() & b.isfinite()
+    a, b = (v[known].argsort().argsort().double() for v in (a, b))
+    if len(a) < 2:
+        return float("nan")
+    return torch.corrcoef(torch.stack([a, b]))[0, 1].item()

@@ -1,0 +1,298 @@
+"""The prediction of a student: what its network says of the posterior's prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, pi
+from statistics import NormalDist
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.data import as_targets
+from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
+from torch_lla_em.prediction import (
+    Interval,
+    Prediction,
+    Printed,
+    Score,
+    chosen,
+    infinite_if_nan,
+    mass_above,
+    of_examples,
+    p_values,
+    quantiles,
+    require,
+    rounding,
+)
+
+_SAME = {"mean": "expectation", "variance": "epistemic"}
+"""Properties of a posterior's prediction that are, of continuous targets, the same as another one."""
+
+
+class Scores(NamedTuple):
+    """Scores of the validation set that a student was calibrated on."""
+
+    unusual: Tensor
+    """Out-of-distribution scores, (n, S)."""
+
+    errors: Tensor
+    """Errors, (n, outputs), sorted; without columns if there are no sets and intervals."""
+
+    room: Tensor
+    """Relative difference up to which scores are ties, ()."""
+
+
+@dataclass(frozen=True, repr=False)
+class StudentPrediction(Printed):
+    """The prediction of a ``Student`` at B inputs, as returned by ``student.predict(x)``.
+
+    Its properties and methods have the names, shapes and meanings of those of ``la.predict(x)``. A student
+    learns the distribution of each target on its own, and has nothing that needs functions from the
+    posterior, such as joint predictions and samples. ``p_value``, ``is_ood``, ``prediction_set``
+    and ``interval`` need ``student.calibrate``.
+
+    Example:
+        >>> prediction = student.predict(x)  # doctest: +SKIP
+        >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic  # doctest: +SKIP
+    """
+
+    likelihood: Likelihood
+
+    centre: Tensor
+    """The outputs of the network, classes last, (B, *sites, C)."""
+
+    log_uncertainty: Tensor
+    """Logarithms of the epistemic part and, unless E[y] is a probability, of the aleatoric part."""
+
+    log_scores: Tensor
+    """Logarithms of the out-of-distribution scores, (B, S)."""
+
+    class_dim: int = -1
+    """The axis of the classes in the network's outputs."""
+
+    reference: Scores | None = None
+    """The scores of a validation set, after ``student.calibrate``."""
+
+    @property
+    def expectation(self) -> Tensor:
+        """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
+        return self._out(self._expected())
+
+    @property
+    def probs(self) -> Tensor:
+        """The probability of every class or label, (B, ..., C)."""
+        self._require(self.likelihood.gives_probabilities, "probs", "expectation")
+        return self.expectation
+
+    @property
+    def log_probs(self) -> Tensor:
+        """The logarithm of ``probs``."""
+        self._require(self.likelihood.gives_probabilities, "log_probs", "expectation")
+        return self._out(self.likelihood.log_mean(self.centre))
+
+    @property
+    def predictive_variance(self) -> Tensor:
+        """The variance of y, with observation noise, (B, ..., C); p (1 - p) for probabilities."""
+        if self.likelihood.gives_probabilities:
+            return self.probs * (1 - self.probs)
+        return self._out(self._variance())
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats; for regression that of a Gaussian."""
+        if self.likelihood.real_valued:
+            return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
+        self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
+        return self._site_values(self.likelihood.entropy(self.centre[None]))
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
+        return self._site_values(self._uncertainties()[0])
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
+        return self._site_values(self._uncertainties()[1])
+
+    @property
+    def ood_score(self) -> Tensor:
+        """The out-of-distribution scores that p-values compare, (B, S) in float64."""
+        return infinite_if_nan(self.log_scores.double().exp())
+
+    @property
+    def p_value(self) -> Tensor:
+        """Conformal p-value of each input for being from the validation set's distribution, (B,)."""
+        return self.p_values()
+
+    def p_values(self, score: Score = "all") -> Tensor:
+        """Return conformal p-values by all scores, by "epistemic" alone, or by "distance", (B,)."""
+        reference, scores = self._compared("p_value"), self.ood_score
+        some = chosen(score, scores.shape[1], scores.shape[1])
+        return p_values(reference.unusual[:, some], scores[:, some], self._room())
+
+    def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
+        """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
+        if not 0 < rate < 1:
+            raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
+        count = len(self._compared("is_ood").unusual)
+        require(count, ceil(1 / rate - 1 - 1e-9), f"rate={rate}")
+        return self.p_values(score) <= rate
+
+    def prediction_set(self, level: float = 0.9) -> Tensor:
+        """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
+        of_pixels = "RiskControl(la, validation_loader) for labels of pixels or tokens"
+        self._require(self._has_classes, "prediction_set", f"interval(level), or {of_pixels}")
+        threshold = quantiles(self._compared("prediction_set").errors, level)
+        room = self._room()
+        return self._out(mass_above(self._expected(), room) <= threshold + room)
+
+    def interval(self, level: float = 0.9) -> Interval:
+        """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
+        self._require(self._has_values, "interval", "prediction_set(level) for classes")
+        size, centre = quantiles(self._compared("interval").errors, level), self._expected()
+        half = size.to(centre) * self._variance().sqrt()
+        # targets at the ends, as in discrete data, are inside whichever way they are rounded
+        half = half * (1 + self._room()) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
+        return Interval(self._out(centre - half), self._out(centre + half))
+
+    def credible_interval(self, level: float = 0.95) -> Interval:
+        """Return intervals of continuous targets with probability ``level`` under the student."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, not {level}.")
+        self._require(self.likelihood.real_valued, "credible_interval", "epistemic")
+        half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self._variance().sqrt()
+        return Interval(self._out(self._expected() - half), self._out(self._expected() + half))
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
+
+        Continuous targets are Gaussian, and counts have a negative binomial distribution with the
+        learnt mean and variance.
+        """
+        return self._log_prob(self.aligned(y))
+
+    def _log_prob(self, y: Tensor) -> Tensor:
+        likelihood, mean = self.likelihood, self._expected()
+        if likelihood.gives_probabilities:
+            return likelihood.log_prob(self.centre, y)
+        self._require(self.has_log_prob(), "log_prob", "expectation")
+        if likelihood.real_valued:
+            variance = self._variance()
+            return sum_rows(-0.5 * ((y - mean).square() / variance + (2 * pi * variance).log()), y)
+        # the shape of the Gamma distribution of rates
+        shape = (mean.square() / self._uncertainties()[1]).clamp(max=1e6)
+        logits = mean.log() - shape.log()
+        counts = torch.distributions.NegativeBinomial(shape, logits=logits, validate_args=False)
+        return sum_rows(counts.log_prob(y.to(mean)), y)
+
+    def has_log_prob(self) -> bool:
+        """Return whether the density of targets follows from their mean and variance."""
+        own = self.likelihood
+        return own.gives_probabilities or own.real_valued or isinstance(own, Poisson)
+
+    def aligned(self, y: Tensor) -> Tensor:
+        """Return targets with the axis of the outputs last; raise an error if they do not fit."""
+        y = self.likelihood.align(as_targets(y).to(self.centre.device), self.class_dim)
+        self.likelihood.check(self.centre, y)
+        return y
+
+    def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ``calibrate`` keeps of labelled examples: their OOD scores, and their errors.
+
+        The error of a class is the probability of all classes that are more probable than the label, that
+        of continuous targets the residual in predictive standard deviations. ``y`` is as ``aligned`` returns it.
+        """
+        if self._has_classes:
+            above = mass_above(self._expected(), rounding(self.centre.dtype))
+            errors = above.gather(1, y.long()[:, None])
+        elif self._has_values:
+            errors = (y - self._expected()).abs() / self._variance().sqrt()
+        else:
+            errors = self.centre.new_zeros(len(y), 0)
+        return self.ood_score, errors.double()[:, None].flatten(1)
+
+    def part(self, rows: Tensor | slice) -> StudentPrediction:
+        """Return the prediction of some of the inputs, given by their numbers, a mask or a slice."""
+        f, uncertainty, scores = self.centre, self.log_uncertainty, self.log_scores
+        own = {"log_uncertainty": uncertainty[rows], "log_scores": scores[rows]}
+        return replace(self, centre=f[rows], **own)
+
+    def first(self, count: int) -> StudentPrediction:
+        """Return the prediction of the first few inputs."""
+        return self.part(slice(count))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise an error, which names the posterior's property of this name if there is one."""
+        if name in _SAME:
+            raise AttributeError(f"A student has no .{name}: use .{_SAME[name]}.")
+        raise AttributeError(lacking(name, Prediction, "la.predict(x)"))
+
+    @property
+    def _has_classes(self) -> bool:
+        likelihood, is_flat = self.likelihood, self.centre.dim() == 2
+        return likelihood.gives_probabilities and not likelihood.elementwise and is_flat
+
+    @property
+    def _has_values(self) -> bool:
+        return self.likelihood.real_valued and self.centre.dim() <= 2
+
+    def _expected(self) -> Tensor:
+        return self.likelihood.mean(self.centre)
+
+    def _uncertainties(self) -> tuple[Tensor, Tensor]:
+        """Return the aleatoric and the epistemic uncertainty."""
+        uncertainty = self.log_uncertainty.exp()
+        if not self.likelihood.gives_probabilities:
+            epistemic, aleatoric = uncertainty.chunk(2, -1)
+            return aleatoric, epistemic
+        entropy = self.likelihood.entropy(self.centre[None])
+        epistemic = torch.minimum(uncertainty.reshape(entropy.shape), entropy)
+        return entropy - epistemic, epistemic
+
+    def _variance(self) -> Tensor:
+        """Return the variance of y."""
+        aleatoric, epistemic = self._uncertainties()
+        return aleatoric + epistemic
+
+    def _compared(self, name: str) -> Scores:
+        if self.reference is None:
+            raise ValueError(
+                f"{name} compares inputs with a validation set, but this student has none. Call "
+                "student.calibrate(validation_loader) first: the reference of la.calibrate is for "
+                "the posterior's own scores."
+            )
+        return self.reference
+
+    def _room(self) -> Tensor:
+        """Return the relative difference up to which scores are ties: that of the coarsest dtype."""
+        return self._compared("p_value").room.clamp_min(rounding(self.centre.dtype))
+
+    def _require(self, holds: bool, name: str, other: str) -> None:
+        if not holds:
+            raise TypeError(
+                f"A student under {type(self.likelihood).__name__} has no .{name}. Use .{other}, or "
+                f"la.predict(x).{name} of the posterior if it has it."
+            )
+
+    def _site_values(self, values: Tensor) -> Tensor:
+        return self._out(values) if values.dim() == self.centre.dim() else values
+
+    def _out(self, values: Tensor) -> Tensor:
+        """Move the classes back to their axis in the model's outputs."""
+        return values.movedim(-1, self.class_dim)
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        return of_examples("Prediction of a student", self)
+
+
+def lacking(name: str, of: type, other: str) -> str:
+    """Return why a student lacks an attribute, which ``other`` has if its class ``of`` has it."""
+    if not hasattr(of, name):
+        return f"A student has no attribute {name!r}."
+    return (
+        f"A student has no .{name}, because it predicts each target on its own and has no "
+        f"functions from the posterior. Use {other}.{name}."
+    )

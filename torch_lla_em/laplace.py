@@ -69,7 +69,8 @@ class LinearisedLaplace(Reports, PosteriorBase):
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
     draws posterior samples; calling the object predicts. The network is not changed: its weights,
     buffers, mode and attributes are restored after every call. ``print`` shows the results of the
-    fit, an assessment of it, and recommendations.
+    fit, an assessment of it, and recommendations. It is an ``nn.Module`` so that ``to``, ``state_dict`` and
+    modules that contain it treat it like a network; it has no parameters to train.
 
     Args:
         model (nn.Module): The trained network, in any mode, on any device.
@@ -82,8 +83,7 @@ class LinearisedLaplace(Reports, PosteriorBase):
             of its feature and m the mean size in its tensor. True: 1/s. "half": √m/s. "tensor": m/s.
             "root": √(m/s). False: the same for all parameters. None (default): with variational
             curvature "half" if more than a quarter of the parameters hardly change any output (for
-            example on raw pixels), else "root"; with other curvatures True. If it is None,
-            ``fit(validation=...)`` fits both and keeps the lower calibrated validation NLL.
+            example on raw pixels), else "root"; with other curvatures True.
         num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
@@ -256,6 +256,7 @@ class LinearisedLaplace(Reports, PosteriorBase):
                 stored.refuse_other_network(state, model.network.module)
                 return self._loaded(state, setting)
             around.follow(around.plan(options, self.compute))
+            problem.data.confirm_first()
             learnt = learn(problem, options, around.watch, around.begin())
             around.end()
             facts: dict[str, Any] = {"history": tuple(around.history)}

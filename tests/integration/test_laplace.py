@@ -360,3 +360,16 @@ def test_a_validation_set_is_calibrated_on_after_a_single_fit(tmp_path):
         _, la = tiny.fitted(validation=validation, checkpoint=tmp_path)
         assert la.calibration == due.calibration and torch.equal(la.scale, due.scale)
         assert_close(la(case.x), due(case.x))
+
+
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "regression"])
+def test_networks_that_are_not_trained_are_named(name):
+    case = tiny.tiny(name)
+    for scale, words in ((0.0, 1), (-1.0, 1), (1.0, 0)):
+        model = copy.deepcopy(case.model)
+        with torch.no_grad():
+            model[-1].weight *= scale
+            model[-1].bias *= scale
+        options = {"likelihood": name, "em_steps": 2, "curvature": "network"}
+        _, la = tiny.fitted(name, model=model, **options)
+        assert sum("train it before fit" in said for said in la.messages) == words

@@ -183,6 +183,7 @@ def of_onnx(la, x, path, **options):
     if not options.get("num_samples"):
         assert [each.name for each in session.get_outputs()] == due
     names = [each.name for each in session.get_inputs()]
+    assert names == (["x"] if len(names) == 1 else [f"x_{i}" for i in range(len(names))])
 
     def program(*inputs):
         values = session.run(None, dict(zip(names, (part.numpy() for part in inputs))))

@@ -42,19 +42,24 @@ def test_a_plan_tells_memory_and_runs_nothing(caplog):
     assert la.w_lin is not None
 
 
-def test_a_plan_refuses_data_that_change():
+def test_data_that_change_are_refused_at_the_second_batch():
     case, la = made()
+    read = []
 
     class Augmented(torch.utils.data.TensorDataset):
         def __getitem__(self, index):
             x, y = super().__getitem__(index)
+            read.append(index)
             return x + torch.rand_like(x), y
 
     for kind in (torch.utils.data.TensorDataset, Augmented):
         loader = torch.utils.data.DataLoader(kind(case.x, case.y), 10, shuffle=True)
         if kind is Augmented:
-            with pytest.raises(ValueError, match="random augmentation"):
-                la.plan(loader)
+            for call in (la.plan, la.fit):
+                read.clear()
+                with pytest.raises(ValueError, match="random augmentation"):
+                    call(loader)
+                assert len(read) == 20
         else:
             assert la.plan(loader).of_memory
 

@@ -79,6 +79,8 @@ class Reader:
         """Whether the first batch has other content when it is read again, although its order is fixed."""
         if self.source.is_list or not self.source.keeps_order or not self._ahead:
             return False
+        if getattr(self.source.loader, "persistent_workers", False):
+            self._rest = None  # it would go on with the workers that start anew here
         each = [Identity(same_batches=True) for _ in range(2)]
         for identity, batch in zip(each, (self._ahead[0], next(self.batches(0, 1)))):
             identity.add(tuple(batch.tensors().values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +170,20 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
                 f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
                 f"it: its intervals are far too wide. Pass sigma_noise=torch.ones({count}) to learn one for each."
             )
+
+
+def untrained(network: Prediction, y: Tensor) -> Iterator[str]:
+    """Yield a warning if a network predicts labels of training examples no better than chance."""
+    if not network.likelihood.gives_probabilities:
+        return
+    count = stated_and_right(network, y)[0].numel()
+    classes = 2 if network.likelihood.elementwise else network.probs.shape[network.class_dim]
+    nll = -network._log_prob(y).double().sum().item() / max(count, 1)
+    if count and nll >= log(classes):
+        yield (
+            f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
+            f"{log(classes):.3g}. The posterior is that of a trained network: train it before fit."
+        )
 
 
 def _overfitted(squares: Tensor, share: float) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
-from torch_lla_em.prediction.metrics import Outcomes, outcomes, scores, warnings_of
+from torch_lla_em.prediction.metrics import Outcomes, outcomes, scores, untrained, warnings_of
 from torch_lla_em.prediction.passes import over_batches, same_targets, under_all
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
@@ -280,5 +280,5 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     y = problem.sweep.aligned(batch).targets
     examples = at_inputs([posterior], batch.inputs).classes_last()
     prediction = predicted(examples, posterior.components, judged=False)
-    for words in warnings_of(posterior, prediction, y):
+    for words in (*untrained(examples.network(), y), *warnings_of(posterior, prediction, y)):
         report("log", words)

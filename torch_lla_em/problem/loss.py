@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.runtime import report
 
 # smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
 _LEAST_SHARE = 1e-2
@@ -175,6 +176,13 @@ def first_noise(sums: dict[str, Tensor], count: int, is_learnt: bool) -> float:
     errors, targets, squares = (
         sums[name].item() / count for name in ("errors", "targets", "squares of targets")
     )
+    variance = squares - targets**2
+    if errors > variance > _LEAST_FIXED * squares:  # and not of constant targets
+        report(
+            "log",
+            f"The network's mean squared error on training data, {errors:.3g}, is not below the variance of the "
+            f"targets, {variance:.3g}. The posterior is that of a trained network: train it before fit.",
+        )
     # networks that have overfitted have residuals close to 0
-    least = (_LEAST_SHARE if is_learnt else _LEAST_FIXED) * (squares - targets**2)
+    least = (_LEAST_SHARE if is_learnt else _LEAST_FIXED) * variance
     return max(errors, least) ** 0.5 or 1.0

@@ -117,22 +117,18 @@ def test_a_regressor_of_a_mixed_frame(regressor):
     assert own.is_ood(encoded * 40).mean() > 0.5
 
 
-def test_estimators_in_cross_validation_leave_the_global_generator():
+def test_estimators_in_pipelines_are_cloned_and_cross_validated():
     x, y = rows()
-    before = torch.get_rng_state()
     pipeline = make_pipeline(StandardScaler(), LaplaceClassifier(linear, **FAST))
-    scores = cross_val_score(clone(pipeline), x, y, cv=2)
-    assert scores.mean() > 0.8
-    np.testing.assert_array_equal(cross_val_score(pipeline, x, y, cv=2), scores)
-    assert torch.equal(before, torch.get_rng_state())
+    assert cross_val_score(clone(pipeline), x, y, cv=2).mean() > 0.8
 
 
-def test_threads_do_not_change_results():
+def dropping(features, outputs):
+    return nn.Sequential(nn.Linear(features, 6), nn.Dropout(0.5), nn.Linear(6, outputs))
+
+
+def test_a_seed_gives_the_same_results_in_threads_and_leaves_the_global_generator():
     """Initial weights and dropout are drawn from the generator that all threads share."""
-
-    def dropping(features, outputs):
-        return nn.Sequential(nn.Linear(features, 6), nn.Dropout(0.5), nn.Linear(6, outputs))
-
     x, y = rows()
     before, parts = torch.get_rng_state(), [slice(0, 100), slice(50, 150)]
 
@@ -141,8 +137,8 @@ def test_threads_do_not_change_results():
 
     serial = [fitted(part) for part in parts]
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(fitted, 4 * parts))
-    np.testing.assert_allclose(found, 4 * serial, rtol=1e-6)
+        found = list(threads.map(fitted, 2 * parts))
+    np.testing.assert_allclose(found, 2 * serial, rtol=1e-6)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -158,9 +154,9 @@ def test_ensembles_hold_out_a_fold_at_a_time():
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict_proba(x), probs)
     both = np.stack([x[:, 0], -x[:, 1]], 1) + 0.1 * (y == "same")[:, None]
     options = {"curvature": "linear"}
-    regressor = LaplaceRegressor(linear, **FAST, ensemble=3, options=options).fit(x, both)
+    regressor = LaplaceRegressor(linear, **FAST, ensemble=2, options=options).fit(x, both)
     mean, std = regressor.predict(x, return_std=True)
-    assert mean.shape == std.shape == (150, 2) and len(regressor.laplace_.members) == 3
+    assert mean.shape == std.shape == (150, 2) and len(regressor.laplace_.members) == 2
     assert regressor.laplace_.members[0].curvature == "linear"
 
 
@@ -178,13 +174,6 @@ def test_networks_are_trained_for_the_number_of_epochs(epochs, passes):
     options = {**FAST, "epochs": epochs, "validation_fraction": 0.0}
     LaplaceClassifier(Counted, **options).fit(x, y)
     assert calls == [128] * 2 * passes  # 1,000 gradient steps by default
-
-
-def test_one_hidden_layer_is_a_number():
-    x, y = rows()
-    one, several = (LaplaceClassifier(**{**FAST, "hidden": h}).fit(x, y) for h in (5, (5,)))
-    assert len(one.laplace_.model[1]) == 3
-    np.testing.assert_array_equal(one.predict_proba(x), several.predict_proba(x))
 
 
 def test_hyperparameters_and_targets_are_checked(caplog):
@@ -221,21 +210,33 @@ def test_hyperparameters_and_targets_are_checked(caplog):
     with pytest.raises(ValueError, match="validation_fraction=0.1 holds out fewer than 20"):
         fitted.predict_interval(x)
     with pytest.raises(ValueError, match="distil must be"):
-        LaplaceRegressor(linear, **FAST, distil="yes").fit(x, some)
+        LaplaceRegressor(linear, **FAST | {"epochs": 1}, distil="yes").fit(x, some)
 
 
-@pytest.mark.parametrize("scale", daily(1e-200, rest=[1e-27, 1e27, 1e200]))
-def test_units_do_not_matter_to_estimators(scale):
+SCALES = daily(
+    (1e-200, "float64"), rest=[(1e-27, "float32"), (1e27, "float32"), (1e200, "float64")]
+)
+
+
+@pytest.mark.parametrize(("scale", "dtype"), SCALES)
+def test_units_do_not_matter_to_estimators_and_one_hidden_layer_is_a_number(scale, dtype):
     x, y = rows()
-    expected = LaplaceClassifier(**FAST).fit(x, y).predict_proba(x)
-    found = LaplaceClassifier(**FAST).fit(scale * x, y).predict_proba(scale * x)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
-    small = 1e-27 * x.astype("float32")
-    assert LaplaceClassifier(**FAST).fit(small, y).score(small, y) > 0.8
-    means = LaplaceRegressor(**FAST).fit(x, x[:, 0] + x[:, 1]).predict(x, return_std=True)
-    found = LaplaceRegressor(**FAST).fit(scale * x, scale * (x[:, 0] + x[:, 1]))
+    x = x.astype(dtype)
+    scale, near = x.dtype.type(scale), 1e-4 if dtype == "float64" else 1e-2
+    one, other = (
+        LaplaceClassifier(**FAST | {"hidden": 5}),
+        LaplaceClassifier(**FAST | {"hidden": (5,)}),
+    )
+    expected = one.fit(x, y).predict_proba(x)
+    np.testing.assert_allclose(
+        other.fit(scale * x, y).predict_proba(scale * x), expected, near, near
+    )
+    assert len(one.laplace_.model[1]) == 3
+    targets = x[:, 0] + x[:, 1] + 0.1 * x[:, 2] ** 2
+    means = LaplaceRegressor(**FAST).fit(x, targets).predict(x, return_std=True)
+    found = LaplaceRegressor(**FAST).fit(scale * x, scale * targets)
     for one, other in zip(found.predict(scale * x, return_std=True), means):
-        np.testing.assert_allclose(one / scale, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one / scale, other, near, near)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ class Stated(NamedTuple):
                 )
         return Stated(groups, weights)
 
-    def part(self, examples: Tensor) -> Stated:
+    def part(self, examples: slice | Tensor) -> Stated:
         """Return what is stated of some examples."""
         return Stated(*(v[examples] if isinstance(v, Tensor) else v for v in self))
 

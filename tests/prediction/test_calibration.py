@@ -121,7 +121,8 @@ def test_errors_are_those_of_paired_differences(caplog):
     gain = after.log_prob(y) - before.log_prob(y)
     error = gain.std().item() / 50**0.5
     assert found.calibration.standard_error == pytest.approx(error)
-    nll, after, gain = found.calibration[1:4]
+    assert found.calibration.labels == problem.parts[2].shape[1]
+    nll, after, gain = (value / found.calibration.labels for value in found.calibration[1:4])
     assert f"{nll:.4g} → {after:.4g} (improvement {nll - after:.2g} ± {gain:.2g})" in said
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_lla_em import BlockCG, LaplaceEnsemble, LinearisedLaplace, Prediction, compare
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
-from torch_lla_em.prediction import metrics, summary
+from torch_lla_em.prediction import Calibration, metrics, summary
 
 
 def fitted(name, **fit):
@@ -40,11 +40,27 @@ def test_fits_and_predictions_are_printed(name):
     la.calibrate([(case.x, case.y)])
     shown = " ".join(repr(la).split())
     applied = la.calibration.applied
-    words = "calibrated on 30 examples: validation NLL" if applied else "calibration"
+    per = "NLL per label" if la.calibration.labels > 1 else "NLL"
+    words = f"calibrated on 30 examples: validation {per}" if applied else "calibration"
     assert shown.count(f"{words} {la.calibration}") == 1 and "Call la.calibrate" not in shown
     assert applied or "not applied, because it would not lower" in shown
     for html in (la._repr_html_(), la.predict(case.x)._repr_html_()):
         assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
+
+
+def test_calibrated_posteriors_are_compared_with_network_and_temperature_scaling():
+    case, la = fitted("classification")
+    found = la.calibrate(case.x, case.y).calibration
+    f, loss = case.model(case.x).detach(), nn.functional.cross_entropy
+    assert found.network == pytest.approx(loss(f, case.y).item())
+    least = min(loss(t * f, case.y).item() for t in torch.linspace(0.01, 3, 300))
+    assert least - 1e-3 < found.temperature < min(found.network, least + 0.02)
+    shown = " ".join(repr(la).split())
+    assert f"network alone {found.network:.4g}, with temperature scaling" in shown
+    pixels = Calibration(10, 101.0, 89.0, 2.0, True, None, 120.0, 95.0, 100.0)
+    rows = dict(summary.of_calibration(pixels))
+    assert rows["good"].endswith("NLL per label 1.01 → 0.89 (improvement 0.12 ± 0.02)")
+    assert rows["compared"].endswith("network alone 1.2, with temperature scaling 0.95")
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli(), Poisson(), Regression()])
@@ -161,7 +177,9 @@ def warnings(prediction=None, y=None, **changed):
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
     result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
     posterior = SimpleNamespace(result=result, num_data=200)
-    return list(metrics.warnings_of(posterior, prediction, y))
+    given = list(metrics.warnings_of(posterior, prediction, y))
+    assert all(len(words.split()) <= 40 for words in given)
+    return given
 
 
 @pytest.mark.parametrize(

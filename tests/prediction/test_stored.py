@@ -14,7 +14,7 @@ from torch_lla_em import (
     LinearisedLaplace,
     LinearOperatorRegression,
 )
-from torch_lla_em.prediction.calibration import restored
+from torch_lla_em.prediction.calibration import Calibration, restored
 from torch_lla_em.runtime import write_atomically
 from torch_lla_em.runtime.files import from_bytes, to_bytes
 
@@ -46,7 +46,7 @@ def test_safetensors_hold_the_same(kind, tmp_path):
     la.save(tmp_path / "la.safetensors")
     assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).calibration == la.calibration
     older = [*la.calibration[:4], [0.8, 0.9], 0.1, True]  # as release 0.3.0 stored it
-    due = la.calibration._replace(applied=True, rmse=None)
+    due = Calibration(*la.calibration[:4], True)
     assert restored(older) == due and restored(None) is None
     assert restored([*la.calibration[:4], True]) == due  # as release 0.4.0 did
     safe = LinearisedLaplace.load(tmp_path / "la.safetensors", case.model)
@@ -73,7 +73,8 @@ def test_files_of_release_0_3_are_loaded(tmp_path):
     ours, theirs = la.predict(case.x), loaded.predict(case.x)
     assert torch.equal(ours.predictive_variance, theirs.predictive_variance)
     assert torch.equal(ours.p_value, theirs.p_value)
-    assert loaded.calibration == la.calibration._replace(rmse=None) and loaded.history == la.history
+    assert loaded.calibration == Calibration(*la.calibration[:5])
+    assert loaded.history == la.history
     assert loaded.messages == ["The memory plan was not saved."]
     assert loaded.state_dict().keys() == la.state_dict().keys()
 

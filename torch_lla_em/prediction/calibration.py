@@ -68,6 +68,15 @@ class Calibration(NamedTuple):
     rmse: tuple[float, float] | None = None
     """The RMSE of the point predictions of a regression before and after; equal if they were kept."""
 
+    network: float | None = None
+    """The NLL of the network alone, or of the networks of an ensemble."""
+
+    temperature: float | None = None
+    """The NLL of the network with temperature scaling, fitted to the same examples."""
+
+    labels: float = 1.0
+    """The number of labels of an example, such as pixels or outputs. ``print`` shows NLLs per label."""
+
     @property
     def kept(self) -> float:
         """The NLL of the predictions that are in use."""
@@ -79,14 +88,16 @@ class Calibration(NamedTuple):
         return self.applied and self.before - self.after > _ERRORS * self.standard_error
 
     def __str__(self) -> str:
+        before, after, error = (
+            value / self.labels for value in (self.before, self.after, self.standard_error)
+        )
         if not self.applied:
             return (
-                f"not applied, because it would not lower the validation NLL ({self.before:.4g} as fitted, "
-                f"{self.after:.4g} calibrated): probabilities stay as they were"
+                f"not applied, because it would not lower the validation NLL ({before:.4g} as fitted, "
+                f"{after:.4g} calibrated): probabilities stay as they were"
             )
         what = "improvement" if self.is_measurable else "no measurable difference:"
-        improvement = f"{self.before - self.after:.2g} ± {self.standard_error:.2g}"
-        words = f"{self.before:.4g} → {self.after:.4g} ({what} {improvement})"
+        words = f"{before:.4g} → {after:.4g} ({what} {before - after:.2g} ± {error:.2g})"
         if self.rmse is None:
             return words
         first, second = self.rmse
@@ -99,9 +110,10 @@ def restored(stored: list[Any] | None) -> Calibration | None:
     """Return the calibration of a file; release 0.3.0 stored coverages before the fifth field."""
     if stored is None:
         return None
-    fields = list(stored)
-    rmse = fields.pop() if len(fields) == 6 else None
-    return Calibration._make([*fields[:4], fields[-1], None if rmse is None else tuple(rmse)])
+    if not isinstance(stored[4], bool):
+        return Calibration(*stored[:4], stored[-1])
+    found = Calibration(*stored)
+    return found._replace(rmse=None if found.rmse is None else tuple(found.rmse))
 
 
 class Numbers(NamedTuple):
@@ -164,17 +176,30 @@ def calibrated(parts: Sequence[Pushforward], before: Sequence[Tables]) -> Calibr
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
-    calibration = Calibration(count, nll, nll - gain + optimism, error, applied, rmse)
+    networks = [part.without_samples() for part in parts]
+    alone = _log_probs(networks, _table([[one, zero, one, zero]]), one)
+    network, scaled = mean_and_error(-alone)[0], None
+    if numbers.of_network is not None and numbers.of_network.deviations:
+        own = numbers.of_network.at(_searched(numbers.of_network, networks))
+        scaled = mean_and_error(-_log_probs(networks, *own))[0]
+    labels = sum(_labels(part) for part in parts) / count
+    compared = rmse, network, scaled, labels
+    calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
     if applied:
         logger.info("Validation NLL %s; calibration applied.", calibration)
     else:
         logger.info("Calibration %s.", calibration)
-    alone = _log_probs(parts, _table([[one, zero, one, zero]]), one)
-    nll, (_, error) = mean_and_error(-alone)[0], mean_and_error(alone - (new if applied else old))
-    lower = calibration.kept - nll
+    _, error = mean_and_error(alone - (new if applied else old))
+    lower = calibration.kept - network
     if lower > _ERRORS * error:
-        report("log", _BETTER_ALONE.format(nll, lower, error))
+        report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels))
     return CalibratedComponents(table, noise, calibration, numbers)
+
+
+def _labels(part: Pushforward) -> int:
+    """Return the number of labels, such as those of pixels or outputs."""
+    mask = part.likelihood.mask(part.y)
+    return part.y.numel() if mask is None else int(mask.sum())
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:

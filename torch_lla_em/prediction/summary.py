@@ -239,11 +239,17 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
     """Yield the result of ``calibrate``, if it was called."""
     if found is None:
         return
+    per = "NLL per label" if found.labels > 1 else "NLL"
     if found.applied:
         kind = "good" if found.is_measurable else "calibration"
-        yield kind, f"calibrated on {found.num_rows:,} examples: validation NLL {found}"
+        yield kind, f"calibrated on {found.num_rows:,} examples: validation {per} {found}"
     else:
         yield "calibration", str(found)
+    if found.network is not None:
+        words = f"network alone {found.network / found.labels:.4g}"
+        if found.temperature is not None:
+            words += f", with temperature scaling {found.temperature / found.labels:.4g}"
+        yield "compared", f"validation {per}: {words}"
 
 
 def warnings_in(la: Any, calibrated: bool) -> Iterator[str]:

@@ -201,10 +201,7 @@ def resized(x: Any, size: int) -> Any:
 
 def record(function: Callable[[Any], Any], x: Any) -> GraphModule:
     """Return the operations of a function at x, derivatives among them, for this batch size."""
-    graph = make_fx(function, decomposition_table=_PLAIN)(x)
-    for node in graph.graph.nodes:
-        node.meta["no_effect"] = _has_no_effect(node)
-    return graph
+    return make_fx(function, decomposition_table=_PLAIN)(x)
 
 
 def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
@@ -227,7 +224,6 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
         ]
         if constants and not torch.equal(*constants):
             raise ValueError("the network turns the batch size into constants")
-        node.meta["no_effect"] &= other.meta["no_effect"]
         free = partial(_freed, count=count, size=size)
         with at.graph.inserting_before(node):
             node.args = pytree.tree_map(free, node.args, other.args)
@@ -243,7 +239,7 @@ def _operations(graph: GraphModule, without: Node | None = None) -> list[tuple[s
 
 
 def simplified(graph: GraphModule) -> GraphModule:
-    """Compute once what does not depend on the inputs, and leave out operations without effect."""
+    """Compute once what does not depend on the inputs."""
     known: dict[Node, Any] = {}
     written = _written(graph)
     for node in graph.graph.nodes:
@@ -260,20 +256,9 @@ def simplified(graph: GraphModule) -> GraphModule:
             graph.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(graph.graph.get_attr(name))
-    for node in graph.graph.nodes:
-        if node.meta.get("no_effect"):
-            node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     used = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
     return GraphModule({name: getattr(graph, name) for name in used}, graph.graph)
-
-
-def _has_no_effect(node: Node) -> bool:
-    """Whether an operation returns a view of its first argument with the same shape and strides."""
-    if node.target not in _VIEWS:
-        return False
-    known = [each.meta.get("tensor_meta") for each in (node.all_input_nodes[0], node)]
-    return None not in known and len({(each.shape, each.stride) for each in known}) == 1
 
 
 def _is_random(node: Node) -> bool:
@@ -335,11 +320,6 @@ def _distances(x: Tensor, others: Tensor, *args: Any) -> Tensor:
     squares = x.square().sum(1)[:, None] + others.square().sum(1)
     return (squares - 2 * x @ others.T).clamp_min(0).sqrt()
 
-
-_VIEWS = {
-    getattr(aten, name).default
-    for name in ("alias", "detach", "expand", "permute", "t", "view", "_unsafe_view")
-} | {aten.slice.Tensor, aten.transpose.int}
 
 # outputs that rounding changes in steps, and by how much one example may differ
 _STEPS = {"prediction_set": 1.0, "p_value": 0.25}

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import LinearisedLaplace
+from torch_lla_em.inference.expectations import COPIES
 from torch_lla_em.inference.iterative_e_step import IterativeEStep
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.span_e_step import _BLOCKS
 from torch_lla_em.runtime import DoesNotFit
 
 N, C, K = 200, 3, 8
@@ -159,4 +159,4 @@ def test_a_fit_holds_as_many_blocks_of_h_as_are_planned(hidden, monkeypatch):
     model = trained(model, x, y, 40)
     with Blocks(N * 7**2) as blocks:
         LinearisedLaplace(model, "classification", num_samples=K).fit(x, y, progress_bar=False)
-    assert 2 <= blocks.peak <= _BLOCKS
+    assert 2 <= blocks.peak <= COPIES

@@ -178,13 +178,14 @@ def test_a_complete_span_comes_to_rest(monkeypatch):
     assert len(found) < 100 and not la.messages[1:]
 
 
-def test_steps_of_h_wait_for_a_larger_span_once_lambda_hardly_moves(monkeypatch):
+def test_steps_of_h_wait_for_a_larger_span_if_lambda_hardly_moves_or_the_bound_fell(monkeypatch):
     sizes, known, ascend = [], [], Controller.ascend
 
     def noted(self, over, q, state, extent):
         ascent = ascend(self, over, q, state, extent)
         near = abs(math.log(ascent.q.precision / q.precision)) < 0.1
-        sizes.append((extent.size, ascent.climbed, near))
+        fell = q.bound < state.peak - max(2.0, q.bound_error)
+        sizes.append((extent.size, ascent.climbed, near, fell))
         known.append(state.statistics)
         return ascent
 
@@ -196,11 +197,11 @@ def test_steps_of_h_wait_for_a_larger_span_once_lambda_hardly_moves(monkeypatch)
     la = LinearisedLaplace(model, "classification", num_samples=4)
     la.fit(x, y, progress_bar=False)
     waits, last, near = 0, 0, False
-    for (size, climbed, moved_little), found in zip(sizes, known):
+    for (size, climbed, moved_little, fell), found in zip(sizes, known):
         accurate = found is not None and found.sample_error < 0.3 and found.mode_error < 0.1
         if not climbed and not accurate:
-            assert near and size < 1.25 * last
-            waits += 1
+            assert fell or (near and size < 1.25 * last)
+            waits += not fell
         if climbed:
             assert accurate or not near or size >= 1.25 * last
             last, near = size, moved_little

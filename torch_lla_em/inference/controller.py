@@ -219,7 +219,7 @@ class Controller:
         least = PRECISION_BOUNDS[0] if complete else q.precision / _FALL
         if not self.options.em_steps:
             least = math.inf
-        if self._waits(state, extent):
+        if self._waits(state, extent, q):
             return Ascent(q, over.hyper(q), 0.0, climbed=False)
         if not self.moves:
             after, at_rest = self._settle(over, q, least, _STEPS[complete])
@@ -262,6 +262,7 @@ class Controller:
                 best=math.inf,
                 stalled=0,
                 size=extent.size,
+                peak=max(state.peak, ascent.q.bound),
             )
         else:
             state = state._replace(stalled=state.stalled + 1)
@@ -302,12 +303,13 @@ class Controller:
         of_samples, of_mean = _ERRORS[self.moves]
         return found is not None and found.sample_error < of_samples and found.mode_error < of_mean
 
-    def _waits(self, state: State, extent: Extent) -> bool:
-        """Return whether steps of a moving H wait for a larger span, as λ hardly moved in the last ones."""
+    def _waits(self, state: State, extent: Extent, q: Q) -> bool:
+        """Return whether steps of a moving H wait for a larger span: λ hardly moved, or the bound has fallen."""
         known = state.statistics is not None and state.before is not None
         if not (self.moves and known) or extent.complete or self._is_accurate(state.statistics):
             return False
-        return state.moved < _NEAR and extent.size < _GROWTH * state.size
+        fell = q.bound < state.peak - max(_LOSS, q.bound_error)  # λ would follow it to 0
+        return fell or (state.moved < _NEAR and extent.size < _GROWTH * state.size)
 
     def _at_end(self, over: OverSpan, q: Q, state: State, least: float) -> Ascent:
         """Return q after steps over a complete span, until λ and H are at rest or the time is over."""
@@ -351,8 +353,6 @@ class Controller:
             if self.is_late():
                 return q
         return over.at(q.curved, q.precision, 1.0, q.mean, exact=True)
-
-    # the end
 
     def warn(self, state: State) -> None:
         """Warn if λ has not converged or is at a bound, or if the data do not determine σ."""

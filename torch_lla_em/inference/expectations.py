@@ -29,6 +29,9 @@ _JITTER = 1e-9
 DRAWS, FEWEST_DRAWS, DRAWS_IN_ALL = {False: 128, True: 16}, 4, 16_000
 """Largest number of draws per example, and that for many classes, the smallest number, and that for all examples."""
 
+COPIES = 6
+"""Copies of H that must fit."""
+
 # row sums of blocks relative to their diagonals, up to which they are rounding errors of zeros
 _ALIKE = 1e-3
 # number of examples whose random numbers are drawn at once, on every rank
@@ -209,11 +212,21 @@ def draws_for(sites: float, many: bool = False) -> int:
     return min(DRAWS[many], max(FEWEST_DRAWS, math.ceil(DRAWS_IN_ALL / max(sites, 1))))
 
 
-def entries_of(likelihood: Likelihood, classes: int, sites: float) -> float:
-    """Return the entries of a moving H for each output, with so many classes and sites."""
+def takes_draws(likelihood: Likelihood, classes: int, outputs: float, memory: float) -> bool:
+    """Return whether H is stored as draws, since blocks for ``outputs`` bytes of outputs take too much memory."""
+    if (
+        likelihood.elementwise
+        or classes <= DRAWS[True] + 1
+        or not likelihood.keeps_functions(classes)
+    ):
+        return False
+    return COPIES * outputs * classes > memory / 2
+
+
+def entries_of(likelihood: Likelihood, classes: int, sites: float, many: bool) -> float:
+    """Return the entries of a moving H for each output, as draws of ``many`` classes or in blocks."""
     if likelihood.elementwise:
         return 1.0
-    many = likelihood.keeps_functions(classes)
     return draws_for(sites, many) + 1.0 if many else float(classes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.inference.expectations import entries_of
+from torch_lla_em.inference.expectations import entries_of, takes_draws
 from torch_lla_em.inference.options import FitOptions, has_one_noise, has_too_large_blocks
 from torch_lla_em.inference.span_outputs import most_stored
 from torch_lla_em.problem import KEPT_OUTPUTS, Memory, Plan, Problem
@@ -67,7 +67,8 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
 
     constant, factor = _PASSES[moves]
     size = (constant + factor * max(0.0, math.log(_FIRST_ERROR / options.tolerance))) * (K + 1)
-    entries = entries_of(problem.likelihood, classes, outputs / classes)
+    many = takes_draws(problem.likelihood, classes, outputs * itemsize, room)
+    entries = entries_of(problem.likelihood, classes, outputs / classes, many)
     blocks = 3 * outputs * entries * itemsize if moves else 0.0
     expected, largest = (min(room, of_span(min(P, n))) for n in (size, _LARGEST * size))
     expected += 0.5 * plan.vectors + blocks + rest

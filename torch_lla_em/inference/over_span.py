@@ -21,6 +21,7 @@ from torch_lla_em.inference.expectations import (
     FixedH,
     draws_for,
     replace_by_roots,
+    takes_draws,
 )
 from torch_lla_em.inference.q import Curvature, Q
 from torch_lla_em.inference.records import Estimate, Hyper, NoiseSums, Statistics
@@ -65,7 +66,8 @@ class OverSpan:
         self.expected = FixedH(loss, self.f, self.share)
         if moves:
             sites = self.share.total * self.f.shape[1:-1].numel()
-            many = loss.likelihood.keeps_functions(self.f.shape[-1])
+            memory = span.num_outputs * self.f.element_size(), span.memory
+            many = takes_draws(loss.likelihood, self.f.shape[-1], *memory)
             kind, number = DrawnH if many else ExpectedH, draws_for(sites, many)
             self.expected = kind(loss, self.f, self.share, noise.seed, number)
         self._is_linear = loss.likelihood.is_quadratic and span.sites is None

@@ -143,6 +143,9 @@ class State(NamedTuple):
     size: int = 0
     """Directions of the span in the last step of λ."""
 
+    peak: float = -inf
+    """The highest bound after a step."""
+
     @property
     def moved(self) -> float:
         """The change of log λ in the last step, 0 before the first."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.expectations import entries_of
+from torch_lla_em.inference.expectations import COPIES, entries_of, takes_draws
 from torch_lla_em.inference.mean_error import error_of_mean
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
@@ -27,8 +27,8 @@ from torch_lla_em.solvers import dots, is_accurate
 _START = 0.1
 """Initial λ relative to the mean squared output of the prior at λ = 1, for outputs of size 1."""
 
-_DIRECTIONS, _BLOCKS = 5, 6
-"""Smallest number of directions per sample, and of copies of H, that must fit."""
+_DIRECTIONS = 5
+"""Smallest number of directions per sample that must fit."""
 
 _USABLE = 10.0
 """Largest usable error, in posterior standard deviations: here only rounding leaves one."""
@@ -298,9 +298,10 @@ def _that_fits(
     sites = max(1, data.facts.num_targets)
     classes = data.facts.num_outputs // sites
     kept = sites * (1 if span.sites is None else span.sites.share)
-    entries = entries_of(problem.likelihood, classes, kept)
-    blocks = span.num_outputs * entries * noise.xi.element_size()
-    left = span.memory - (_BLOCKS * blocks if moves else 0)
+    outputs = span.num_outputs * noise.xi.element_size()
+    many = takes_draws(problem.likelihood, classes, outputs, span.memory)
+    blocks = outputs * entries_of(problem.likelihood, classes, kept, many)
+    left = span.memory - (COPIES * blocks if moves else 0)
     fits = int(left / span.bytes_of(_DIRECTIONS)) - 1
     if fits < K:
         span.store_in_half()

@@ -152,13 +152,13 @@ class Likelihood:
         return (total / len(f)).movedim(0, -1)
 
     def keeps_functions(self, classes: int) -> bool:
-        """Return whether H averaged over functions is stored as their outputs, not in (C, C) blocks.
+        """Return whether H averaged over functions can be stored as their outputs, if (C, C) blocks do not fit.
 
         Args:
             classes (int): C.
 
         Returns:
-            Whether ``averaged_product`` and ``averaged_root`` are defined, and cost less than the blocks.
+            Whether ``averaged_product`` and ``averaged_root`` are defined.
         """
         return False
 

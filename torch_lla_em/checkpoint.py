@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch_lla_em.data import Share
 from torch_lla_em.runtime import Group, TensorList, files, first, report
 
-FORMAT = 11
+FORMAT = 12
 """Version of the files in a checkpoint folder."""
 
 _HEADER, _STATE, _FINISHED = "header.pt", "state.pt", "posterior.pt"

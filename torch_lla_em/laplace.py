@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
 from torch_lla_em.distil import distil as train_student
-from torch_lla_em.inference import FitOptions, Solver, choose_scaling, learn
+from torch_lla_em.inference import FitOptions, Solver, learn
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -80,10 +80,9 @@ class LinearisedLaplace(Reports, PosteriorBase):
         prior (str): "scalar" (default): one precision for all parameters. "layerwise": one per
             tensor, at several times the cost; it can prune tensors.
         g_prior (bool or str, optional): Prior standard deviation of a parameter, where s is the size
-            of its feature and m the mean size in its tensor. True: 1/s. "half": √m/s. "tensor": m/s.
-            "root": √(m/s). False: the same for all parameters. None (default): with variational
-            curvature "half" if more than a quarter of the parameters hardly change any output (for
-            example on raw pixels), else "root"; with other curvatures True.
+            of its feature and m the mean size in its tensor. None (default): ‖w‖ m/s, where w are the
+            trained weights of its layer, so that the posterior is the same in all units of the targets.
+            True: 1/s. "half": √m/s. "tensor": m/s. "root": √(m/s). False: the same for all parameters.
         num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
@@ -92,7 +91,7 @@ class LinearisedLaplace(Reports, PosteriorBase):
             list of patterns, or a predicate (name, parameter) -> bool.
         sigma_noise (float or Tensor, optional): Standard deviation of the observation noise at
             which EM starts, for regression. None (default): that of the network's residuals. A
-            tensor learns one per output. It is not learnt if ``temperature`` is not 1.
+            tensor learns one per output. It is not learnt with ``weights``, or if ``em_steps`` is 0.
         tolerance (float, optional): Numerical error of the samples in posterior standard deviations.
             None (default): a quarter of their Monte Carlo error, 0.03 for 32 samples.
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
@@ -229,8 +228,6 @@ class LinearisedLaplace(Reports, PosteriorBase):
             data, weights = with_weights(data, weights)
         start = _start(prior_precision, em_steps)
         options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
-        may_vary = not self.likelihood.is_quadratic and options.allows_variational
-        options = replace(options, g_prior=choose_scaling(self.g_prior, may_vary))
         unseen = None
         if validation is not None:
             ranks = group_of(shard).joined()
@@ -271,7 +268,8 @@ class LinearisedLaplace(Reports, PosteriorBase):
 
     def _options(self, **of_fit: Any) -> FitOptions:
         """Return the options of a fit."""
-        own = {name: getattr(self, name) for name in ("num_samples", "seed", "solver", "tolerance")}
+        names = "num_samples", "seed", "solver", "tolerance", "g_prior"
+        own = {name: getattr(self, name) for name in names}
         layerwise = self.prior == "layerwise"
         return FitOptions(**own, layerwise=layerwise, curvature=self.curvature, **of_fit)
 

@@ -159,7 +159,7 @@ def test_outputs_may_have_different_units(dtype):
 
 def test_a_prior_that_is_too_narrow_counts_as_converged_only_without_signal():
     model, x, y = trained()
-    options = {"prior_precision": 1e9, "progress_bar": False, "em_steps": 2}
+    options = {"prior_precision": 1e11, "progress_bar": False, "em_steps": 2}
     la = LinearisedLaplace(model, "regression", sigma_noise=0.1, num_samples=8)
     la.fit(x, y, weights=torch.ones(100), **options)
     assert la.effective_dim < 1e-2
@@ -176,15 +176,6 @@ def test_a_lost_signal_is_not_called_overfitting():
     la.fit(x, y, em_steps=1, prior_precision=1e9, progress_bar=False)
     assert "determine hardly any" in "".join(la.messages)
     assert "overfitted" not in "".join(la.messages)
-
-
-def test_a_tempered_regression_uses_the_residuals_of_the_network():
-    model, x, y = trained()
-    residual = (model(x) - y).square().mean().sqrt().item()
-    la = LinearisedLaplace(model, "regression", temperature=0.999, num_samples=4)
-    la.fit(x, y, progress_bar=False)
-    assert la.sigma_noise.item() == pytest.approx(residual)
-    assert la.likelihood.sigma_noise.item() == pytest.approx(residual)
 
 
 def scaled(scale, dtype, outputs=1, offset=0.0):

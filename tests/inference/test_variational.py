@@ -194,7 +194,7 @@ def test_steps_of_h_wait_for_a_larger_span_if_lambda_hardly_moves_or_the_bound_f
     model, x = nn.Linear(40, 20), torch.randn(1000, 40)
     y = (4 * x @ torch.randn(40, 20) / 40**0.5 + torch.randn(1000, 20)).argmax(1)
     nn.init.normal_(model.weight, std=0.2)
-    la = LinearisedLaplace(model, "classification", num_samples=4)
+    la = LinearisedLaplace(model, "classification", num_samples=4, g_prior="root")
     la.fit(x, y, progress_bar=False)
     waits, last, near = 0, 0, False
     for (size, climbed, moved_little, fell), found in zip(sizes, known):
@@ -525,7 +525,8 @@ class InBlocks(Classification):
         ("classification", {"solver": BlockKrylov(memory=1e6)}, {}, "linear"),
         ("classification", {"solver": BlockCG()}, {}, "network"),
         ("bernoulli", {}, {"update": "em"}, "network"),
-        ("regression", {}, {}, "network"),
+        ("regression", {}, {}, "linear"),
+        ("regression", {}, {"em_steps": 0, "prior_precision": 1.0}, "network"),
         ("300 classes", {}, {}, "linear"),
         ("300 classes in blocks", {}, {}, "network"),
         ("300 labels", {}, {}, "linear"),
@@ -540,13 +541,13 @@ def test_it_is_the_default_where_it_applies(name, options, fit, expected):
         case = tiny(name)
         model, x, y = case.model, case.x, case.y
     la = LinearisedLaplace(model, name, num_samples=2, **options)
-    la.fit([(x, y)], progress_bar=False, em_steps=1, **fit)
+    la.fit([(x, y)], progress_bar=False, **{"em_steps": 1, **fit})
     assert la.mean == expected
 
 
 def test_without_a_span_the_network_is_gone_on_with(monkeypatch):
     case = tiny("bernoulli")
-    la = LinearisedLaplace(case.model, "bernoulli", num_samples=4, g_prior=True)
+    la = LinearisedLaplace(case.model, "bernoulli", num_samples=4)
     plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, curvature="network")
     monkeypatch.setattr(OverSpan, "residuals", lambda *_: None)  # as in an order that changes
     for one in (la, plain):

@@ -4,7 +4,7 @@ from torch_lla_em.inference.learn import Progress, Watch, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.memory import memory_of
-from torch_lla_em.inference.options import FitOptions, choose_scaling
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.records import Estimate, FitResult, Statistics, record_of
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
@@ -17,7 +17,6 @@ __all__ = [
     "Solver",
     "Statistics",
     "Watch",
-    "choose_scaling",
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",

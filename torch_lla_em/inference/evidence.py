@@ -105,4 +105,5 @@ def _quadrature(product: WhitenedGGN, rows: Tensor, is_xi: bool) -> Tensor:
 
 def gaussian_constant(problem: Problem, sigma: Tensor) -> float:
     """Return the part of the Gaussian loss that does not depend on residuals."""
-    return problem.data.facts.num_targets * (log(float(sigma)) + 0.5 * log(2 * pi))
+    count = problem.data.facts.num_targets / problem.temperature
+    return count * (log(float(sigma)) + 0.5 * log(2 * pi))

@@ -160,7 +160,7 @@ class IterativeEStep:
 def noise_sums(
     problem: Problem, sigma: Tensor | None, mode: LinearMode, samples: PosteriorSamples
 ) -> NoiseSums:
-    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; None without a σ."""
+    """Return Σ_n (y_n - J_n w_lin)², Σ_n y_n² and T γ by output, the shape of σ; None without a σ."""
     if sigma is None:
         return None, None, None
     if not sigma.dim():
@@ -168,8 +168,8 @@ def noise_sums(
         plain = problem.with_likelihood(problem.likelihood.without_constant())
         ends = mode.w, torch.zeros_like(mode.w)
         losses = sigma.new_tensor([plain.loss_and_gradient(w)[0] for w in ends])
-        residual, targets = 2 * sigma**2 * losses
-        return residual, targets, samples.effective_dims.mean(0).sum()
+        residual, targets = 2 * sigma**2 * problem.temperature * losses
+        return residual, targets, problem.temperature * samples.effective_dims.mean(0).sum()
     columns = torch.cat([mode.w[None], samples.w])
 
     shape = len(columns) + 1, len(sigma)

@@ -56,6 +56,9 @@ class Progress(NamedTuple):
     moments: Tensor | None = None
     """Mean and variance of continuous targets, (2, C) or (2,)."""
 
+    network_noise: Tensor | None = None
+    """σ of the network's residuals, the shape of σ."""
+
     kind: str | None = None
     """The kind of E-step; None if only the random probes have been drawn."""
 
@@ -114,10 +117,11 @@ def learn(
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
             sigma = problem.likelihood.observation_noise
-            start = Progress(TensorList.of(noise.eta), noise.prior.scale, sigma, problem.moments)
+            of_targets = sigma, problem.moments, problem.network_noise
+            start = Progress(TensorList.of(noise.eta), noise.prior.scale, *of_targets)
             watch.on_step(None, start, inf)
         else:
-            problem.take(start.sigma, start.moments)
+            problem.take(start.sigma, start.moments, start.network_noise)
             noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
         _check_start(options.prior_precision, options, len(noise.prior.layout.names))
         curvature = options.curvature or choose_curvature(problem, options)
@@ -137,7 +141,7 @@ def learn(
                 continue
             log_precision = found.prior_precision.log()
             if not found.complete or _is_last(problem, options, start, log_precision):
-                return _completed(found, problem)
+                return _completed(found, problem, is_learnt=options.em_steps > 0)
             noise = noise.drawn_again(problem.with_curvature_at(found.w_lin))
             options = replace(options, prior_precision=found.prior_precision)
             start = start._replace(
@@ -150,10 +154,13 @@ def learn(
             )
 
 
-def _completed(found: FitResult, problem: Problem) -> FitResult:
-    """Return the posterior with a σ that was not learnt, and the constant of the linear model."""
-    if found.sigma_noise is None:
+def _completed(found: FitResult, problem: Problem, is_learnt: bool) -> FitResult:
+    """Return the posterior with σ of linear model and network, and the constant of the linear model."""
+    sigma = found.sigma_noise
+    if sigma is None:
         found = found._replace(sigma_noise=problem.likelihood.observation_noise)
+    elif is_learnt:
+        found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
     constant = problem.constant
     return found._replace(constant=None if constant is None else constant.to(found.w_lin.device))
 

@@ -24,7 +24,7 @@ class FitOptions:
 
     num_samples: int = 32
     seed: int = 0
-    g_prior: bool | str = True
+    g_prior: bool | str | None = None
     layerwise: bool = False
     solver: Solver | None = None
     tolerance: float = 0.03
@@ -70,18 +70,6 @@ def allows_span(problem: Problem, options: FitOptions) -> bool:
     It needs one λ, one σ, and the default solver.
     """
     return options.has_default_solver and not options.layerwise and has_one_noise(problem)
-
-
-def choose_scaling(g_prior: bool | str | None, variational: bool) -> bool | str:
-    """Return the value of ``g_prior`` to fit, None if the user leaves it open.
-
-    With variational curvature most networks predict better with "root", and those with many idle
-    parameters (raw pixels, some CNNs) with "half"; "auto" chooses by their share. Gaussian
-    likelihoods predict best with True.
-    """
-    if g_prior is not None:
-        return g_prior
-    return "auto" if variational else True
 
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:

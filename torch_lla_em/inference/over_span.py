@@ -214,11 +214,12 @@ class OverSpan:
             loss = self.expected.loss(q.outputs, None) + self._of_others(q.mean, q.outputs)
         if sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
-            squares = 2 * self._sigma.item() ** 2
+            T = self._problem.temperature
+            squares = 2 * self._sigma.item() ** 2 * T
             fit = (q.loss - gaussian_constant(self._problem, sigma)) * q.noise**2
             at_zero = self.expected.loss(torch.zeros_like(self.f), None)
             residual, targets = sigma.new_tensor([squares * fit, squares * at_zero])
-            sums = residual, targets, q.effective_dims.mean()
+            sums = residual, targets, T * q.effective_dims.mean()
         norm, errors = q.mean.square().sum(), (mode_error, sample_error)
         known = precision, sigma, q.effective_dims, norm, loss, q.bounds
         return Statistics(*known, *errors, *sums)

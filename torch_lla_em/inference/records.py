@@ -27,7 +27,7 @@ Hyper = tuple[Tensor, Tensor | None]
 """λ and σ."""
 
 NoiseSums = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ by output, the shape of σ; None without a σ."""
+"""Σ_n (y_n - J_n w_lin)², Σ_n y_n² and γ times the temperature by output, the shape of σ; None without a σ."""
 
 
 class Statistics(NamedTuple):
@@ -61,7 +61,7 @@ class Statistics(NamedTuple):
     """Σ_n y_n², the shape of σ."""
 
     noise_dims: Tensor | None = None
-    """γ by output, the shape of σ."""
+    """γ times the temperature, by output, the shape of σ."""
 
     columns: float = 0.0
     """Number of columns multiplied by the GGN since the start; a pass with K columns counts K."""
@@ -229,7 +229,8 @@ class FitResult(NamedTuple):
 
     mixture: Tensor | None = None
     """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin,
-    share of f, and scale of the posterior variance; None: the samples around f."""
+    share of f, and scale of the posterior variance; None: the samples around J w_lin if σ was learnt from it,
+    otherwise around f."""
 
     examples: Tensor | None = None
     """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
@@ -242,6 +243,10 @@ class FitResult(NamedTuple):
 
     constant: Tensor | None = None
     """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
+
+    network_noise: Tensor | None = None
+    """σ of the network's residuals relative to ``sigma_noise``, the shape of σ; None: σ is not that of J w_lin,
+    since it was not learnt."""
 
     complete: bool = True
     """Whether the fit ended by itself, and not because its budget was spent."""

@@ -131,7 +131,9 @@ class Posterior:
         if sigma is not None:
             sigma = sigma.to(device)
             likelihood = likelihood.with_noise(sigma)
-        mixture = posterior_alone() if learnt.mixture is None else learnt.mixture
+        mixture = learnt.mixture
+        if mixture is None:  # around the function whose residuals σ describes
+            mixture = posterior_alone("network" if learnt.network_noise is None else "linear")
         examples = learnt.examples
         if examples is not None and not len(examples):  # a single one has too many numbers
             examples = None
@@ -184,8 +186,8 @@ class Posterior:
         training = self.training(len(Jw) - 1)
         if self.result.constant is not None:
             Jw = torch.cat([Jw[:1] + self.result.constant.to(Jw), Jw[1:]])
-        error = self.result.mean_error
-        return Pushforward((Products(self.likelihood, f, Jw, training, class_dim, error),), y)
+        more = training, class_dim, self.result.mean_error, self.result.network_noise
+        return Pushforward((Products(self.likelihood, f, Jw, *more),), y)
 
     def as_fitted(self) -> Posterior:
         """Return this posterior without what ``calibrate`` has found."""

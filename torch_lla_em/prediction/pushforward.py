@@ -93,9 +93,18 @@ class Products(NamedTuple):
     mean_error: Tensor | None = None
     """The variance of the error of J w_lin relative to that of the samples, ()."""
 
+    network_noise: Tensor | None = None
+    """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin; None: 1."""
+
     def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
-        """Return the prediction by a table of components, for regression with σ times ``noise``."""
+        """Return the prediction by a table of components, for regression with σ times ``noise``.
+
+        Predictions around the network alone have the σ of its own residuals.
+        """
         table, likelihood = table.to(self.f), self.likelihood
+        if self.network_noise is not None:
+            own = torch.where(table[0, MODE] == 0, self.network_noise.to(table), 1)
+            noise = own if noise is None else noise * own
         if noise is not None and likelihood.observation_noise is not None:
             likelihood = likelihood.with_noise(likelihood.observation_noise.to(noise) * noise)
         columns = table.view(*table.shape, *(1,) * self.f.dim()).unbind(1)

@@ -20,7 +20,7 @@ from torch_lla_em.runtime import Compute, files, free_memory
 _RESULT = (
     *("w_lin", "w_samples", "scale", "prior_precision", "sigma_noise"),
     *("mixture", "mean_error", "certificate"),
-    "constant",
+    *("constant", "network_noise"),
 )
 """Tensors of a fit's result that have the same name in files."""
 

@@ -99,15 +99,26 @@ class Loss:
         w = w.reshape(*w.shape, *(1,) * (outputs - w.dim()))
         return w if own is None else w * own
 
-    def sums_of_targets(self) -> dict[str, Tensor]:
-        """Return weighted sums of targets and their squares, (2, C) or (2,), and sum and number of weights."""
+    def sums_of_targets(self, f: Tensor) -> dict[str, Tensor]:
+        """Return weighted sums over targets, for every output, and sum and number of weights.
+
+        "moments" are the sums of targets and of their squares, (2, C) or (2,), and "errors" those of the squared
+        residuals of outputs f, (C,) or ().
+        """
         y, counts = self.targets.double(), self.counts
-        y = y.flatten(0, -2) if y.dim() > 1 else y
-        w = torch.ones_like(y) if counts is None else counts.expand_as(self.targets).double()
-        w = w.reshape(y.shape)
-        own = w[:, 0] if w.dim() > 1 else w
-        moments = torch.stack([torch.where(w == 0, 0.0, w * y**n).sum(0) for n in (1, 2)])
-        return {"moments": moments, "weights": own.sum(), "counted": (own != 0).sum()}
+        w = torch.ones_like(y) if counts is None else counts.expand_as(y).double()
+
+        def summed(values: Tensor) -> Tensor:
+            each = torch.where(w == 0, 0.0, w * values)
+            return (each.flatten(0, -2) if each.dim() > 1 else each).sum(0)
+
+        own = w.flatten(0, -2)[:, 0] if w.dim() > 1 else w
+        return {
+            "moments": torch.stack([summed(y), summed(y.square())]),
+            "errors": summed((y - self.likelihood.mean(f).double()).square()),
+            "weights": own.sum(),
+            "counted": (own != 0).sum(),
+        }
 
     def labelled(self) -> Tensor:
         """Return whether each example has a label and a weight other than 0, (B,)."""
@@ -171,18 +182,21 @@ def moments_of(sums: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack([mean, variance])
 
 
-def first_noise(sums: dict[str, Tensor], count: int, is_learnt: bool) -> float:
-    """Return σ from the sums over the residuals of the network and over the targets."""
-    errors, targets, squares = (
-        sums[name].item() / count for name in ("errors", "targets", "squares of targets")
+def noise_of_residuals(sums: dict[str, Tensor], likelihood: Likelihood, is_start: bool) -> Tensor:
+    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from ``sums_of_targets``."""
+    errors, mean, square = (
+        torch.stack([sums["errors"], *sums["moments"]]).cpu() / sums["weights"].item()
     )
-    variance = squares - targets**2
-    if errors > variance > _LEAST_FIXED * squares:  # and not of constant targets
+    # by output, but for measurements of a few examples, which have no variance of their own
+    variance = square - (mean if likelihood.elementwise else mean.mean()).square()
+    if not likelihood.observation_noise.dim():
+        errors, variance = errors.mean(), variance.mean()
+    if is_start and errors > variance > _LEAST_FIXED * square.mean():  # and not of constant targets
         report(
             "log",
             f"The network's mean squared error on training data, {errors:.3g}, is not below the variance of the "
             f"targets, {variance:.3g}. The posterior is that of a trained network: train it before fit.",
         )
     # networks that have overfitted have residuals close to 0
-    least = (_LEAST_SHARE if is_learnt else _LEAST_FIXED) * variance
-    return max(errors, least) ** 0.5 or 1.0
+    found = torch.maximum(errors, (_LEAST_SHARE if is_start else _LEAST_FIXED) * variance)
+    return found.where(found > 0, 1.0).sqrt()

@@ -16,7 +16,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.curvature import Point, RowSquares
-from torch_lla_em.problem.loss import Loss, check_weights, first_noise, moments_of
+from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
 from torch_lla_em.problem.sweep import (
     BLOCK,
     DERIVATIVE,
@@ -88,6 +88,9 @@ class Problem:
         self.moments: Tensor | None = None
         """Mean and variance of the targets, (2, C) or (2,), once the first pass has found them; None: 0."""
 
+        self.network_noise: Tensor | None = None
+        """σ of the network's residuals, the shape of σ, once the first pass has found it."""
+
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data)
@@ -124,11 +127,11 @@ class Problem:
     ) -> NoiseFeatures:
         """Return η and s² from one pass, whose noise is keyed by (seed, row).
 
-        The same pass finds the mean of continuous targets, and σ of a Gaussian likelihood without one,
-        from the network's residuals.
+        The first such pass finds the mean of continuous targets and σ of the network's residuals, too, from
+        which σ starts if the likelihood has none of its own.
         """
         squares_of = RowSquares(self.linear_model, num_samples)
-        likelihood, shape = self.likelihood, self._shape_of_centre()
+        likelihood, of_targets = self.likelihood, self._sums_of_targets()
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
             at = self._at(rows, batch)
@@ -143,22 +146,12 @@ class Problem:
                 own = u if noise is None else root(noise)
                 sums["squares"] += squares_of(rows, own, product)
             sums["eta"] += product
-            if shape is not None:
-                for name, own in self._loss(batch).sums_of_targets().items():
-                    sums[name] += len(samples) * own
-            if likelihood.from_data:
-                y = batch.targets.double()
-                errors = (y - likelihood.mean(at).double()).square().sum()
-                # a batch is processed once for each group of samples
-                sums["errors"] += len(samples) * errors
-                sums["squares of targets"] += len(samples) * y.square().sum()
-                sums["targets"] += len(samples) * y.sum()
+            if of_targets:
+                for name, part in self._loss(batch).sums_of_targets(at).items():
+                    # a batch is processed once for each group of samples
+                    sums[name] += len(samples) * part
 
-        kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR}
-        if shape is not None:
-            kinds |= {"moments": (2, *shape), "weights": SCALAR, "counted": SCALAR}
-        if likelihood.from_data:
-            kinds |= {"errors": SCALAR, "targets": SCALAR, "squares of targets": SCALAR}
+        kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR} | of_targets
         at_most = squares_of.rows_at_once if with_squares else inf
         task = Pass(kinds, add, at_most, factored=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
@@ -166,20 +159,23 @@ class Problem:
         self.cost.add(num_samples)
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
+        if of_targets and self.sigma is not None:
+            self.network_noise = noise_of_residuals(sums, likelihood, is_start=False)
         if likelihood.from_data:
-            count = num_samples * self.data.facts.num_targets
-            sigma = first_noise(sums, count, is_learnt=self.sigma is not None)
-            self.take(torch.tensor(sigma, dtype=torch.float64, device="cpu"))
-            eta, squares = eta / sigma, squares / sigma**2
-        if shape is not None and sums["counted"] >= num_samples * _FEWEST:
+            sigma = noise_of_residuals(sums, likelihood, is_start=self.sigma is not None)
+            self.likelihood = likelihood.with_noise(sigma)
+            eta, squares = eta / sigma.item(), squares / sigma.item() ** 2
+        if of_targets and self._has_offset and sums["counted"] >= num_samples * _FEWEST:
             self.moments = moments_of(sums, self.dtype)
         return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
 
-    def take(self, sigma: Tensor | None, moments: Tensor | None = None) -> None:
-        """Use σ, and the mean and variance of the targets, that a first pass has found."""
+    def take(
+        self, sigma: Tensor | None, moments: Tensor | None, network_noise: Tensor | None
+    ) -> None:
+        """Use σ, the moments of the targets and σ of the network's residuals that a first pass has found."""
         if sigma is not None:
             self.likelihood = self.likelihood.with_noise(sigma)
-        self.moments = moments
+        self.moments, self.network_noise = moments, network_noise
 
     @property
     def constant(self) -> Tensor | None:
@@ -198,20 +194,26 @@ class Problem:
         """Return outputs of the network as those of the linear model are taken."""
         return f if self.shift is None else f - self.shift.to(f)
 
-    def _shape_of_centre(self) -> tuple[int, ...] | None:
-        """Return the shape of the mean of the targets; None if it is known, or is not needed."""
+    @property
+    def _has_offset(self) -> bool:
+        """Whether the linear model has a constant."""
         one = torch.ones(1, device="cpu")
-        if self.moments is not None or self.likelihood.offset(one, one) is None:
-            return None
+        return self.likelihood.offset(one, one) is not None
+
+    def _sums_of_targets(self) -> dict[str, Kind]:
+        """Return the sums over targets that the first pass needs, with their shapes."""
+        likelihood = self.likelihood
+        is_known = self.moments is not None or self.network_noise is not None
+        if is_known or not (self._has_offset or likelihood.observation_noise is not None):
+            return {}
         axis = self.linear_model.network.class_dim
-        targets = self.likelihood.align(self.data.first().targets, axis)
-        return tuple(targets.shape[1:][-1:])
+        shape = tuple(likelihood.align(self.data.first().targets, axis).shape[1:][-1:])
+        return {"moments": (2, *shape), "errors": shape, "weights": SCALAR, "counted": SCALAR}
 
     @property
     def sigma(self) -> Tensor | None:
-        """σ, if the fit learns it, as it does without a temperature and without weights."""
-        is_learnt = self.temperature == 1 and not self.data.is_weighted
-        return self.likelihood.observation_noise if is_learnt else None
+        """σ, if the fit learns it, as it does without weights."""
+        return None if self.data.is_weighted else self.likelihood.observation_noise
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""

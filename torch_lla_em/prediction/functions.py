@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from math import log
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,7 +248,7 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
         return deviations.new_zeros(1, *deviations.shape[1:])
     sets = _sets(deviations, at_least)
     if sets > 1:
-        Q = _rotations(len(deviations), sets - 1)
+        Q = torch.from_numpy(_rotations(len(deviations), sets - 1))
         # products in the dtype of the samples, also inside an autocast context
         with without_autocast(deviations.device):
             rotated = torch.tensordot(Q.to(deviations), deviations, dims=1)
@@ -268,12 +269,14 @@ def _sets(deviations: Tensor, at_least: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _rotations(count: int, sets: int) -> Tensor:
-    """Return random orthogonal matrices, stacked to shape (sets × K, K)."""
+def _rotations(count: int, sets: int) -> np.ndarray:
+    """Return random orthogonal matrices, stacked to shape (sets × K, K).
+
+    They are no tensors, since one that is made in ``torch.inference_mode`` cannot be differentiated later.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
-    rotations: Tensor = torch.linalg.qr(normal).Q.flatten(0, 1)
-    return rotations
+    return torch.linalg.qr(normal).Q.flatten(0, 1).numpy()
 
 
 def redrawn(deviations: Tensor, generator: torch.Generator) -> Tensor:

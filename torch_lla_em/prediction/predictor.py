@@ -95,7 +95,9 @@ class Predictor(Calibrates):
                 they may have no targets. The samples of all its outputs have to fit into memory:
                 see ``predictions``.
             mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
-                ("linear"). Default None: the mixture that the fit or ``calibrate`` has chosen.
+                ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses J(x) w_lin for
+                a regression, with the σ that is learnt from it (f(x) has the σ of its own residuals); with
+                variational curvature a mixture; with others f(x), to which the curvature belongs.
             generator (torch.Generator, optional): Used to draw new samples with the same covariance.
             num_samples (int, optional): Number of samples to use; fewer are faster and less
                 accurate. Default None: all.

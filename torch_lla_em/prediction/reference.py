@@ -8,7 +8,6 @@ examples correct for inputs whose distribution has shifted since (Tibshirani et 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -228,7 +227,6 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 """The names of these fields as buffers of a posterior."""
 
 
-@lru_cache(maxsize=16)
 def rows_of(labels: Tensor) -> dict[int, Tensor]:
     """Return the numbers of the examples with each label, in the order of the labels."""
     return {int(label): (labels == label).nonzero()[:, 0] for label in labels.unique().tolist()}

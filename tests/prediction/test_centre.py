@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em.prediction import functions
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,12 @@ def test_posteriors_of_earlier_files_predict_what_they_predicted(fitted):
     mean, variance = old(x)
     assert_close(mean, la.model(x).detach())
     assert_close(variance, la.predict(x).variance + la.sigma_noise**2)
+
+
+def test_functions_first_used_in_inference_mode_can_be_differentiated():
+    functions._rotations.cache_clear()
+    with torch.inference_mode():
+        functions.functions_of(torch.randn(8, 3, 1).double())
+    deviations = torch.randn(8, 3, 1).double().requires_grad_()
+    functions.functions_of(deviations).square().sum().backward()
+    assert deviations.grad is not None

@@ -276,7 +276,8 @@ def _rotations(count: int, sets: int) -> np.ndarray:
     """
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
-    return torch.linalg.qr(normal).Q.flatten(0, 1).numpy()
+    rotations: np.ndarray = torch.linalg.qr(normal).Q.flatten(0, 1).numpy()
+    return rotations
 
 
 def redrawn(deviations: Tensor, generator: torch.Generator) -> Tensor:

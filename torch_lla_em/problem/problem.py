@@ -151,7 +151,7 @@ class Problem:
                     # a batch is processed once for each group of samples
                     sums[name] += len(samples) * part
 
-        kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR} | of_targets
+        kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR, **of_targets}
         at_most = squares_of.rows_at_once if with_squares else inf
         task = Pass(kinds, add, at_most, factored=with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
@@ -169,13 +169,11 @@ class Problem:
             self.moments = moments_of(sums, self.dtype)
         return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
 
-    def take(
-        self, sigma: Tensor | None, moments: Tensor | None, network_noise: Tensor | None
-    ) -> None:
+    def take(self, sigma: Tensor | None, *of_targets: Tensor | None) -> None:
         """Use σ, the moments of the targets and σ of the network's residuals that a first pass has found."""
         if sigma is not None:
             self.likelihood = self.likelihood.with_noise(sigma)
-        self.moments, self.network_noise = moments, network_noise
+        self.moments, self.network_noise = of_targets
 
     @property
     def constant(self) -> Tensor | None:

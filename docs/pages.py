@@ -1,10 +1,9 @@
 """Generates the API pages and the tutorial pages of the documentation site.
 
 ProperDocs (and MkDocs) call the functions whose names begin with ``on_``. A tutorial is a script in
-``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored in
-``examples/shown/``; ``python docs/pages.py [NAME ...]`` runs the scripts and stores them again.
-They also become notebooks with these outputs in ``examples/notebooks/``, which run anywhere.
-``python docs/pages.py --notebooks [NAME ...]`` writes only the notebooks.
+``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored once, in its notebook in
+``examples/notebooks/``, from which its page is made. ``python docs/pages.py [NAME ...]`` runs the scripts and writes
+their notebooks; with ``--keep`` the stored outputs are kept and only the cells are written again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import json
 import re
 import sys
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ import griffe
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_lla_em"
 EXAMPLES = ROOT / "examples"
-SHOWN = EXAMPLES / "shown"
 NOTEBOOKS = EXAMPLES / "notebooks"
 
 PUBLIC = "prediction", "distil", "likelihoods", "solvers", "inference", "mixtures"
@@ -72,8 +70,10 @@ def on_files(files: Any, config: Any) -> Any:
     nav = {title: pages for part in config.nav for title, pages in part.items()}
     examples = [Path(page).stem for page in nav["Tutorials"][1:]]
     made: dict[str, str | bytes] = {**api_pages(), **tutorial_pages(examples)}
-    made |= {f"tutorials/{path.name}": path.read_bytes() for path in SHOWN.glob("*.png")}
-    made |= {f"tutorials/{name}.ipynb": notebook(name) for name in examples if is_portable(name)}
+    for name in examples:
+        made |= {f"tutorials/{file}": content for file, content in pictures(name).items()}
+        if is_portable(name):
+            made[f"tutorials/{name}.ipynb"] = (NOTEBOOKS / f"{name}.ipynb").read_text()
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -277,23 +277,23 @@ def tutorial_pages(names: list[str]) -> dict[str, str]:
     rows, pages = [], {}
     for name in names:
         path = EXAMPLES / f"{name}.py"
-        shown = json.loads((SHOWN / f"{name}.json").read_text())
+        seconds, shown = stored(name)
         also = f", [Jupyter notebook]({name}.ipynb)" if is_portable(name) else ""
         source = f"Source: `examples/{path.name}`{also}"
-        head = f"\n*{source}. Run time: {shown['seconds']:.0f} s on one CPU core.*\n"
+        head = f"\n*{source}. Run time: {seconds:.0f} s on one CPU core.*\n"
         parts = [head]
-        outputs = iter(shown["outputs"])
+        outputs = iter(enumerate(shown))
         for cell in cells(path):
             parts.append(f"\n```python\n{cell.text}\n```\n" if cell.is_code else f"\n{cell.text}\n")
             if cell.is_code:
-                parts.append(as_markdown(next(outputs)))
+                parts.append(as_markdown(name, *next(outputs)))
         if helper(name):
             parts.append(f"\n## Data and training\n\n```python\n{helper(name)}```\n")
         title = parts[1].strip().splitlines()[0]
         pages[f"tutorials/{name}.md"] = (
             title + "\n" + head + parts[1].replace(title, "", 1) + "".join(parts[2:])
         )
-        rows.append(f"| [{title[2:]}]({name}.md) | {shown['seconds']:.0f} |")
+        rows.append(f"| [{title[2:]}]({name}.md) | {seconds:.0f} |")
     pages["tutorials/index.md"] = TUTORIALS + "\n".join(rows) + "\n"
     return pages
 
@@ -309,10 +309,36 @@ notebook. `pip install "torch_lla_em[examples]"` installs everything that they i
 """
 
 
-def as_markdown(output: dict[str, Any]) -> str:
-    text = f'\n```text title="Output"\n{output["text"].rstrip()}\n```\n' if output["text"] else ""
-    pictures = zip(output["pictures"], output.get("alt", [""] * len(output["pictures"])))
-    return text + "".join(f"\n![{alt}]({picture})\n" for picture, alt in pictures)
+Outputs = list[dict[str, Any]]
+"""What a cell produced, as notebooks store it: a stream of text, and figures with their alternative texts."""
+
+
+def stored(name: str) -> tuple[float, list[Outputs]]:
+    """Return the run time of an example, and the outputs of its code cells, from its notebook."""
+    book = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
+    own = (cell for cell in book["cells"] if cell["id"].startswith("cell-"))
+    return book["metadata"]["seconds"], [cell["outputs"] for cell in own if "outputs" in cell]
+
+
+def pictures(name: str) -> dict[str, bytes]:
+    """Return the figures of an example by the names of their files."""
+    return {
+        f"{name}-{number}-{k}.png": b64decode(output["data"]["image/png"])
+        for number, outputs in enumerate(stored(name)[1])
+        for k, output in enumerate(outputs)
+        if "data" in output
+    }
+
+
+def as_markdown(name: str, number: int, outputs: Outputs) -> str:
+    """Return the outputs of a code cell as Markdown."""
+    parts = []
+    for k, output in enumerate(outputs):
+        if "data" in output:
+            parts.append(f"\n![{output['metadata']['alt']}]({name}-{number}-{k}.png)\n")
+        else:
+            parts.append(f'\n```text title="Output"\n{output["text"].rstrip()}\n```\n')
+    return "".join(parts)
 
 
 def is_portable(name: str) -> bool:
@@ -327,49 +353,38 @@ if find_spec("torch_lla_em") is None:
     %pip install -q "torch_lla_em[examples]{origin}\""""
 
 
-def notebook(name: str) -> str:
-    """Return an example as a Jupyter notebook, with the stored output of its cells."""
-    shown = iter(json.loads((SHOWN / f"{name}.json").read_text())["outputs"])
+def notebook(name: str, seconds: float, outputs: list[Outputs]) -> str:
+    """Return an example as a Jupyter notebook, with the outputs of its code cells."""
+    remaining = iter(outputs)
     origin = f" @ git+{repository()}" if repository() else ""
     found = [_cell("setup", INSTALL.format(origin=origin), [])]
     if helper(name):
         found.append(_cell("helper", helper(name).rstrip("\n"), []))
     for number, cell in enumerate(cells(EXAMPLES / f"{name}.py")):
-        outputs = _outputs(next(shown)) if cell.is_code else None
         code = _HELPER.sub("", cell.text)
         text = code if cell.is_code else re.sub(r"\]\(\.\./", "](../../docs/", cell.text)
         text = text.replace("](index.md)", "](../)")
-        found.append(_cell(f"cell-{number}", text, outputs))
+        found.append(_cell(f"cell-{number}", text, next(remaining) if cell.is_code else None))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    book = {"cells": found, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    metadata = {"kernelspec": kernel, "seconds": seconds}
+    book = {"cells": found, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(book, indent=1) + "\n"
 
 
-def _cell(key: str, text: str, outputs: list[Any] | None) -> dict[str, Any]:
+def _cell(key: str, text: str, outputs: Outputs | None) -> dict[str, Any]:
     cell = {"id": key, "metadata": {}, "source": text.splitlines(keepends=True)}
     if outputs is None:
         return {"cell_type": "markdown", **cell}
     return {"cell_type": "code", "execution_count": None, **cell, "outputs": outputs}
 
 
-def _outputs(shown: dict[str, Any]) -> list[Any]:
-    text = {"output_type": "stream", "name": "stdout", "text": shown["text"]}
-    images = (b64encode((SHOWN / name).read_bytes()).decode() for name in shown["pictures"])
-    pictures = [
-        {"output_type": "display_data", "data": {"image/png": image}, "metadata": {}}
-        for image in images
-    ]
-    return [text] * bool(shown["text"]) + pictures
-
-
-def record(name: str) -> None:
-    """Run an example cell by cell, and store the text and figures that each cell produces."""
+def run(name: str) -> tuple[float, list[Outputs]]:
+    """Run an example cell by cell, and return its run time, and the text and figures of each code cell."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    SHOWN.mkdir(exist_ok=True)
     path, outputs = EXAMPLES / f"{name}.py", []
     sys.path.insert(0, str(EXAMPLES))  # as python examples/NAME.py does
     names = {"__name__": "__main__", "__file__": str(path)}
@@ -378,27 +393,19 @@ def record(name: str) -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(cell.text, f"{path.name}, cell {number}", "exec"), names)
-        pictures, alt = [], []
-        for figure in map(plt.figure, plt.get_fignums()):
-            pictures.append(f"{name}-{number}-{figure.number}.png")
-            alt.append(description(figure))
-            figure.savefig(SHOWN / pictures[-1], dpi=110, bbox_inches="tight")
+        text = {"output_type": "stream", "name": "stdout", "text": printed.getvalue()}
+        outputs.append(
+            [text] * bool(text["text"]) + [*map(_figure, map(plt.figure, plt.get_fignums()))]
+        )
         plt.close("all")
-        outputs.append({"text": printed.getvalue(), "pictures": pictures, "alt": alt})
-    current = {picture for output in outputs for picture in output["pictures"]}
-    for picture in SHOWN.glob(f"{name}-*.png"):
-        if picture.name not in current:
-            picture.unlink()
-    shown = {"seconds": time.process_time() - began, "outputs": outputs}
-    (SHOWN / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n")
-    write_notebook(name)
+    return time.process_time() - began, outputs
 
 
-def write_notebook(name: str) -> None:
-    """Write an example to ``examples/notebooks``, if it runs as a notebook."""
-    if is_portable(name):
-        NOTEBOOKS.mkdir(exist_ok=True)
-        (NOTEBOOKS / f"{name}.ipynb").write_text(notebook(name))
+def _figure(figure: Any) -> dict[str, Any]:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110, bbox_inches="tight")
+    data, alt = {"image/png": b64encode(drawn.getvalue()).decode()}, {"alt": description(figure)}
+    return {"output_type": "display_data", "data": data, "metadata": alt}
 
 
 def description(figure: Any) -> str:
@@ -417,7 +424,8 @@ def description(figure: Any) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="examples to run (default: all)")
-    parser.add_argument("--notebooks", action="store_true", help="only write the notebooks")
+    parser.add_argument("--keep", action="store_true", help="run nothing: keep stored outputs")
     asked = parser.parse_args()
     for name in asked.names or [path.stem for path in sorted(EXAMPLES.glob("*.py"))]:
-        (write_notebook if asked.notebooks else record)(name)
+        text = notebook(name, *(stored if asked.keep else run)(name))
+        (NOTEBOOKS / f"{name}.ipynb").write_text(text)

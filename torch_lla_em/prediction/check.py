@@ -146,7 +146,8 @@ def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
         prediction = la._predicted(data)
-        by_group = prediction.judge is not None and _reference_of(prediction).groups is not None
+        judged = None if prediction.judge is None else prediction.judge()
+        by_group = judged is not None and judged[0].groups is not None
         if by_group:
             prediction = replace(prediction, stated=stated)
         found = list(_groups(prediction, data.y, x, stated.groups, level))

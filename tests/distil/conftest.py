@@ -22,7 +22,7 @@ def quick():
 @pytest.fixture(scope="session")
 def classified():
     case, la = fitted()
-    close = {"num_inputs": 1000, "steps": 700, "lr": 0.01, "student": wide()}
+    close = {"num_inputs": 1000, "steps": 500, "lr": 0.01, "student": wide()}
     return case, la, la.distil(draw(300, 2, seed=5), **QUICK | close)
 
 
@@ -32,7 +32,7 @@ def regressed():
     return case, la, la.distil(draw(100, 2, seed=5), validation=(case.x, case.y), **QUICK)
 
 
-@pytest.fixture(params=["classified", "regressed"])
+@pytest.fixture(params=["regressed", "classified"])
 def student(request):
     """A case and a student that is calibrated on its examples."""
     case, _, student = request.getfixturevalue(request.param)

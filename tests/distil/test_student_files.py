@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from daily import daily
 from tiny import draw, fitted
 from torch import nn
 
@@ -96,8 +97,10 @@ def test_own_functions_are_passed_again(quick, tmp_path):
     torch.testing.assert_close(again(case.x), student(case.x))
 
 
-def test_exported(student, tmp_path):
-    case, student = student
+@pytest.mark.parametrize("name", daily("regressed", rest=["classified"]))
+def test_exported(name, request, tmp_path):
+    case, _, student = request.getfixturevalue(name)
+    student.calibrate(case.x, case.y)
     program = student.export(case.x[:4], tmp_path / "student.pt2", level=0.8)
     loaded = torch.export.load(tmp_path / "student.pt2").module()
     is_regression = case.name == "regression"

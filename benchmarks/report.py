@@ -27,7 +27,6 @@ ROOT = HERE.parent
 
 NAMES = {
     "network": "network alone",
-    "network (MAP)": "network alone",
     "temperature": "temperature scaling",
     "ensemble of 5": "ensemble of five",
     "ensemble of 5, temperature": "ensemble of five, temperature scaling",
@@ -119,6 +118,10 @@ PREDICTIONS = {
     "served 1": "exported, 1 example / five networks",
     "served 8": "exported, 8 examples / five networks",
 }
+PREDICTED = (
+    *("mlp", "regression", "cnn", "lenet", "resnet20", "bert", "bert, last_layer", "diamonds"),
+    *("many rows", "last layer, 5000 x 512 x 10", "last layer, 20000 x 256 x 100"),
+)
 GPU_FITS = FIT | {
     "epochs": "fit, training epochs",
     "relative_certificate": "error of samples, in standard deviations",
@@ -132,7 +135,6 @@ GPU_PRODUCTS = {
     "peak_gb": "peak memory, GB",
 }
 GPU_NETWORK = {"network": "network", "weights": "parameters", "rows": "images", "K": "samples"}
-GPU_MEMORY = {"precision": "λ", "gamma": "γ", "seconds": "fit, s", "peak_gb": "peak memory, GB"}
 SEGMENTED = {
     "weights": "parameters",
     "network": "NLL, network",
@@ -141,9 +143,6 @@ SEGMENTED = {
     "trainings": "fit / training",
     "error": "error of samples",
 }
-DIGITS = {"accuracy": "max", "NLL": "min", "joint NLL": "min"}
-DIGITS |= dict.fromkeys(("rotated", "noised", "shuffled"), "max")
-
 HEADLINE = Shown(
     "README.md",
     "tables",
@@ -156,14 +155,6 @@ HEADLINE = Shown(
 TABLES = {
     "headline": HEADLINE,
     "headline of the paper": HEADLINE._replace(page="paper/paper.md"),
-    "digits": Shown(
-        BENCHMARKS,
-        "digits",
-        {"method": "method"},
-        {key: key for key in DIGITS},
-        best=DIGITS,
-        decimals=3,
-    ),
     "segmentation": Shown(
         BENCHMARKS, "segmentation", {"images": "images", "layers": "posterior over"}, SEGMENTED
     ),
@@ -184,7 +175,9 @@ TABLES = {
         names=STAGES,
     ),
     "cost": Shown(COST, "cost", OF_NETWORK, COSTS, {"part": "fits"}),
-    "cost of predictions": Shown(COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits"}),
+    "cost of predictions": Shown(
+        COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits", "problem": PREDICTED}
+    ),
     "gpu fits": Shown(COST, "gpu", GPU_NETWORK, GPU_FITS, {"part": "fit"}),
     "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),
     "gpu products": Shown(
@@ -194,7 +187,6 @@ TABLES = {
         GPU_PRODUCTS,
         {"part": "product", "columns": 8},
     ),
-    "gpu memory": Shown(COST, "gpu", {"of": "memory"}, GPU_MEMORY, {"part": "recovery"}),
 }
 for stage in STAGES:
     for name, file, columns, best in (
@@ -204,6 +196,8 @@ for stage in STAGES:
     ):
         names = VALIDATION_NOISE if name == "regression" else {}
         where = {"set": name, "network": stage}
+        if (name, stage) == ("peers", "early"):
+            continue
         TABLES[f"{name} {stage}"] = Shown(BENCHMARKS, file, METHOD, columns, where, best, 3, names)
 
 TEXTS = {

@@ -75,6 +75,53 @@ def test_the_table_of_the_readme_is_a_committed_result():
         assert column == sorted(f"{line['nll']:.2f}" for line in stored)
 
 
+SENTENCES = {
+    "README.md": (
+        "On the worst data set the ratio is {ours, as fitted/on/worst} as fitted, {ours, calibrated/on/worst} "
+        "calibrated, and {ensemble of 5, temperature/on/worst} with the ensemble and temperature scaling.",
+    ),
+    "docs/benchmarks.md": (
+        "our posterior as fitted has a mean ratio of {ours, as fitted/on/nll} for both networks, and "
+        "{ours, as fitted/early/worst} (early stopping) and {ours, as fitted/on/worst} (100 epochs) on the worst data "
+        "set. The network alone has {network/early/nll} and {network/on/nll},",
+        "**Calibrated** it has {ours, calibrated/early/nll} and {ours, calibrated/on/nll}, and "
+        "{ours, calibrated/early/worst} and {ours, calibrated/on/worst} at worst",
+    ),
+    "docs/which_method.md": (
+        "The NLL is on average {ours, as fitted/on/nll} times that of temperature scaling, which needs a validation "
+        "set, and {ours, as fitted/on/worst} times on the worst data set",
+    ),
+}
+"""What pages say of the tables kept apart; a figure is {method/stage/score} of results/tables.jsonl."""
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_figures_in_sentences_are_those_of_the_results(name):
+    kept = {(x["row"], x["network"]): x for x in results("tables") if x["set"] == "kept"}
+
+    def figure(match):
+        row, stage, score = match[1].split("/")
+        return f"{kept[row, stage][score]:.2f}"
+
+    text = " ".join((ROOT / name).read_text().split())
+    for sentence in SENTENCES[name]:
+        assert re.sub(r"\{(.+?)\}", figure, sentence) in text
+
+
+def test_the_table_on_ood_scores_is_a_committed_result():
+    found, due = {}, set()
+    for record in results("ood"):
+        case = "six tables" if record["kind"] == "tables" else record["case"]
+        found.setdefault((case, record["shift"]), []).append(record)
+    for key, group in found.items():
+        scores = ("p_value", "epistemic", "distance", "flagged")
+        means = [sum(record[score] for record in group) / len(group) for score in scores]
+        due.add("| " + " | ".join([*key, *(f"{mean:.3f}" for mean in means)]) + " |")
+        assert means[0] > max(means[1:3]) - 0.03
+    shown = re.search(r"<!-- ood scores -->\n(.*?)<!-- /", page("out_of_distribution"), re.DOTALL)
+    assert set(shown[1].splitlines()[2:]) == due
+
+
 def test_the_readme_is_short_and_its_links_exist():
     assert len(README.splitlines()) <= 90
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):

@@ -161,7 +161,11 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
     elif likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
         squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
         if not collapsed:  # otherwise σ is too large
-            yield from _overfitted(squares, gamma / (posterior.num_data * y[0].numel()))
+            least = squares
+            if result.network_noise is not None:  # predictions are around the linear model
+                of_network = result.network_noise.square().mean()
+                least = torch.full_like(squares, min(squares.mean().item(), of_network.item()))
+            yield from _overfitted(least, gamma / (posterior.num_data * y[0].numel()))
         count = y.shape[prediction.class_dim] if y.dim() > 1 else 1
         outputs = squares.movedim(prediction.class_dim, -1).reshape(-1, count).mean(0)
         share, output = outputs.min(0)

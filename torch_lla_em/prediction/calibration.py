@@ -111,9 +111,10 @@ def restored(stored: list[Any] | None) -> Calibration | None:
     if stored is None:
         return None
     if not isinstance(stored[4], bool):
-        return Calibration(*stored[:4], stored[-1])
-    found = Calibration(*stored)
-    return found._replace(rmse=None if found.rmse is None else tuple(found.rmse))
+        count, before, after, error, *_, applied = stored
+        return Calibration(count, before, after, error, applied)
+    found = Calibration(*stored[:9])
+    return found if found.rmse is None else found._replace(rmse=(found.rmse[0], found.rmse[1]))
 
 
 class Numbers(NamedTuple):

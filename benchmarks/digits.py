@@ -67,6 +67,7 @@ def shifts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
 def evaluate(method: Predictor, test: Rows) -> dict[str, float]:
     """Return a row of the table; the last three columns are AUROC of clean against shifted."""
     clean = method(test.x)
@@ -75,11 +76,6 @@ def evaluate(method: Predictor, test: Rows) -> dict[str, float]:
     for name, x in shifts(test.x).items():
         row[name] = auroc(clean.unfamiliarity.cpu(), method(x).unfamiliarity.cpu())
     return row
-
-
-def of_network(network: nn.Module, temperature: float) -> Predictor:
-    """Return the predictions of the network alone, at a temperature."""
-    return torch.no_grad()(lambda x: Classes.of(network(x)[None] / temperature))
 
 
 def main() -> None:
@@ -110,8 +106,8 @@ def main() -> None:
     with torch.no_grad():
         temperature = best_temperature(network(held_out.x), held_out.y)
     methods = {
-        "network (MAP)": of_network(network, 1.0),
-        f"temperature {temperature:.2f}": of_network(network, temperature),
+        "network (MAP)": lambda x: Classes.of(network(x)[None]),
+        f"temperature {temperature:.2f}": lambda x: Classes.of(network(x)[None] / temperature),
         "linearised Laplace": of_ours(la),
         "linearised Laplace, linear mean": of_ours(la, "linear"),
     }

@@ -82,7 +82,7 @@ def summary(records: list[dict]) -> str:
     for record in records:
         groups.setdefault((record["kind"], record["method"]), []).append(record)
     found = []
-    for (kind, method), group in sorted(groups.items(), key=_order):
+    for (kind, method), group in groups.items():
         line = {"kind": kind, "method": method}
         for key in SHOWN:
             values = [record[key] for record in group if record.get(key) is not None]
@@ -92,14 +92,7 @@ def summary(records: list[dict]) -> str:
         ratio = kind != "regression"
         line |= {"nll": exp(mean(map(log, nll))) if ratio else mean(nll), "worst": max(nll)}
         found.append(line)
-    columns = {key: title for key, title in SHOWN.items() if any(key in line for line in found)}
-    return markdown.table(found, {"kind": "", "method": ""}, columns, decimals=3)
-
-
-def _order(entry: tuple[tuple, list]) -> tuple[int, int]:
-    kind, method = entry[0]
-    kinds = ["tables", "images", "regression"]
-    return kinds.index(kind), METHODS.index(method)
+    return markdown.table(found, {"kind": "", "method": ""}, SHOWN, decimals=3)
 
 
 def run(name: str, seed: int, methods: list[str], quick: bool) -> Iterator[dict]:

@@ -101,7 +101,6 @@ def gap(steps: int) -> tuple[LinearisedLaplace, Rows]:
 
 
 def trained(network: nn.Module, x: Tensor, y: Tensor, loss: Callable, steps: int) -> nn.Module:
-    """Train on full batches."""
     optimiser = torch.optim.AdamW(network.parameters(), 5e-3, weight_decay=1e-3)
     return descend(network, (x, y), steps, optimiser, loss=loss)
 

@@ -6,8 +6,7 @@
 
 runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to an
 error of 1e-3; products with G, against (1 + 4 K) forward passes, in float32,
-TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU; a fit that runs
-out of memory on the way; and the cost of fits of small networks (cost.py). Every step adds its lines to
+TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU; and the cost of fits of small networks (cost.py). Every step adds its lines to
 results/gpu.jsonl; one that failed says so there. ``report.py results/gpu.jsonl`` writes the tables of the
 documentation.
 """
@@ -106,30 +105,8 @@ def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
 
 def fit(name: str, args: argparse.Namespace) -> Lines:
     """Return what a whole fit costs, to a certificate of 1e-3."""
-    return fit_of(name, args, *trained(name, args))
-
-
-def fit_of(name: str, args: argparse.Namespace, problem: cost.Problem, epoch: float) -> Lines:
+    problem, epoch = trained(name, args)
     return [{"network": name} | cost.line(problem, epoch, 2 if args.tiny else 8, 64)]
-
-
-def recovery(args: argparse.Namespace) -> Lines:
-    """Fit where a third of the memory that a fit took is left; λ has to come out the same."""
-    of = "lenet", args, *trained("lenet", args)
-    (free,) = fit_of(*of)
-    if args.device != "cuda":
-        return [free | {"of": "as it is"}]
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
-    # the network, its data and the allocator's own grain come on top
-    left = torch.cuda.memory_allocated() + free["peak_gb"] * 1e9 / 3 + 128e6
-    torch.cuda.set_per_process_memory_fraction(left / total)
-    try:
-        (short,) = fit_of(*of)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    short["off"] = abs(short["precision"] / free["precision"] - 1)
-    return [free | {"of": "as it is"}, short | {"of": "a third of its memory"}]
 
 
 def costs(name: str, args: argparse.Namespace) -> Lines:
@@ -146,7 +123,6 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], 
     for name in names:
         for precision in PRECISIONS[:1] if args.tiny else PRECISIONS:
             found[f"product {name}, {precision}"] = partial(products, name, precision)
-    found["recovery"] = recovery
     for name in SMALL[:1] if args.tiny else SMALL:
         found[f"cost {name}"] = partial(costs, name)
     return found if args.tiny else {"tests": tests} | found

@@ -67,22 +67,12 @@ def table(
 def _column(cells: Sequence[list], best: str | None, decimals: int | None) -> list[str]:
     """Return the cells of a column as text, with the best value (and its equals) in bold."""
     texts = [cell(values, decimals) for values in cells]
-    centres = [_centre(values) for values in cells]
-    known = [value for value in centres if isinstance(value, int | float)]
+    numbers = [None if not v or isinstance(v[0], str) else number(mean(v), decimals) for v in cells]
+    known = [mean(values) for values, text in zip(cells, numbers) if text is not None]
     if not best or len(known) < 2:
         return texts
     top = number((min if best == "min" else max)(known), decimals)
-    return [
-        f"**{text}**" if value is not None and number(value, decimals) == top else text
-        for text, value in zip(texts, centres, strict=True)
-    ]
-
-
-def _centre(values: list) -> float | None:
-    """Return the mean of a cell's values; None without values or for words."""
-    centre = _mean(values, False) if values else None
-    centre = centre[0] if isinstance(centre, list) else centre
-    return centre if isinstance(centre, int | float) else None
+    return [f"**{text}**" if value == top else text for text, value in zip(texts, numbers)]
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -90,13 +80,12 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def cell(values: Sequence[float | str], decimals: int | None = None) -> str:
-    """Return mean ± standard error of numbers, or of the pair of both; of words, the first."""
+    """Return the mean ± standard error of numbers; of words, the first."""
     if not values or isinstance(values[0], str):
         return str(values[0]) if values else ""
-    if len(values) == 1 and not isinstance(values[0], list):
+    if len(values) == 1:
         return number(values[0], decimals)
-    centre, error = values[0] if len(values) == 1 else _mean(values, False)
-    shown = number(centre, decimals)
+    shown, error = number(mean(values), decimals), stdev(values) / len(values) ** 0.5
     return f"{shown} ± {error:.{len(shown.partition('.')[2])}f}"
 
 
@@ -110,13 +99,6 @@ def number(value: float, decimals: int | None = None) -> str:
     if 0.01 <= abs(value) < 10:
         return f"{value:.3f}"
     return f"{value:#.3g}".removesuffix(".") if abs(value) >= 10 else f"{value:.2g}"
-
-
-def _mean(values: list, same: bool) -> object:
-    numbers = [value for value in values if isinstance(value, int | float)]
-    if same or len(numbers) < 2:
-        return values[0]
-    return [mean(numbers), stdev(numbers) / len(numbers) ** 0.5]
 
 
 def insert(page: Path, name: str, text: str) -> None:

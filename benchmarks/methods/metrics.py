@@ -68,7 +68,7 @@ class Classes:
         # beyond 1, by rounding, torchmetrics would take them for logits
         p, classes = self.log_probs.exp().clamp_max(1), self.log_probs.shape[-1]
         if groups is None:
-            groups = {"joint_dyadic": dyadic(len(y)), "joint_ten": _tens(len(y))}
+            groups = {"joint_dyadic": dyadic(len(y))}
         return {
             "accuracy": multiclass_accuracy(p, y, classes, average="micro").item(),
             "nll": self.nll(y),
@@ -103,7 +103,7 @@ class Numbers:
 
     def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
         """Return what the targets say of the predictions."""
-        y, groups = y.flatten(), {"joint_ten": _tens(len(y))} if groups is None else groups
+        y, groups = y.flatten(), groups or {}
         variance = self.covariance.diagonal() + self.sigma**2
         terms = (y - self.mean) ** 2 / variance + variance.log() + log(2 * pi)
         return {
@@ -145,10 +145,3 @@ def dyadic(rows: int) -> Tensor:
     pairs = torch.rand(_BATCHES, rows, generator=generator).argsort(1)[:, :2]
     chosen = torch.randint(2, (_BATCHES, _LABELS), generator=generator)
     return pairs.gather(1, chosen)
-
-
-@cache
-def _tens(rows: int) -> Tensor:
-    """Return batches of ten different inputs."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(_BATCHES, rows, generator=generator).argsort(1)[:, :_LABELS]

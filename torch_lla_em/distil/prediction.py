@@ -217,8 +217,8 @@ class StudentPrediction(Printed):
     def part(self, rows: Tensor | slice) -> StudentPrediction:
         """Return the prediction of some of the inputs, given by their numbers, a mask or a slice."""
         f, uncertainty, scores = self.centre, self.log_uncertainty, self.log_scores
-        own = {"log_uncertainty": uncertainty[rows], "log_scores": scores[rows]}
-        return replace(self, centre=f[rows], **own)
+        own = f[rows], uncertainty[rows]
+        return replace(self, centre=own[0], log_uncertainty=own[1], log_scores=scores[rows])
 
     def first(self, count: int) -> StudentPrediction:
         """Return the prediction of the first few inputs."""

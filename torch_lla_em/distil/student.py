@@ -126,8 +126,12 @@ class Student(Printed, nn.Module):
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
         each = [self._heads(some) for some in self._batches(x, inputs)]
-        found = each[0] if len(each) == 1 else map(torch.cat, zip(*each))
-        return StudentPrediction(self.likelihood, *found, self.form.class_dim, self.reference)
+        found = each[0] if len(each) == 1 else tuple(map(torch.cat, zip(*each)))
+        f, uncertainty, scores = found
+        form = self.form
+        return StudentPrediction(
+            form.likelihood, f, uncertainty, scores, form.class_dim, self.reference
+        )
 
     def is_ood(
         self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any
@@ -267,11 +271,11 @@ class Student(Printed, nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        return self.head[-1].bias.device
+        return next(self.head.parameters()).device
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.head[-1].bias.dtype
+        return next(self.head.parameters()).dtype
 
     def _outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""

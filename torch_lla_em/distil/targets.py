@@ -81,7 +81,8 @@ def divergence(likelihood: Likelihood, f: Tensor, log_uncertainty: Tensor, due: 
         else:
             terms = terms.sum(-1)
     else:
-        known, variance = (sum(v.chunk(2, -1)) for v in (due.uncertainty, log_uncertainty.exp()))
+        known = due.uncertainty.unflatten(-1, (2, -1)).sum(-2)
+        variance = log_uncertainty.exp().unflatten(-1, (2, -1)).sum(-2)
         ratio = (known + (p - likelihood.mean(f)).square()) / variance
         terms = 0.5 * (ratio - 1 - (known / variance).log())
     return terms.flatten(1).mean(1) if terms.dim() > 1 else terms

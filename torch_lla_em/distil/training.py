@@ -151,9 +151,9 @@ def distil(
     with torch.inference_mode(False), torch.enable_grad():
         _train(found, learnt, Schedule(steps, batch_size, lr, seed, progress_bar))
     with torch.no_grad():
-        errors = (_agreement(found, known) for known in others)
+        held_out, at_made = (_agreement(found, known) for known in others)
         nll = None if validation is None else _nll(posterior, found, validation)
-        found._note(StudentError(*errors, nll))
+        found._note(StudentError(held_out, at_made, nll))
     for words in found.error.warnings:
         report("log", words)
     return found if validation is None else found.calibrate(validation)
@@ -257,7 +257,8 @@ def _train(student: Student, known: list[Known], schedule: Schedule) -> None:
     bar = tqdm(range(schedule.steps), "distilling", disable=not schedule.progress_bar)
     for step in bar:
         at = int(torch.multinomial(counts[:, 0].double(), 1, generator=generator))
-        rows = _drawn(*counts[at].tolist(), schedule.batch_size, generator).to(mean.device)
+        every, given = counts[at].tolist()
+        rows = _drawn(every, given, schedule.batch_size, generator).to(mean.device)
         some = rows_of(known[at], rows)
         f, *found = student._heads(some.x)
         loss = divergence(likelihood, f, found[0] * size[:n] + mean[:n], some).mean()
@@ -274,8 +275,9 @@ def _train(student: Student, known: list[Known], schedule: Schedule) -> None:
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3g}", refresh=False)
     with torch.no_grad():
-        head[-1].weight.mul_(size[:, None])
-        head[-1].bias.mul_(size).add_(mean)
+        weight, bias = head[-1].parameters()
+        weight.mul_(size[:, None])
+        bias.mul_(size).add_(mean)
     student.requires_grad_(False)
     optimiser.zero_grad()
 

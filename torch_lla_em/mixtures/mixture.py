@@ -210,8 +210,8 @@ class Mixture:
         """
         if self.classes is None:
             return self.log_joint(x).argmax(1)
-        labels = self.classes.unique()
-        return labels.to(_tensor(x).device)[self.class_log_prob(x).argmax(1)]
+        labels: Tensor = self.classes.unique().to(_tensor(x).device)
+        return labels[self.class_log_prob(x).argmax(1)]
 
     def class_log_prob(self, x: Tensor | np.ndarray) -> Tensor:
         """Return log p(x, label), for mixtures fitted by label.

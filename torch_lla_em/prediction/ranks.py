@@ -41,7 +41,7 @@ class Masses(NamedTuple):
 def p_values(
     reference: Tensor,
     scores: Tensor,
-    room: float = 0.0,
+    room: float | Tensor = 0.0,
     unit: float | Tensor = 0.0,
     masses: Masses | None = None,
 ) -> Tensor:
@@ -151,7 +151,7 @@ def require(count: int, needed: int, asked: str, of: str = "") -> None:
         )
 
 
-def mass_above(probs: Tensor, room: float) -> Tensor:
+def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
     """Return, for each class, the probability of all classes that are more probable, (B, C).
 
     Probabilities up to a factor of 1 + ``room`` are equal. Each is sorted among all of them by its

@@ -230,6 +230,7 @@ def migration():
     return seen[2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_code_of_both_libraries_runs_and_shapes_agree(migration):
     theirs, ours = migration

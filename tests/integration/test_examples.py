@@ -117,6 +117,7 @@ def _methods(public):
             yield f"{public.__qualname__}.{name}", value, inspect.getdoc(getattr(public, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", PUBLIC)
 @pytest.mark.filterwarnings("ignore")
 def test_examples_run(address, names, tmp_path, monkeypatch):

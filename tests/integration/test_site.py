@@ -14,6 +14,8 @@ import torch_lla_em
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow
+
 
 BUILDERS = [name for name in ("properdocs", "mkdocs") if importlib.util.find_spec(name)]
 

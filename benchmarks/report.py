@@ -127,13 +127,6 @@ GPU_FITS = FIT | {
     "relative_certificate": "error of samples, in standard deviations",
     "peak_gb": "peak memory, GB",
 }
-GPU_PRODUCTS = {
-    "forward": "forward pass, s",
-    "product": "product, s",
-    "ratio": "product / (1 + 4 K) passes",
-    "precision_error": "rounding error",
-    "peak_gb": "peak memory, GB",
-}
 GPU_NETWORK = {"network": "network", "weights": "parameters", "rows": "images", "K": "samples"}
 SEGMENTED = {
     "weights": "parameters",
@@ -180,13 +173,6 @@ TABLES = {
     ),
     "gpu fits": Shown(COST, "gpu", GPU_NETWORK, GPU_FITS, {"part": "fit"}),
     "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),
-    "gpu products": Shown(
-        COST,
-        "gpu",
-        {"step": "product", "rows": "images"},
-        GPU_PRODUCTS,
-        {"part": "product", "columns": 8},
-    ),
 }
 for stage in STAGES:
     for name, file, columns, best in (

@@ -207,7 +207,7 @@ def test_updates_keep_within_their_bounds():
     "precision, residual, dims, words",
     [
         (1e20, 1.0, 5.0, "reached a bound"),
-        (2.0, 1e-16, 5.0, "to float64"),
+        (2.0, 1e-16, 5.0, "lost to rounding"),
         (2.0, 1.0, 89.0, "reaches the number of targets"),
     ],
 )

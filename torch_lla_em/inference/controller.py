@@ -57,7 +57,7 @@ from torch_lla_em.inference.q import Q
 from torch_lla_em.inference.records import Ascent, Extent, Hyper, State, Statistics, Way
 from torch_lla_em.inference.rounds import OF_H, course, improve, stepped
 from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import PRECISION_BOUNDS, report
+from torch_lla_em.runtime import PRECISION_BOUNDS, or_float64, report
 
 _FALL = 3.0
 """Largest factor by which λ may decrease before the span is extended; small spans overestimate it."""
@@ -361,11 +361,9 @@ class Controller:
             return
         if not state.converged:
             changed = state.change(": the last one changed it by a factor of %s")
-            report(
-                "log",
-                f"The prior precision has not converged after {state.number} EM steps{changed}. "
-                "Increase em_steps, or pass a prior_precision closer to the result.",
-            )
+            more = "Increase em_steps, or pass" if state.number >= self.options.em_steps else "Pass"
+            words = f"The prior precision has not converged after {state.number} EM steps{changed}."
+            report("log", f"{words} {more} a prior_precision closer to the result.")
         if not ((low < precision) & (precision < high)).all():
             report(
                 "warn",
@@ -382,8 +380,8 @@ class Controller:
                 "warn",
                 "The linear model reproduces the targets so closely that their observation noise may "
                 f"be lost to rounding: sigma_noise is held above {least:.0e} of their root mean "
-                "square. Check that the targets are not constant or without noise. If their noise "
-                "really is that small, convert the model and its data to float64.",
+                "square. Check that the targets are not constant or without noise"
+                f"{or_float64(self.problem.dtype)}.",
             )
         if self.options.update == "mackay" and (count - dims < LEAST_FREEDOM * count).any():
             report(

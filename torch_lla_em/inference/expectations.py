@@ -161,7 +161,8 @@ class ExpectedH(FixedH):
         shape = *self.shape[1:-1], K, self._num
         found = [like.new_zeros(0, *shape)]
         for numbers in torch.arange(self._share.total, device="cpu").split(_DRAWN):
-            drawn = torch.randn(len(numbers), *shape, generator=generator, device="cpu")
+            size, dtype = (len(numbers), *shape), torch.float32
+            drawn = torch.randn(size, generator=generator, dtype=dtype, device="cpu")
             own, _ = self._share.find(numbers)
             found.append(drawn[own].to(like).div_(K**0.5))
         return torch.cat(found)

@@ -21,7 +21,7 @@ from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem, gathered, room, sites_of
-from torch_lla_em.runtime import TensorList, report
+from torch_lla_em.runtime import TensorList, or_float64, report
 from torch_lla_em.solvers import dots, is_accurate
 
 _START = 0.1
@@ -173,7 +173,7 @@ class SpanEStep:
         """Return the posterior at the final λ and σ."""
         found: Any = state.statistics
         if not is_accurate(found.error, self._options.tolerance):
-            _warn(found, self._options.tolerance)
+            _warn(found, self._options.tolerance, self.problem.dtype)
         known = self.cut_short(state)
         if self._moves:
             return known
@@ -197,11 +197,12 @@ class SpanEStep:
             found.log_evidence,
         )
         if self._moves:
-            of_all = _average(self.problem.likelihood, over, q), *_at_examples(over, q)
-            mixture, examples, leverages = (part.to(columns.device) for part in of_all)
-            of_mean = error_of_mean(over, q).to(columns.device)
+            of_all = _average(self.problem.likelihood, over, q), error_of_mean(over, q)
+            mixture, of_mean = (part.to(columns.device) for part in of_all)
             known = known._replace(mixture=mixture, mean_error=of_mean)
-            return known._replace(examples=examples, leverages=leverages)
+            if over.all_sites is None:  # predictions have all sites
+                examples, leverages = (part.to(columns.device) for part in _at_examples(over, q))
+                known = known._replace(examples=examples, leverages=leverages)
         return known
 
 
@@ -318,11 +319,11 @@ def _that_fits(
     return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
 
 
-def _warn(found: Statistics, tolerance: float) -> None:
-    refuse_noise(found.error, found.precision, _USABLE)
+def _warn(found: Statistics, tolerance: float, dtype: torch.dtype) -> None:
+    refuse_noise(found.error, found.precision, dtype, _USABLE)
     report(
         "warn",
         f"The posterior has a numerical error of {found.error:.2g} posterior standard deviations, above the "
         f"tolerance of {tolerance:.2g}: there was no memory for more directions, or rounding prevents it. Use "
-        "fewer samples, increase `tolerance`, or convert the model and its data to float64.",
+        f"fewer samples, or increase `tolerance`{or_float64(dtype)}.",
     )

@@ -41,6 +41,12 @@ class TrainingExamples(NamedTuple):
         """
         known, K = self._features(), len(deviations)
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
+        if points.shape[1] != known.shape[1]:
+            raise ValueError(
+                f"These inputs have outputs of shape {tuple(deviations.shape[2:])}, but training examples "
+                f"{tuple(self.deviations.shape[2:])}: their distances cannot be compared. Pass inputs of the "
+                "same size, or call la.calibrate with such inputs."
+            )
         sizes = known.norm(dim=1)
 
         def nearest(part: Tensor) -> Tensor:

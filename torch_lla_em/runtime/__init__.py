@@ -15,7 +15,7 @@ from torch_lla_em.runtime.memory import (
     shortage_of,
     suppressed,
 )
-from torch_lla_em.runtime.messages import collected, report
+from torch_lla_em.runtime.messages import collected, or_float64, report
 from torch_lla_em.runtime.modes import tf32, without_autocast
 from torch_lla_em.runtime.noise import normal, normals, split_mix
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
@@ -39,6 +39,7 @@ __all__ = [
     "new_key",
     "normal",
     "normals",
+    "or_float64",
     "pinned_bytes",
     "place_of",
     "release",

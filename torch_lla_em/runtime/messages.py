@@ -10,12 +10,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
+import torch
+
 logger = logging.getLogger("torch_lla_em")
 
 _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
 
 # modules between a user's code and this function
 _BETWEEN = {"contextlib", "torch", "torch_lla_em"}
+
+
+def or_float64(dtype: torch.dtype) -> str:
+    """Return the end of an advice that ends with float64, none in float64 itself."""
+    return "" if dtype == torch.float64 else ", or convert the model and its data to float64"
 
 
 def report(kind: Literal["log", "warn", "show"], text: str) -> None:

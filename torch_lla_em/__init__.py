@@ -21,7 +21,6 @@ from torch_lla_em.likelihoods import (
     Classification,
     HeteroscedasticRegression,
     Likelihood,
-    LinearOperatorRegression,
     Poisson,
     Regression,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "HeteroscedasticRegression",
     "LaplaceEnsemble",
     "Likelihood",
-    "LinearOperatorRegression",
     "LinearisedLaplace",
     "Newton",
     "NotFittedError",

@@ -85,6 +85,9 @@ class Session:
         """The seconds that the fit still took after the last step, if the error goes on falling."""
 
         self._stepped = self._began
+        self._first_pass = self._began, 0
+        """When the first pass began, and the number of passes before it."""
+
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder: Folder | None = None
@@ -133,6 +136,7 @@ class Session:
 
     def follow(self, plan: Plan) -> None:
         """Log the plan, and show the fit's progress from now on."""
+        self._first_pass = time.monotonic(), self.problem.data.num_passes
         if not self._bar.disable:
             self.problem.sweep.watch(self._draw)
         self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
@@ -221,7 +225,8 @@ class Session:
 
     def _tell_time(self) -> None:
         """Show how long a fit with such passes takes, after the first one, if it is long."""
-        seconds = self._seconds() / max(1, self.problem.data.num_passes)
+        began, passes = self._first_pass
+        seconds = (time.monotonic() - began) / max(1, self.problem.data.num_passes - passes)
         if self._group.rank == 0 and is_long(seconds):
             report("show", time_of_fit(seconds))
 

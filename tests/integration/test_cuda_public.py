@@ -9,6 +9,7 @@ import torch
 from checkpoints import dying_after, until_done
 from jacobians import Calls
 from loaders import batches
+from measurements import LinearOperatorRegression
 from models import images, small_cnn
 from tiny import draw, likelihood_of, tiny
 from torch import nn
@@ -23,7 +24,6 @@ from torch_lla_em import (
     FunctionSpace,
     HeteroscedasticRegression,
     LinearisedLaplace,
-    LinearOperatorRegression,
     compare,
 )
 

@@ -186,7 +186,7 @@ def test_ensembles_are_printed_and_compared(members):
     )
     ensemble = LaplaceEnsemble(members).calibrate(x[:40], y[:40])
     shown = repr(ensemble)
-    assert len(shown.splitlines()) <= 15 and "of 3 posteriors" in shown
+    assert len(shown.splitlines()) <= 16 and "of 3 posteriors" in shown
     assert str(ensemble.calibration) in " ".join(shown.split())
     found = compare({"one": members[0], "all": ensemble}, [(x[40:50], y[40:50]), (x[50:], y[50:])])
     log_prob = ensemble.predict(x[40:]).log_prob(y[40:])

@@ -4,6 +4,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
+from measurements import LinearOperatorRegression
 from tiny import fitted, tiny
 
 from torch_lla_em import (
@@ -12,7 +13,6 @@ from torch_lla_em import (
     Classification,
     Compute,
     LinearisedLaplace,
-    LinearOperatorRegression,
 )
 from torch_lla_em.prediction.calibration import Calibration, restored
 from torch_lla_em.runtime import write_atomically

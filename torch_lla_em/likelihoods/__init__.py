@@ -11,7 +11,6 @@ from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compa
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
 from torch_lla_em.likelihoods.gaussian import (
     HeteroscedasticRegression,
-    LinearOperatorRegression,
     Regression,
 )
 from torch_lla_em.likelihoods.sums import average, mean_square, sum_rows
@@ -41,7 +40,6 @@ __all__ = [
     "Classification",
     "HeteroscedasticRegression",
     "Likelihood",
-    "LinearOperatorRegression",
     "Poisson",
     "Regression",
     "average",

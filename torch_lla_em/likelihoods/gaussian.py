@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from math import log, pi
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributions import LowRankMultivariateNormal
 from torch_lla_em.likelihoods.base import Likelihood, require_real
 from torch_lla_em.likelihoods.elementwise import ElementwiseLikelihood
 from torch_lla_em.likelihoods.sums import mean_square, sum_rows
-from torch_lla_em.runtime import check_options, normal
+from torch_lla_em.runtime import check_options
 
 
 class Gaussian(Likelihood):
@@ -176,107 +175,6 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
                 "then all log variances."
             )
         require_real(y)
-
-
-class LinearOperatorRegression(Regression):
-    """y ~ N(A f, σ²): noisy linear measurements of the outputs, as in tomography; y is (B, M).
-
-    ``Prediction.mean``, ``.variance`` and ``.samples`` are those of the output f (the image);
-    ``.expectation``, ``.predictive_variance``, ``.aleatoric``, ``.epistemic`` and the log
-    probabilities are those of y. The root S = Aᵀ/σ needs one random number per measurement, and
-    there is one per output. Therefore there can be at most as many measurements as outputs.
-
-    Args:
-        operator (callable): The linear map A from n outputs (n, *shape) to A f, shape (n, M). PyTorch
-            must be able to differentiate it, as products with Aᵀ are computed by ``torch.func.vjp``.
-        shape (tuple of ints): Shape of one output of the network, with the classes last.
-        sigma_noise (float, optional): As in ``Regression``, one number for all measurements.
-            Default None.
-
-    Raises:
-        ValueError: If sigma_noise is not one positive number; in ``fit``, if the operator is not
-            linear, or does not fit the outputs or the measurements.
-
-    Example:
-        >>> A = torch.randn(2, 3)
-        >>> likelihood = LinearOperatorRegression(lambda f: f @ A.T, (3,), 0.05)
-        >>> la = LinearisedLaplace(torch.nn.Linear(4, 3), likelihood)
-        >>> la = la.fit(torch.randn(20, 4), torch.randn(20, 2), progress_bar=False)
-        >>> variance = la.predict(torch.randn(5, 4)).variance  # of the outputs f
-    """
-
-    elementwise = False
-
-    def __init__(
-        self,
-        operator: Callable[[Tensor], Tensor],
-        shape: tuple[int, ...],
-        sigma_noise: float | Tensor | None = None,
-    ):
-        super().__init__(sigma_noise)
-        if self.sigma_noise.dim():
-            raise ValueError("sigma_noise must be one number for all measurements.")
-        self.operator, self.shape = operator, tuple(shape)
-
-    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._adjoint(super().gradient(f, y))
-
-    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        return self._adjoint(self.mean(u)) / self._sigma(u) ** 2
-
-    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        measured = self.mean(f).shape[-1]
-        kept = noise.flatten(noise.dim() - len(self.shape))[..., :measured]
-        return self._adjoint(kept) / self._sigma(noise)
-
-    def mean(self, f: Tensor) -> Tensor:
-        leading = f.shape[: f.dim() - len(self.shape)]
-        measured: Tensor = self.operator(f.reshape(-1, *self.shape)).unflatten(0, leading)
-        return measured
-
-    def check(self, f: Tensor, y: Tensor) -> None:
-        if tuple(f.shape[1:]) != self.shape:
-            raise ValueError(
-                f"The operator takes outputs of shape {self.shape}, but the network's have shape "
-                f"{tuple(f.shape[1:])} (classes last): pass that shape to LinearOperatorRegression."
-            )
-        expected = self._num_measurements(f)
-        if y.shape != (len(f), expected):
-            raise ValueError(
-                f"The measurements have shape {tuple(y.shape)}, but the operator returns "
-                f"{(len(f), expected)}: flatten what belongs to one output."
-            )
-        if expected > f[0].numel():
-            raise ValueError(
-                f"There are {expected} measurements of {f[0].numel()} outputs, but at most one per "
-                'output is possible: let forward_fn return A f, with likelihood="regression".'
-            )
-        require_real(y)
-
-    def _adjoint(self, v: Tensor) -> Tensor:
-        """Return Aᵀ v, shape (..., *shape), for v (..., M)."""
-        rows = v.reshape(-1, v.shape[-1])
-        transpose = torch.func.vjp(self.operator, v.new_zeros(len(rows), *self.shape))[1]
-        outputs: Tensor = transpose(rows)[0].unflatten(0, v.shape[:-1])
-        return outputs
-
-    def _num_measurements(self, f: Tensor) -> int:
-        """Return M, after a check on a random output that the operator is linear."""
-        row = torch.zeros(1, dtype=torch.long, device=f.device)
-        u = normal(0, 0, 0, row, f[0].numel()).to(f.dtype).view(1, *self.shape)
-        Au = self.operator(u)
-        if Au.dim() != 2:
-            raise ValueError(
-                f"The operator returns shape {tuple(Au.shape)} for one output: it must return "
-                "(n, M) for n outputs."
-            )
-        if ((u * self._adjoint(Au)).sum() - Au.square().sum()).abs() > 1e-3 * Au.square().sum():
-            raise ValueError(
-                "The operator is not linear, or not differentiable by PyTorch: ⟨u, Aᵀ A u⟩ and "
-                "⟨A u, A u⟩ differ. If it is computed outside of PyTorch, pass the `apply` of a "
-                "torch.autograd.Function with setup_context, whose backward returns Aᵀ v."
-            )
-        return Au.shape[-1]
 
 
 def _joint_log_density(error: Tensor, deviations: Tensor, variance: Tensor) -> Tensor:

@@ -1,0 +1,7 @@
+"""The likelihood of linear measurements, from the recipe in ``examples``."""
+
+import runpy
+from pathlib import Path
+
+RECIPE = Path(__file__).parents[1] / "examples" / "recipes" / "linear_measurements.py"
+LinearOperatorRegression = runpy.run_path(str(RECIPE))["LinearOperatorRegression"]

@@ -98,6 +98,33 @@ def test_the_evidence_is_that_of_the_fitted_precision_and_noise():
         la.log_marginal_likelihood()
 
 
+def test_the_noise_of_a_network_with_little_training_is_that_of_its_residuals():
+    """σ of the linear model, for which EM moves the weights, would be a fraction of it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 3, generator=generator).double()
+    y = torch.sin(2 * x[:, :1]) + 0.05 * torch.randn(400, 1, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(40):
+        optimizer.zero_grad()
+        (model(x[:200]) - y[:200]).square().mean().backward()
+        optimizer.step()
+    loader = DataLoader(TensorDataset(x[:200], y[:200]), 50)
+    la = Laplace(model, "regression", "all")
+    la.fit(loader)
+    la.optimize_prior_precision()
+    sigma = (model(x[:200]) - y[:200]).square().mean().sqrt().detach()
+    torch.testing.assert_close(la.sigma_noise, sigma)
+    mean, variance = la(x[200:], diagonal_output=True)
+    covered = (mean - y[200:]).abs() < 1.645 * (variance + la.sigma_noise**2).sqrt()
+    assert 0.85 < covered.double().mean() < 0.98
+    given = {"sigma_noise": la.sigma_noise, "prior_precision": la.prior_precision}
+    direct = Laplace(model, "regression", "all", **given)
+    direct.fit(loader)
+    assert la.log_marginal_likelihood() == direct.log_marginal_likelihood()
+
+
 README = """
 la = Laplace(model, "classification",
              subset_of_weights="all",

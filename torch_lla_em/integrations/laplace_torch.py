@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from math import log, pi
+from math import log, pi, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em import LinearisedLaplace, NotFittedError
+from torch_lla_em import LinearisedLaplace, NotFittedError, Prediction
 from torch_lla_em.data import to_device
 from torch_lla_em.runtime import check_choice
 
@@ -121,7 +121,7 @@ class Laplace:
         self.num_samples, self.seed = num_samples, seed
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
-        self._loader: Iterable[Any] | None = None
+        self._loader: Any = None
         self._posterior: LinearisedLaplace | None = None
         self._evidence: Tensor | None = None
         self.sigma_noise, self.prior_precision = sigma_noise, prior_precision
@@ -170,7 +170,7 @@ class Laplace:
         progress_bar: bool = False,
         **options: Any,
     ) -> None:
-        """Learn the prior precision, and the noise of a regression, by EM for the linear model.
+        """Learn λ by EM for the linear model, and σ of a regression from residuals of the network.
 
         Args:
             pred_type (str): Must be "glm", the default.
@@ -183,6 +183,10 @@ class Laplace:
         structure = _chosen("prior_structure", prior_structure)
         _check_others("optimize_prior_precision", options)
         self._fit(structure == "layerwise", progress_bar=progress_bar)
+        if self.likelihood == "regression":
+            # EM learns σ of J w, but predictions and evidence are around the network: fit again at its σ
+            found = self._around_network(next(iter(self._loader)))
+            self.sigma_noise = found.likelihood.observation_noise
 
     def log_marginal_likelihood(self, *given: Any, **named: Any) -> Tensor:
         """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape ().
@@ -213,12 +217,15 @@ class Laplace:
     def _log_likelihood(self) -> Tensor:
         found, constant = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
         for batch in self._loader:
-            x, y = (batch if isinstance(batch, Mapping) else batch[0]), self._targets(batch)
-            f = self.posterior.predict(to_device(x, self._device), "network", num_samples=1).mean
+            f, y = self._around_network(batch).mean, self._targets(batch)
             found += self.posterior.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
             if self.likelihood == "regression":  # whose constant has no temperature
                 constant += y.numel() * (self.sigma_noise.log().item() + 0.5 * log(2 * pi))
         return (found + constant) / self.temperature - constant
+
+    def _around_network(self, batch: Any) -> Prediction:
+        x = batch if isinstance(batch, Mapping) else batch[0]
+        return self.posterior.predict(to_device(x, self._device), "network", num_samples=1)
 
     def __call__(
         self,
@@ -274,7 +281,9 @@ class Laplace:
         """
         _chosen("pred_type", pred_type)
         mean, deviations = self._at(x)
-        return mean + self._combined(deviations, n_samples, generator)
+        drawn = deviations.new_empty(n_samples, len(deviations))
+        drawn.normal_(generator=generator or self._generator)
+        return mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
 
     def predictive_samples(self, *args: Any, **options: Any) -> Tensor:
         """Return ``functional_samples`` after the softmax; those of a regression are unchanged."""
@@ -363,15 +372,6 @@ class Laplace:
             )
         mean, samples = (t if self.enable_backprop else t.detach() for t in (mean, samples))
         return mean, samples - mean
-
-    def _combined(
-        self, deviations: Tensor, count: int, generator: torch.Generator | None
-    ) -> Tensor:
-        """Return samples with the covariance of the deviations, (count, ...)."""
-        drawn = deviations.new_empty(count, len(deviations))
-        drawn.normal_(generator=generator or self._generator)
-        combined: Tensor = torch.tensordot(drawn, deviations, 1) / len(deviations) ** 0.5
-        return combined
 
 
 def _chosen(name: str, option: Any) -> str:

@@ -11,7 +11,12 @@ _RECIPES = {
     "Answers": "language_answers",
     "answers": "language_answers",
     "LaplacePostProcessing": "torch_uncertainty_routine",
+    "of_pytabkit": "tabular_networks",
 }
+_MODULES = (
+    "answers at_precision enums estimators evidence laplace links marglik networks options pytabkit "
+    "torch_uncertainty"
+).split()
 _ENUMS = (
     "SubsetOfWeights HessianStructure Likelihood PredType LinkApprox TuningMethod PriorStructure "
     "FunctionalApproximation"
@@ -22,7 +27,7 @@ warnings.warn(
     DeprecationWarning,
     stacklevel=2,
 )
-for _former in ("enums", "torch_uncertainty"):
+for _former in _MODULES:
     sys.modules[f"{__name__}.{_former}"] = sys.modules[__name__]
 
 
@@ -36,5 +41,7 @@ def __getattr__(name: str) -> Any:
         raise ImportError(
             f"{name}: pass strings, such as pred_type='glm', or the enums of laplace-torch."
         )
+    if name in _MODULES:
+        return sys.modules[__name__]
     home = _HOMES.get(name, "laplace_torch")
     return getattr(import_module(f"torch_lla_em.integrations.{home}"), name)

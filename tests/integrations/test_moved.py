@@ -26,10 +26,21 @@ def test_former_names_of_compat_are_the_new_ones_or_name_what_to_use(monkeypatch
     for name, home in {"Laplace": "laplace_torch", "posterior": "estimators"}.items():
         new = import_module(f"torch_lla_em.integrations.{home}")
         assert getattr(compat, name) is getattr(new, name)
+    # names of the former submodules, too
+    for module, name, home in (
+        ("laplace", "Laplace", "laplace_torch"),
+        ("estimators", "EstimatorPosterior", "estimators"),
+    ):
+        new = import_module(f"torch_lla_em.integrations.{home}")
+        for former in (import_module(f"torch_lla_em.compat.{module}"), getattr(compat, module)):
+            assert getattr(former, name) is getattr(new, name)
     for line, match in (
         ("from torch_lla_em.compat import answers", "recipes/language_answers.py"),
         ("from torch_lla_em.compat import AverageHeads", "recipes/tabular_networks.py"),
         ("from torch_lla_em.compat import marglik_training", "optimize_prior_precision"),
+        ("from torch_lla_em.compat.answers import answers", "recipes/language_answers.py"),
+        ("from torch_lla_em.compat.marglik import marglik_training", "optimize_prior_precision"),
+        ("from torch_lla_em.compat.pytabkit import of_pytabkit", "recipes/tabular_networks.py"),
         ("from torch_lla_em.compat.enums import PredType", "pass strings"),
         (
             "from torch_lla_em.compat.torch_uncertainty import LaplacePostProcessing",

@@ -197,6 +197,9 @@ def test_hyperparameters_and_targets_are_checked(caplog):
         LaplaceClassifier(**FAST, ensemble=2).fit(x, labels, np.ones(30))
     with pytest.raises(ValueError, match="[Nn]egative values"):
         LaplaceClassifier(**FAST).fit(x, labels, -np.ones(30))
+    for weights in (np.ones(29), np.ones((30, 1)), np.zeros(30)):
+        with pytest.raises(ValueError, match="must be 30 numbers, one for each example, that are"):
+            LaplaceClassifier(**FAST).fit(x, labels, weights)
     for y in (np.ones(30), np.zeros((30, 2)), np.full(30, 1e9, dtype="float32")):
         with pytest.raises(ValueError, match="All targets are equal"):
             LaplaceRegressor(**FAST).fit(x, y)

@@ -23,9 +23,9 @@ from torch_lla_em.runtime import current_group, first, report
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
-    from sklearn.utils import check_random_state
+    from sklearn.utils import check_array, check_random_state
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+    from sklearn.utils.validation import check_is_fitted, validate_data
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
@@ -50,6 +50,18 @@ _VALID = {
     "validation_fraction": "at least 0 and below 1, since the other examples train the network",
     "ensemble": "None or a number of networks from 2",
 }
+
+
+def _weights(given: Any, count: int) -> Any:
+    given = np.asarray(given)
+    if given.shape not in ((), (count,)) or not given.any():
+        raise ValueError(
+            f"sample_weight must be {count} numbers, one for each example, that are not all zero; its shape is "
+            f"{given.shape}."
+        )
+    row = np.broadcast_to(given, (1, count))
+    how = {"dtype": _DTYPES, "ensure_non_negative": True, "input_name": "sample_weight"}
+    return check_array(row, **how)[0]
 
 
 class _Standardise(nn.Module):
@@ -140,7 +152,7 @@ class _Estimator(BaseEstimator):
         weights, x = None, torch.tensor(X)
         targets, outputs = self._targets(y, x)
         if sample_weight is not None:
-            weights = torch.tensor(_check_sample_weight(sample_weight, X, ensure_non_negative=True))
+            weights = torch.tensor(_weights(sample_weight, len(X)))
         if weights is not None and self.ensemble is not None:
             raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
         self._fit(x, targets, outputs, weights)

@@ -60,12 +60,19 @@ def test_every_subpackage_has_a_place_in_the_order():
 
 
 def test_integrations_use_public_names_only():
+    """Those of ``torch_lla_em`` and those that a subpackage's ``__all__`` offers to later ones; no ``_name``.
+
+    ``_name`` is that of another object of this package, or of another library, by import or attribute.
+    """
     faults = []
     for path in sorted((PACKAGE / "integrations").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch_lla_em"):
                 public = importlib.import_module(node.module).__all__
                 names = [alias.name for alias in node.names if alias.name not in public]
+                faults += [f"{path.name}: {node.module}.{name}" for name in names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names if alias.name.startswith("_")]
                 faults += [f"{path.name}: {node.module}.{name}" for name in names]
             elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
                 owner = ast.unparse(node.value)

@@ -50,7 +50,6 @@ def test_images_of_which_some_sites_were_kept_are_calibrated_and_compared(monkey
     y = (x[:, 0] + draw(10, 6, 6, seed=1) > 0).long()
     la = LinearisedLaplace(model, Classification(), class_dim=1, num_samples=4)
     la.fit(x[:7], y[:7], progress_bar=False)
-    assert any("sites of each example" in words for words in la.messages)
     la.calibrate(x[7:], y[7:])
     assert la.predict(x[:2]).p_value.isfinite().all()
 

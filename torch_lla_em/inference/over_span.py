@@ -7,13 +7,12 @@ q = N(m, (G + Λ)⁻¹), with H fixed or in expectation under q, and its bound o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.all_sites import AllSites
 from torch_lla_em.inference.evidence import gaussian_constant
 from torch_lla_em.inference.expectations import (
     DrawnH,
@@ -41,9 +40,6 @@ place that λ ended by chance."""
 _COLUMNS = 64
 """Columns of G that are computed at once."""
 
-_ROUGH, _OF_SAMPLES = 0.3, 0.1
-"""Largest error of the mean of all sites over a span, and its share of the error of the samples."""
-
 _MIRRORED, _SHARE = 4, 0.2
 """Largest number of passes for the log det, and the share of its standard error at which they end."""
 
@@ -61,8 +57,6 @@ class OverSpan:
         self._sigma, loss = problem.sigma, problem.loss(span.rows.targets, span.rows.weights)
         if self._sigma is not None:
             loss = replace(loss, likelihood=loss.likelihood.without_constant())
-        if span.sites is not None:  # each stands for several
-            loss = replace(loss, temperature=loss.temperature * span.sites.share)
         self.expected = FixedH(loss, self.f, self.share)
         if moves:
             sites = self.share.total * self.f.shape[1:-1].numel()
@@ -70,16 +64,11 @@ class OverSpan:
             many = takes_draws(loss.likelihood, self.f.shape[-1], *memory)
             kind, number = DrawnH if many else ExpectedH, draws_for(sites, many)
             self.expected = kind(loss, self.f, self.share, noise.seed, number)
-        self._is_linear = loss.likelihood.is_quadratic and span.sites is None
+        self._is_linear = loss.likelihood.is_quadratic
         """Whether the mean solves a linear system; then products are exact, as σ may be small."""
 
         self._dtype = torch.float64 if self._is_linear else self.f.dtype
         self._searches = Searches(_KEPT)
-        self.all_sites: AllSites | None = None
-        """What finds the mean if J V is kept at some sites only."""
-
-        if span.sites is not None:
-            self.all_sites = AllSites(problem, span, self.expected, span.sites)
         self.epsilon = noise.epsilon(self.share.numbers, self.f)
         """ε of this rank's examples, (K, N, ..., C)."""
 
@@ -102,12 +91,7 @@ class OverSpan:
         If H moves, it begins as the average of those at outputs 0 and at the network's outputs.
         """
         curved = self.curved(self.expected.first(self.f if at is None else at))
-        mean = zero = torch.zeros_like(self.span.xi[0])
-        if self.all_sites is not None:
-            w = self.span.prior.unscaled(self._problem.w_MAP)
-            mean = self.all_sites.better(
-                zero, self.span.coordinates(w[None])[0].double(), precision
-            )
+        mean = torch.zeros_like(self.span.xi[0])
         if not curved.G.any() and self.share.sum(
             self.expected.slope(torch.zeros_like(self.f), None).count_nonzero()
         ):
@@ -130,7 +114,7 @@ class OverSpan:
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
         draws = self._draws(curved, samples, precision)
         mean, h = self._mean(curved, precision * noise**2, mean, draws, exact)
-        loss = (self.expected.loss(h, draws) + self._of_others(mean, h)) / noise**2
+        loss = self.expected.loss(h, draws) / noise**2
         if self._sigma is not None:
             loss += gaussian_constant(self._problem, noise * self._sigma)
         norm = precision * mean.square().sum()
@@ -211,7 +195,7 @@ class OverSpan:
         sums: NoiseSums = (None, None, None)
         loss = q.loss
         if self.moves:
-            loss = self.expected.loss(q.outputs, None) + self._of_others(q.mean, q.outputs)
+            loss = self.expected.loss(q.outputs, None)
         if sigma is not None:
             # the loss without its constant: ½ Σ (y - J w)² / σ² at the first σ
             T = self._problem.temperature
@@ -239,10 +223,7 @@ class OverSpan:
         noise = q.curved.S_noise.flatten(1).T
         torch.sub(noise * (sign * q.noise), curved, out=of_all[:, :-1])
         of_all[:, -1] = expected.slope(q.outputs, q.deviations).flatten().neg_()
-        if self.all_sites is None:
-            pulled = span.pulled(of_all)
-        else:
-            pulled = self.all_sites.pulled(q.mean, q.outputs, of_all)
+        pulled = span.pulled(of_all)
         if pulled is None:
             return None
         pulled /= q.noise**2
@@ -271,16 +252,11 @@ class OverSpan:
     def _mean(
         self, metric: Curvature, precision: float, start: Tensor, draws: Tensor | None, exact: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the minimum m of E[loss] + ½ λ ‖m‖², by BFGS from a start if the loss is not quadratic, and J m.
-
-        With all sites, the mean moves elsewhere.
-        """
+        """Return the minimum m of E[loss] + ½ λ ‖m‖², by BFGS from a start if the loss is not quadratic, and J m."""
         if self._is_linear:
             mean = self.share.agreed(metric.solve(metric.fall, precision))
             return mean, self.outputs(mean)
         expected, from_start = self.expected, self.outputs(start)
-        if self.all_sites is not None:
-            return start, from_start
 
         def outputs(mean: Tensor) -> Tensor:  # as a sum, since both may be large and nearly cancel
             return from_start + self.outputs(mean - start)
@@ -308,36 +284,6 @@ class OverSpan:
         self._searches.keep(inverse, precision)
         return mean, outputs(mean)
 
-    def with_mean_of_all(self, q: Q, error: float, is_late: Callable[[], bool]) -> Q:
-        """Return q with its mean at the optimum of all sites, if J V is kept at some of them.
-
-        While the ``error`` of the samples is large, so may be that of the mean, whose every step takes a pass.
-        """
-        if self.all_sites is None:
-            return q
-        allowed, solve = max(self._tolerance, min(_ROUGH, _OF_SAMPLES * error)) ** 2, q.curved.solve
-
-        def ends(square: float) -> bool:
-            return square <= allowed or is_late()
-
-        mean = self.all_sites.minimum(q.mean, q.precision, q.deviations, solve, ends)
-        return self.at(q.curved, q.precision, q.noise, mean)
-
-    def square_of_mean(self, q: Q, residual: Tensor, all_sites: AllSites) -> Tensor:
-        """Return the squared error of the mean of all sites, (), from its residual (P,).
-
-        The curvature is known within the span, which matters where the data far outweigh the prior.
-        """
-        inside = self.span.coordinates(residual[None])[0].double()
-        outside = residual.double().square().sum() - inside.square().sum()
-        return all_sites.square(inside) + outside.clamp_min(0) / q.precision
-
-    def error_of_sites(self, q: Q, all_sites: AllSites) -> float:
-        """Return the relative standard error of Tr Σ G, since G is a sum over some of the sites."""
-        pushed = self.span.of_all.push(q.samples)
-        curved = self.expected.product(q.curved.H, pushed.flatten(0, -2)).view(pushed.shape)
-        return all_sites.relative_error(pushed, curved)
-
     def _draws(self, curved: Curvature, samples: Tensor, precision: float) -> Tensor | None:
         """Return draws of the outputs less their mean, if H moves."""
         if not self.moves:
@@ -358,10 +304,6 @@ class OverSpan:
         step = max(1, outputs.at_once // (outputs.outputs * max(self.span.size, 1)))
         for start in range(0, len(self.f), step):
             yield slice(start, start + step), outputs.part(start, start + step)
-
-    def _of_others(self, mean: Tensor, outputs: Tensor) -> float:
-        """Return what the sites that are not kept add to the loss of the others at a mean."""
-        return 0.0 if self.all_sites is None else self.all_sites.loss(mean, outputs)
 
     def _gram(self, H: Tensor, old: int) -> Tensor:
         """Return the columns of G = Jᵀ H J from ``old`` on, (m, m - old), a block of examples at a time."""

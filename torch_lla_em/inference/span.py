@@ -41,7 +41,7 @@ class Span:
     ):
         self._problem, self.prior, self.memory = problem, prior, memory
         self.sites = sites
-        """The sites of each example at which J V is stored; None: all."""
+        """Which sites of dense outputs are the rows; None: all examples, with all their sites."""
 
         self.noise = xi
         """ξ, shape (K, P)."""
@@ -85,7 +85,7 @@ class Span:
         basis, J, h, rows = (state[name] for name in ("basis", "J", "features", "rows"))
         self._keys, self._blocks = (basis.key, J.key, h.key, rows.key), list(basis.parts)
         data, (f, targets, *weights) = self._problem.data, rows.parts
-        share = Share(rows.numbers, data.facts.num_rows, data.group)
+        share = Share(rows.numbers, self._rows_of_each * data.facts.num_rows, data.group)
         self.rows = Outputs(share, f, targets, f[None][:0], *weights)
         self.memory = state["memory"]
         self.outputs = SpanOutputs(share, f.shape, next(iter(h.parts), None), self._most_stored)
@@ -136,8 +136,9 @@ class Span:
     @property
     def num_outputs(self) -> float:
         """The largest number of outputs at which a rank stores J V."""
-        data, of_sites = self._problem.data, 1 if self.sites is None else self.sites.share
-        return data.facts.num_outputs * data.largest_share * of_sites
+        data = self._problem.data
+        every = data.facts.num_outputs if self.sites is None else self.sites.outputs
+        return every * data.largest_share
 
     def has_room(self, directions: int) -> bool:
         """Whether there is memory for this number of further directions."""
@@ -190,7 +191,7 @@ class Span:
             if self.outputs is None:
                 self._begin()
             if self.outputs is None or self.outputs.features is None:
-                found = gathered(self._problem, self._problem.push_forward(w, self.part), len(w))
+                found = self._gathered(self._problem.push_forward(w, self.part), len(w))
                 if found is None or not (self.rows is None or self.rows.is_followed_by(found)):
                     continue
                 self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
@@ -208,7 +209,7 @@ class Span:
         """Take the features of a last layer, which make all other passes over the data superfluous."""
         problem, size = self._problem, self._problem.data.facts.num_rows
         pushed = problem.features(self.part)
-        found = None if pushed is None else gathered(problem, pushed, 1)
+        found = None if pushed is None else self._gathered(pushed, 1)
         if found is not None and size:
             self.rows = found._replace(Jw=found.Jw[:0].clone())
             self.outputs = SpanOutputs(found.share, found.f.shape, found.Jw[0], self._most_stored)
@@ -230,8 +231,15 @@ class Span:
         return torch.cat([overlap(z, block) for block in self._blocks], dim=1)
 
     def part(self, batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Tensor, Tensor]:
-        """Return a batch, its f and its J w at the sites that are kept."""
-        sites, rows = self.sites, batch.rows
-        if sites is None:
+        """Return a batch, its f and its J w, or those of its rows if these are sites."""
+        if self.sites is None:
             return batch, f, Jw
-        return sites.batch(batch), sites.take(f, rows), sites.take(Jw, rows, 1)
+        return self.sites.take(self._problem, batch, f, Jw)
+
+    def _gathered(self, pushed: list[tuple[Batch, Tensor, Tensor]], columns: int) -> Outputs | None:
+        return gathered(self._problem, pushed, columns, self._rows_of_each)
+
+    @property
+    def _rows_of_each(self) -> int:
+        """The largest number of rows of an example."""
+        return 1 if self.sites is None else self.sites.most

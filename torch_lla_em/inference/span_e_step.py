@@ -50,15 +50,6 @@ _WARMEST = 2.0
 """Largest factor of q's variance in predictions, where labels are noisy; chosen on the same tables."""
 
 
-_TURNS = 4
-"""Largest number of turns of λ and of the mean over a complete span with some of the sites."""
-
-_SITES = (
-    "The posterior covariance was computed from {:,} of {:,} sites of each example, drawn at random. "
-    "This gives it a relative standard error of {:.1%}; the posterior mean is that of all sites."
-)
-
-
 class NoSpan(Exception):
     """The span cannot be stored: there is no memory for it, or the order of examples changes."""
 
@@ -117,10 +108,8 @@ class SpanEStep:
     def advance(self, state: State, controller: Controller) -> State:
         """Add the residuals to the span, where the controller moves λ, H and mean; compute new residuals."""
         over, span, old, grew, restarts = self.over, self.span, state.own, True, 0
-        known = state.statistics
         if old is None:
             q = over.first(state.precision.item(), _outputs_at_point(self.problem, self.span))
-            q = over.with_mean_of_all(q, math.inf, controller.is_late)
         else:
             q, restarts = old.q, old.restarts
             if not span.has_room(len(old.residuals)):
@@ -130,19 +119,6 @@ class SpanEStep:
         full = not span.has_room(len(q.samples) + 1) and restarts == _RESTARTS
         extent = Extent(grew, not grew or span.is_complete, full, span.size)
         ascent = controller.ascend(over, q, state, extent)
-        # with some of the sites, λ and H move at a fixed mean, and the mean at fixed λ and H
-        error = math.inf if known is None else known.sample_error
-        error = 0.0 if extent.complete else error
-        ascent = ascent._replace(q=over.with_mean_of_all(ascent.q, error, controller.is_late))
-        for _ in range(_TURNS * (extent.complete and over.all_sites is not None)):
-            if ascent.cut:
-                break
-            before = ascent.q.precision
-            ascent = controller.ascend(over, ascent.q, state, extent)
-            ascent = ascent._replace(q=over.with_mean_of_all(ascent.q, 0.0, controller.is_late))
-            allowed = controller.allowed(ascent.q.effective_dims.mean(), len(ascent.q.samples))
-            if abs(math.log(ascent.q.precision / before)) < allowed:
-                break
         residuals = over.residuals(ascent.q)
         if residuals is None:
             raise NoSpan
@@ -162,8 +138,6 @@ class SpanEStep:
         if not self.span.is_complete:
             outside = dots(residuals, residuals) - inside.square().sum(1)
             squares += outside.clamp_min(0) / q.precision
-        if self.over.all_sites is not None:
-            squares[-1] = self.over.square_of_mean(q, residuals[-1], self.over.all_sites)
         of_samples, of_mean = squares[:-1], squares[-1:]
         norm = (q.precision * q.mean.square().sum()).clamp_min(1)
         errors = (of_mean / norm).sqrt().item(), (of_samples.mean() / gamma).sqrt().item()
@@ -182,9 +156,6 @@ class SpanEStep:
     def cut_short(self, state: State) -> FitResult:
         """Return the posterior of a state without further passes over the data."""
         q, found, over = state.own.q, state.statistics, self.over
-        if self.span.sites is not None and over.all_sites is not None:
-            error = over.error_of_sites(q, over.all_sites)
-            report("log", _SITES.format(self.span.sites.number, self.span.sites.total, error))
         columns = self.span.weights(torch.cat([q.mean[None], q.samples]))
         known = FitResult(
             found.precision,
@@ -200,7 +171,7 @@ class SpanEStep:
             of_all = _average(self.problem.likelihood, over, q), error_of_mean(over, q)
             mixture, of_mean = (part.to(columns.device) for part in of_all)
             known = known._replace(mixture=mixture, mean_error=of_mean)
-            if over.all_sites is None:  # predictions have all sites
+            if self.span.sites is None:  # predictions have all sites
                 examples, leverages = (part.to(columns.device) for part in _at_examples(over, q))
                 known = known._replace(examples=examples, leverages=leverages)
         return known
@@ -298,7 +269,7 @@ def _that_fits(
     data, K = problem.data, len(noise.xi)
     sites = max(1, data.facts.num_targets)
     classes = data.facts.num_outputs // sites
-    kept = sites * (1 if span.sites is None else span.sites.share)
+    kept = sites if span.sites is None else span.sites.outputs / classes
     outputs = span.num_outputs * noise.xi.element_size()
     many = takes_draws(problem.likelihood, classes, outputs, span.memory)
     blocks = outputs * entries_of(problem.likelihood, classes, kept, many)

@@ -33,11 +33,14 @@ class WhitenedGGN(Operator):
     def __init__(self, problem: Problem, deviation: Tensor):
         super().__init__(problem.ggn_product, problem.linear_model.rounding)
         self.problem, self.deviation = problem, deviation
-        self.num_steps = problem.data.num_steps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
         return self._product(x * self.deviation).mul_(self.deviation)
+
+    def num_steps(self) -> int | None:
+        """Return the number of batches of a pass, if it is known."""
+        return self.problem.data.num_steps()
 
     def rows(self) -> Tensor:
         """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
@@ -99,11 +102,11 @@ class Outputs(NamedTuple):
 
 
 def gathered(
-    problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int
+    problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int, each: int = 1
 ) -> Outputs | None:
     """Return f and J w of this rank's examples from those of batches; None if they differ in shape.
 
-    In place of J w, it may be any other tensors (K, B, ...).
+    In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as ``each``.
     """
     group, like = problem.data.group, problem.zeros(1)
     seen = []
@@ -117,7 +120,7 @@ def gathered(
     if not of_f:  # the last axis is that of the classes
         of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
-    share = Share(torch.cat(numbers).sort()[0], problem.data.facts.num_rows, group)
+    share = Share(torch.cat(numbers).sort()[0], each * problem.data.facts.num_rows, group)
     N = len(share.numbers)
     found = Outputs(
         share,
@@ -141,24 +144,31 @@ def pull_back(
 ) -> Tensor | None:
     """Return Jᵀ u, shape (K, P), for u (K, N, ..., C); None if the order of the examples has changed.
 
-    ``known`` has the outputs f in the order of u; with ``sites``, both are those at these. Ranks
-    share sums only, whose size does not depend on N.
+    ``known`` has the outputs f in the order of u; with ``sites``, their rows are these. Ranks share sums only, whose
+    size does not depend on N.
     """
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
         problem.inspect(rows, batch)
-        here = known.share.rows(batch.rows)
+        numbers, places = batch.rows, None
+        if sites is not None:
+            numbers, places, _ = sites.of(problem, batch, rows.f)
+        here = known.share.rows(numbers)
         if here is None:
             sums["change"] += math.inf
             return
         here = here.to(u.device)
-        f = rows.f if sites is None else sites.take(rows.f, batch.rows)
         expected = known.f[here]
+        f = rows.f if places is None else rows.f.flatten(0, -2)[places]
         change = (f.to(expected).view_as(expected) - expected).norm().double().square()
         size = expected.norm().double().square()
         own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
-        if sites is not None:
-            own = sites.put(own, batch.rows, rows.f)
+        if places is not None:
+            at_rows = own
+            own = own.new_zeros(len(own), rows.f[..., 0].numel(), rows.f.shape[-1])
+            own.index_add_(
+                1, places.to(own.device), at_rows
+            )  # neighbouring strata may share a site
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
         sums["change"] += change
         sums["size"] += size

@@ -283,7 +283,8 @@ class Laplace:
         mean, deviations = self._at(x)
         drawn = deviations.new_empty(n_samples, len(deviations))
         drawn.normal_(generator=generator or self._generator)
-        return mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
+        combined: Tensor = torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
+        return mean + combined
 
     def predictive_samples(self, *args: Any, **options: Any) -> Tensor:
         """Return ``functional_samples`` after the softmax; those of a regression are unchanged."""

@@ -21,6 +21,7 @@ from torch.utils.data import (
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
+from torch_lla_em.data.reading import Reader
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -265,3 +266,19 @@ def test_workers_that_all_yield_all_examples_are_refused(workers):
         return
     with pytest.raises(ValueError, match=f"Each of the {workers} workers.*get_worker_info"):
         list(data)
+
+
+@pytest.mark.parametrize("size", [2, 3, 13])
+def test_ranks_share_tensors_by_examples(size):
+    """Of R ranks, rank r has every R-th example from r on; batches are cut where there are fewer than R."""
+    x, y = case()
+    for rank in range(size):
+        parts = list(Reader([(x, y)], CPU, num_ranks=size).begin(rank, None))
+        own = list(range(rank, 12, size))
+        assert [part.rows.tolist() for part in parts] == ([own] if own else [])
+        for part in parts:
+            assert torch.equal(part.inputs, x[own]) and torch.equal(part.targets, y[own])
+    halves = Reader([(x[:7], y[:7]), (x[7:], y[7:])], CPU, num_ranks=size)
+    cut = [[*range(1, 7, size)], [*range(8, 12, size)]]
+    rows = [part.rows.tolist() for part in halves.begin(1, None)]
+    assert rows == ([[*range(7, 12)]] if size == 2 else cut)

@@ -119,11 +119,26 @@ DIFFERENCES = {
         lambda rank: fit(whole(X[:20], Y[:20], sampler=range(rank, 20, 2))),
         "A DistributedSampler is allowed",
     ),
+    "the validation data": (
+        lambda rank: fit().calibrate(X[: 30 - 20 * rank], Y[: 30 - 20 * rank]),
+        OTHER_DATA,
+    ),
+}
+WRONG = Y.clone()
+WRONG[7] = 3
+LABELLED = [(X[:5], Y[:5]), (X[5:], WRONG[5:])]
+# name: a call in which rank 1 alone reads the label 3 of 0 to 2
+LABELS = {
+    "fit, tensors": lambda: fit([(X, WRONG)]),
+    "fit": lambda: fit(LABELLED),
+    "calibrate, tensors": lambda: fit().calibrate(X, WRONG),
+    "calibrate": lambda: fit().calibrate(LABELLED),
 }
 
 
 def differing(rank):
-    return {name: error_of(lambda: call(rank)) for name, (call, _) in DIFFERENCES.items()}
+    found = {name: error_of(lambda: call(rank)) for name, (call, _) in DIFFERENCES.items()}
+    return {**found, **{name: error_of(call) for name, call in LABELS.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +151,13 @@ def test_ranks_that_differ_are_refused(name, errors_of_ranks):
     for errors in errors_of_ranks:
         assert type(errors[name]) is ValueError
         assert DIFFERENCES[name][1] in str(errors[name])
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_a_label_out_of_range_on_one_rank_ends_all(name, errors_of_ranks):
+    first, second = (errors[name] for errors in errors_of_ranks)
+    assert type(second) is ValueError and "outside of 0 to 2" in str(second)
+    assert str(first).startswith("Rank 1 failed") and str(second) in str(first)
 
 
 def test_other_devices_are_refused():

@@ -117,6 +117,8 @@ class Data:
         """The largest number of examples of a rank in the last pass."""
 
         self.num_passes = 0
+        self._others_wait = False
+        """Whether the other ranks wait for this one at the end of a pass."""
 
     def store(self, room: float, merge_rows: int) -> None:
         """Set the bytes that batches may take to be kept, and the size up to which they are joined."""
@@ -167,7 +169,13 @@ class Data:
         if in_step:
             yield from self._in_step(self._counted(read, own, candidate, tally))
         else:
-            yield from self._counted(joined(read, self.merge_rows), own, candidate, tally)
+            self._others_wait = True
+            try:
+                yield from self._counted(joined(read, self.merge_rows), own, candidate, tally)
+            except Exception as error:
+                self.fail(error)
+                raise
+            self._others_wait = False
             if self.group.size == 1:
                 self._num_steps = self._reader.num_read
         whole, self._most = self.group.meet(own, _merged)
@@ -177,6 +185,12 @@ class Data:
             self.cache = candidate
 
     __iter__ = batches
+
+    def fail(self, error: Exception) -> None:
+        """End a pass in which this rank has failed on the other ranks, too."""
+        if self._others_wait:
+            self._others_wait = False
+            self.group.fail(error)
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
@@ -229,7 +243,7 @@ class Data:
         return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *rows])
 
     def read(self) -> Identity | None:
-        """Read all examples once, and return their identity."""
+        """Read all examples once, of several ranks another share than before; return their identity."""
         self.room = 0.0
         for _ in self:
             pass

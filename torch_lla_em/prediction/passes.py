@@ -42,6 +42,8 @@ def over_batches(
     with torch.inference_mode(False), torch.no_grad():
         data = Data(loader, model.network.device, posterior.setting.target_fn, group.joined())
         found = Problem(model, posterior.likelihood, data).push_forward(columns, at)
+        if group.size > 1:
+            data.read()  # the share of another rank, to refuse ranks with different data
         if unseen and data.identity is not None:
             refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
         return found

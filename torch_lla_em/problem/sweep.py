@@ -149,8 +149,10 @@ class Sweep:
                     release()  # what the failed attempt held is free only outside of the handler
                     self._halve(piece, min(step, self.limits.columns or step), shortage)
                     todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.limits.rows)]
-        except DoesNotFit:
-            self.limits = limits
+        except Exception as error:
+            self.data.fail(error)
+            if isinstance(error, DoesNotFit):
+                self.limits = limits
             raise
         if batch is None and self.data.group.sum((~self._fine).double()).item():
             # one rank's error on all of them

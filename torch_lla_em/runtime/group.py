@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 Own = TypeVar("Own")
+
+
+class Fault(NamedTuple):
+    """What a rank that has failed meets the others with."""
+
+    words: str
 
 
 class Group:
@@ -27,6 +34,9 @@ class Group:
     def agree(self, act: Callable[[], Own]) -> Own:
         """Return this rank's ``act()``; an error on one rank is raised on all of them."""
         return act()
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error on the other ranks where they meet next: this one fails, and is not there."""
 
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks, in place and bitwise the same on every rank."""
@@ -66,22 +76,29 @@ class ProcessGroup(Group):
         """Return ``merge`` of the list of all ranks' values."""
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, value)
+        for rank, one in enumerate(every):
+            if isinstance(one, Fault):
+                raise RuntimeError(
+                    f"Rank {rank} failed, so that the others cannot go on. {one.words}"
+                )
         return merge(every)
 
     def agree(self, act: Callable[[], Own]) -> Own:
         """Return this rank's ``act()``, or raise an error."""
-        fault: Exception | None = None
         try:
             own = act()
         except Exception as error:
-            fault = error
-        faults = self.meet(None if fault is None else f"{type(fault).__name__}: {fault}", list)
-        if fault is not None:
-            raise fault
-        for rank, words in enumerate(faults):
-            if words is not None:
-                raise RuntimeError(f"Rank {rank} failed, so that the others cannot go on. {words}")
+            self.fail(error)
+            raise
+        self.meet(None, len)
         return own
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error on the other ranks where they meet next."""
+        every: list[Any] = [None] * self.size
+        fault = Fault(f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # others may have died, but this rank's own error is raised
+            dist.all_gather_object(every, fault)
 
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks."""

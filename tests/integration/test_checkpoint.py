@@ -25,13 +25,14 @@ CASES = {
     "no room for a span": ("classification", {"solver": BlockKrylov(memory=2000)}),
     "krylov, regression": ("regression", {}),
     "linear": ("classification", {"curvature": "linear"}),
+    "cold": ("regression", {"temperature": 0.5}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
     "cg, a noise per output": ("regression", {"sigma_noise": torch.tensor([0.4, 0.7, 0.2])}),
     "block CG": ("classification", {"solver": BlockCG()}),
     "function space": ("classification", {"solver": FunctionSpace()}),
     "sgd": ("classification", {"solver": SGD(epochs=3), "tolerance": 9.0}),
 }
-DAILY = "variational", "krylov", "krylov, regression", "linear"
+DAILY = "variational", "krylov", "krylov, regression", "linear", "cold"
 
 
 def posterior(name, loader=None, folder=None, compute=READ):

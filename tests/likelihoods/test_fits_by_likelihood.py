@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
-from torch_lla_em import Classification, LinearisedLaplace, Regression
+from torch_lla_em import Classification, FunctionSpace, LinearisedLaplace, Regression
 from torch_lla_em.likelihoods import (
     BradleyTerry,
     compare,
@@ -159,9 +159,9 @@ def test_temperature_is_a_scale_at_another_precision():
 
 @pytest.mark.parametrize("sigma", [0.4, torch.tensor([0.4, 0.7, 0.2])])
 def test_a_tempered_fit_learns_the_noise_and_goes_over_into_the_plain_one(sigma):
-    """σ² = Σ (y - J w)² / (N - T γ), by output; and next to T = 1 everything is as at 1."""
+    """σ² = Σ (y - J w)² / (N - T γ), by output, from T = 1 on; and next to T = 1 everything is as at 1."""
     case, found = tiny("regression"), {}
-    for T in (0.5, 0.999, 1.0):
+    for T in (0.5, 0.999, 1.0, 1.001, 1.5):
         options = {"temperature": T, "num_samples": 32, "sigma_noise": sigma, "tolerance": 1e-3}
         la = LinearisedLaplace(case.model, "regression", **options)
         la.fit(case.x, case.y, em_steps=50, progress_bar=False)
@@ -171,11 +171,38 @@ def test_a_tempered_fit_learns_the_noise_and_goes_over_into_the_plain_one(sigma)
         if not la.sigma_noise.dim():
             errors, dims = errors.sum(), dims.sum()
         count = case.y.numel() / la.sigma_noise.numel()
-        assert_close(la.sigma_noise**2, errors / (count - dims), rtol=0.1, atol=0)
+        if T >= 1:
+            assert_close(la.sigma_noise**2, errors / (count - dims), rtol=0.1, atol=0)
         evidence = la.log_marginal_likelihood().value
         found[T] = la.sigma_noise, la.prior_precision, la.effective_dim, evidence, la(case.x)[1]
-    for near, at in zip(found[0.999], found[1.0]):
-        assert_close(near, at, rtol=0.02, atol=0)
+    for T in (0.999, 1.001):
+        for near, at in zip(found[T], found[1.0]):
+            assert_close(near, at, rtol=0.02, atol=0)
+    for cold, at in zip(found[0.5][:2], found[1.0]):
+        assert_close(cold, at, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("solver", [None, FunctionSpace()])
+def test_a_cold_fit_of_an_overfitted_network_has_the_noise_and_the_prior_of_a_plain_one(solver):
+    """50 targets with noise of deviation 0.3, which the last layer reproduces."""
+    x, xt = draw(50, 4), draw(200, 4, seed=1)
+    y, yt = (x[:, :1].sin() + 0.3 * draw(len(x), 1, seed=2) for x in (x, xt))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 1)).double()
+    with torch.no_grad():
+        h = model[:2](x)
+        model[2].weight.copy_(torch.linalg.lstsq(h, y - model[2].bias).solution.T)
+        assert_close(model(x), y)
+    found, options = {}, {"num_samples": 4, "parameters": "last_layer", "solver": solver}
+    for T in (1.0, 0.5, 0.1):
+        la = LinearisedLaplace(model, "regression", temperature=T, **options)
+        la.fit(x, y, progress_bar=False)
+        nll = -la.predict(xt).log_prob(yt).mean()
+        found[T] = la.sigma_noise, la.prior_precision, la.effective_dim, nll
+    assert abs(found[1.0][0].item() - 0.3) < 0.1
+    for T in (0.5, 0.1):
+        assert_close(found[T][:2], found[1.0][:2], rtol=0.01, atol=0)
+        assert found[T][2] > found[1.0][2] and found[T][3] < found[1.0][3] + 1
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "mse", "bce"])

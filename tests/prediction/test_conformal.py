@@ -101,13 +101,21 @@ def test_without_a_validation_set_training_examples_are_the_reference(blobs):
 
 def test_far_inputs_are_flagged_and_others_at_the_rate(blobs):
     la, x, y = blobs
-    alarms, covered = [], []
+    far, alarms, covered = 10 * draw(500, 3).float(), [], []
+    outside = (
+        torch.cdist(far, x).amin(1) > 3
+    )  # deviations of a class from all 2,000; the others lie among them
     for k in range(8):  # disjoint validation sets, one test set
         la.calibrate(x[100 * k : 100 * (k + 1)], y[100 * k : 100 * (k + 1)])
         alarms.append(la.is_ood(x[800:], 0.1).double().mean())
         sets = la.predict(x[800:]).prediction_set(0.8)
         covered.append(sets.gather(1, y[800:, None]).double().mean())
-        assert la.is_ood(10 * draw(500, 3).float()).double().mean() > 0.9
+        flagged, by_spread, by_distance = (
+            la.is_ood(far, score=score).double() for score in ("all", "epistemic", "distance")
+        )
+        assert by_distance.mean() > 0.95 and by_distance[outside].mean() > 0.99
+        assert flagged[outside].mean() > 0.9 and flagged.mean() >= by_spread.mean()
+    assert outside.double().mean() > 0.9
     # the share that 50 examples leave has variance p (1 - p) / 52
     error = 5 * (0.1 * 0.9 / 52 / 8 + 0.1 * 0.9 / 1200) ** 0.5
     assert torch.stack(alarms).mean() < 0.1 + error

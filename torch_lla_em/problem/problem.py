@@ -96,8 +96,8 @@ class Problem:
         self.sweep = Sweep(linear_model, likelihood, data)
         self.point = Point(data)
         self.cost = Cost()
-        self._is_compared = False
-        """Whether the derivatives of the likelihood have been compared with its log_prob."""
+        self._holds_noise = self._is_compared = False
+        """Whether σ is held, and whether derivatives have been compared with log_prob."""
 
     # the method
 
@@ -114,9 +114,8 @@ class Problem:
             Jw = rows.push(w)
             self.inspect(rows, batch)
             loss = self._loss(batch)
-            value = loss.value(Jw)
             rows.pull(loss.gradient(Jw), sums["g"])
-            sums["loss"] += value
+            sums["loss"] += loss.value(Jw)
 
         sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add))
         self.cost.add(1)
@@ -152,8 +151,7 @@ class Problem:
                     sums[name] += len(samples) * part
 
         kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR, **of_targets}
-        at_most = squares_of.rows_at_once if with_squares else inf
-        task = Pass(kinds, add, at_most, factored=with_squares)
+        task = Pass(kinds, add, squares_of.rows_at_once if with_squares else inf, with_squares)
         sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
         eta, squares = sums["eta"], sums["squares"]
         self.cost.add(num_samples)
@@ -195,8 +193,7 @@ class Problem:
     @property
     def _has_offset(self) -> bool:
         """Whether the linear model has a constant."""
-        one = torch.ones(1, device="cpu")
-        return self.likelihood.offset(one, one) is not None
+        return self.likelihood.offset(*torch.ones(2, 1, device="cpu")) is not None
 
     def _sums_of_targets(self) -> dict[str, Kind]:
         """Return the sums over targets that the first pass needs, with their shapes."""
@@ -211,7 +208,8 @@ class Problem:
     @property
     def sigma(self) -> Tensor | None:
         """σ, if the fit learns it, as it does without weights."""
-        return None if self.data.is_weighted else self.likelihood.observation_noise
+        learns = not (self.data.is_weighted or self._holds_noise)
+        return self.likelihood.observation_noise if learns else None
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""
@@ -255,11 +253,8 @@ class Problem:
             Jw = rows.push(w)
             self.inspect(rows, batch)
             self.sweep.expect_finite(Jw)
-            if take is None:
-                found.append((batch, rows.f, Jw))
-                return
             with torch.autocast(self.device.type, enabled=False):
-                found.append(take(batch, rows.f, Jw))
+                found.append((batch, rows.f, Jw) if take is None else take(batch, rows.f, Jw))
 
         self.sweep(torch.arange(len(w), device="cpu"), Pass({}, add))
         self.cost.add(0.5 * len(w))  # half a product
@@ -305,6 +300,12 @@ class Problem:
         """Return the same problem under another likelihood."""
         other = copy.copy(self)
         other.likelihood = likelihood
+        return other
+
+    def at_temperature(self, temperature: float, holds_noise: bool = False) -> Problem:
+        """Return the same problem at another temperature, in which σ may be held."""
+        other = copy.copy(self)
+        other.temperature, other._holds_noise = temperature, holds_noise
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:

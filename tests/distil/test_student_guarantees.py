@@ -59,6 +59,13 @@ def test_p_values_are_ranks_among_the_reference(student):
         alone = (ranks[..., 0] <= ranks[:, -1:, 0]).double().mean(1)
         torch.testing.assert_close(prediction.p_values("epistemic"), alone)
         assert torch.equal(student.is_ood(others, 0.2, "epistemic"), alone <= 0.2)
+    if prediction.likelihood.real_valued:
+        with pytest.raises(ValueError, match="regressions do not keep"):
+            prediction.p_values("distance")
+    old = copy.copy(prediction)
+    object.__setattr__(old, "log_scores", prediction.log_scores[:, -1:])
+    with pytest.raises(ValueError, match="distil it again"):
+        old.p_values("epistemic")
     assert torch.equal(student.is_ood(others, 0.2), prediction.p_value <= 0.2)
     with pytest.raises(ValueError, match="needs at least 99 reference examples"):
         prediction.is_ood(0.01)

@@ -221,7 +221,11 @@ def test_a_network_that_predicts_better_than_its_posterior_is_named(caplog):
     Jw = torch.cat([-f[None], 3 * draw(4, 12, 2)])  # the mode is sure of the others
     found = fit(examples(Classification(), f, Jw, y)).calibration
     assert "The network alone has a validation NLL of 0.04859, lower by" in caplog.text
-    assert found.kept > 0.1
+    assert found.kept > 0.1 and "more `parameters` or `num_samples`" in caplog.text
+    caplog.clear()
+    problem = examples(Classification(), f, Jw, y)
+    calibrated(parts_of(problem), [PLAIN], is_whole=True)
+    assert "more `num_samples`" in caplog.text
     caplog.clear()
     fit(drawn(count=200))
     assert not caplog.text

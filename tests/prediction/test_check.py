@@ -94,6 +94,28 @@ def test_inputs_that_flags_miss_are_named():
     assert "rotation by 90°" in line and "noise (" not in line
 
 
+def shifts(x):
+    """The names of the copies that are made of inputs, and that differ from them."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
+    y = x.flatten(1).sum(1, keepdim=True)
+    la = LinearisedLaplace(net, "regression", num_samples=4).fit(x[:30], y[:30], **FIXED)
+    return set(la.calibrate(x[30:80], y[30:80]).check(x[80:], y[80:]).shifted)
+
+
+def test_only_copies_that_are_shifted_are_made():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(280, 3, generator=generator)
+    noise = {"noise of 3 standard deviations"}
+    assert shifts(x[:, :1]) == shifts(x) == noise  # independent columns
+    assert shifts(torch.cat([x, x[:, :1] + 0.3 * x[:, 1:2]], 1)) == noise | {"permuted columns"}
+    assert shifts(torch.cat([x[:, :1], x[:, :1] ** 2], 1)) == noise | {"permuted columns"}
+    images = torch.randn(280, 1, 4, 4, generator=generator)
+    assert shifts(images) == {"rotation by 90°", "noise", "inverted values"}  # a blur of one pixel
+    wide = torch.randn(280, 1, 8, 9, generator=generator)
+    assert shifts(wide) == {"rotation by 180°", "blur", "noise", "inverted values"}
+    assert shifts(torch.arange(280.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)) == {"noise"}
+
+
 def test_the_error_of_the_calibration_set_counts():
     assert GroupCoverage("all", 10_000, 0.87, 1.0).is_low(0.9)
     assert not GroupCoverage("all", 10_000, 0.87, 1.0, references=200).is_low(0.9)

@@ -176,6 +176,9 @@ def test_intervals_are_for_each_output_and_wider_where_f_is_uncertain():
     assert_close(half / other.predictive_variance.sqrt(), la_bounds(la, 0.8).expand(40, 3))
     with pytest.raises(TypeError, match="interval"):
         prediction.prediction_set()
+    with pytest.raises(ValueError, match="regressions do not keep"):
+        prediction.p_values("distance")
+    assert_close(prediction.p_values("epistemic"), prediction.p_value)
     assert (la.predict(100 * x).p_value < 0.05).all()
 
 

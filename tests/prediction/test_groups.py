@@ -343,20 +343,21 @@ def test_programs_have_the_sets_of_each_class(blobs):
     "counts, words",
     [
         ((20, 18, 18), None),
-        ((20, 18, 2), "fewer of class 2. The smallest class has 1, which allows levels up to 0.5."),
+        ((20, 18, 2), "fewer of class 2: the smallest has 1, for levels up to 0.5."),
         (
             (20, 4, 17),
-            "fewer of class 1, 2. The smallest class has 2, which allows levels up to 0.666.",
+            "fewer of class 1, 2: the smallest has 2, for levels up to 0.666.",
         ),
-        ((20, 18, 0), "fewer of class 2. The smallest class has 0, which allows levels up to 0."),
+        ((20, 18, 0), "fewer of class 2: the smallest has 0, for levels up to 0."),
     ],
 )
 def test_classes_with_few_examples_are_named_when_calibrating(blobs, counts, words, caplog):
     la, x, y = blobs
     rows = torch.cat([(y == c).nonzero()[:count, 0] for c, count in enumerate(counts)])
     la.calibrate(x[rows], y[rows], groups="classes")
-    assert sum("at a level of 0.9" in message for message in caplog.messages) == (words is not None)
+    assert sum("A level of 0.9" in message for message in caplog.messages) == (words is not None)
     assert words is None or words in caplog.text
+    assert all(len(message.split()) <= 40 for message in caplog.messages if "A level" in message)
     if min(counts):
         least = min(counts) // 2
         la.predict(x[:3]).prediction_set(int(1000 * least / (least + 1)) / 1000)

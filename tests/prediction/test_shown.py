@@ -172,7 +172,7 @@ def warnings(prediction=None, y=None, **changed):
     """The warnings of a fit of which all is well but for what is changed."""
     if prediction is None:
         prediction, y = Prediction(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3)), None
-    well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0}
+    well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0, "scale": 2.0}
     found = {name: torch.tensor(value) for name, value in (well | changed).items()}
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
     result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
@@ -186,7 +186,8 @@ def warnings(prediction=None, y=None, **changed):
     "changed, words",
     [
         ({}, None),
-        ({"effective_dim": 0.1}, "is close to the prior"),
+        ({"effective_dim": 0.1}, "is close to the prior. Try g_prior=False, a smaller"),
+        ({"effective_dim": 0.1, "scale": 1.0}, "is close to the prior. Try a smaller"),
         ({"effective_dim": 10.0, "effective_dim_error": 6.0}, "is close to the prior"),
         ({"effective_dim": 3.0, "effective_dim_error": 0.5}, None),
         ({"prior_precision": 1e20}, "ended at a bound"),

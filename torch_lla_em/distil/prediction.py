@@ -130,7 +130,8 @@ class StudentPrediction(Printed):
     def p_values(self, score: Score = "all") -> Tensor:
         """Return conformal p-values by all scores, by "epistemic" alone, or by "distance", (B,)."""
         reference, scores = self._compared("p_value"), self.ood_score
-        some = chosen(score, scores.shape[1], scores.shape[1])
+        count = scores.shape[1]
+        some = chosen(score, count, count, self.likelihood.real_valued)
         return p_values(reference.unusual[:, some], scores[:, some], self._room())
 
     def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:

@@ -40,9 +40,8 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
         report(
             "log",
             f"The outputs do not depend on {len(unused)} of {len(names)} parameter tensors in the "
-            f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If the outputs "
-            "should depend on them, the model has cached a tensor computed from them (in an "
-            "attribute, functools.cache, a global): clear that first.",
+            f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they should "
+            "matter, what depends on them is cached, for example in an attribute: clear that.",
         )
     return first.outputs.movedim(network.class_dim, -1)
 

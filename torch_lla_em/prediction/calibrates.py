@@ -150,7 +150,8 @@ def calibrated_on(
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         data = unseen_under_all(posteriors, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        found = calibrated([data], [tables])
+        is_whole = all(posterior.setting.is_whole() for posterior in posteriors)
+        found = calibrated([data], [tables], is_whole)
         # ranks may round differently
         table, noise = map(group.from_first, found[:2])
         found = found._replace(table=table, noise=noise)

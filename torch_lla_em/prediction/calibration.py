@@ -39,7 +39,7 @@ _ERRORS = 2.0
 
 _BETTER_ALONE = (
     "The network alone has a validation NLL of {:.4g}, lower by {:.2g} ± {:.2g} than these predictions. Predict by "
-    "the network, or fit again with more `parameters` or `num_samples`."
+    "the network, or fit again with more {}`num_samples`."
 )
 
 
@@ -142,8 +142,12 @@ class CalibratedComponents(NamedTuple):
     numbers: Numbers
 
 
-def calibrated(parts: Sequence[Pushforward], before: Sequence[Tables]) -> CalibratedComponents:
-    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted."""
+def calibrated(
+    parts: Sequence[Pushforward], before: Sequence[Tables], is_whole: bool = False
+) -> CalibratedComponents:
+    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted.
+
+    If all parameters are in the posterior, it ``is_whole``, and no more are advised."""
     likelihood = parts[0].likelihood
     count = sum(int(likelihood.labelled(part.y).sum()) for part in parts)
     if not count:
@@ -193,7 +197,8 @@ def calibrated(parts: Sequence[Pushforward], before: Sequence[Tables]) -> Calibr
     _, error = mean_and_error(alone - (new if applied else old))
     lower = calibration.kept - network
     if lower > _ERRORS * error:
-        report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels))
+        more = "" if is_whole else "`parameters` or "
+        report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels, more))
     return CalibratedComponents(table, noise, calibration, numbers)
 
 

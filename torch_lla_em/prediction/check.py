@@ -155,6 +155,8 @@ def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
         if x is not None and x.is_floating_point() and len(x):
             own, size = prediction.p_value, len(parts[0])
             for name, copies in _copies(x[:_COPIES]):
+                if torch.equal(copies, x[:_COPIES]):  # such as a blur of small images
+                    continue
                 values = []
                 for i, other in enumerate(la.predictions(list(copies.split(size)))):
                     if by_group:
@@ -227,12 +229,25 @@ def _copies(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
     if x.dim() == 2:
         order = torch.rand(x.shape, generator=generator, device="cpu").argsort(0).to(x.device)
-        yield "permuted columns", x.gather(0, order)
+        permuted = x.gather(0, order)
+        if _are_unlike(permuted, x):  # columns that are independent have the same distribution
+            yield "permuted columns", permuted
         yield "noise of 3 standard deviations", x + 3 * spread * noise
     elif x.dim() == 4:
-        yield "rotation by 90°", x.rot90(dims=(2, 3)) if x.shape[2] == x.shape[3] else x.flip(2, 3)
+        turns = 1 if x.shape[2] == x.shape[3] else 2
+        yield f"rotation by {90 * turns}°", x.rot90(turns, (2, 3))
         width = 2 * (min(x.shape[2:]) // 8) + 1
         yield "blur", F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False)
         yield "noise", x + spread * noise
         lowest, highest = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
         yield "inverted values", lowest + highest - x
+
+
+def _are_unlike(copies: Tensor, x: Tensor) -> bool:
+    """Return whether distances to the nearest other row of x tell copies from x, beyond chance."""
+    spread, n = x.std(0, correction=0).double(), len(x)
+    points, near = x.double() / (spread + (spread == 0)), []
+    for part in (copies.double() / (spread + (spread == 0)), points):
+        apart = torch.cdist(part, points, compute_mode="donot_use_mm_for_euclid_dist")
+        near.append(apart.fill_diagonal_(float("inf")).amin(1))
+    return auroc(*near).item() > 0.5 + _CLEAR * sqrt((2 * n + 1) / (12 * n * n))

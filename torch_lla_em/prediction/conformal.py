@@ -44,10 +44,20 @@ _UNCALIBRATED = (
 )
 
 
-def chosen(score: Score, computed: int, known: int) -> list[int]:
+def chosen(score: Score, computed: int, known: int, real_valued: bool) -> list[int]:
     """Return which of the computed scores are compared; of the last ones, the reference knows so many."""
     check_choice("score", score, ("all", "epistemic", "distance"))
-    if score == "epistemic" and known < max(2, computed):
+    if score == "distance" and real_valued and computed < 3:
+        raise ValueError(
+            'score="distance" needs distances to training examples, which regressions do not keep: their only '
+            "score is the epistemic one. Leave score out."
+        )
+    if score == "epistemic" and computed < 2:
+        raise ValueError(
+            'score="epistemic" needs a student with this score, and this one, of an earlier version, has a '
+            "single other one: distil it again with la.distil(inputs)."
+        )
+    if score == "epistemic" and known < computed:
         raise ValueError(
             'score="epistemic" needs a reference with this score, which only calibrate of this version makes: '
             "call la.calibrate(validation_loader)."
@@ -117,7 +127,8 @@ class Conformal(Functions):
         """Return conformal p-values by some of the scores, (B,); see ``p_value``.
 
         Args:
-            score (str): "all" (default), "epistemic" alone, or "distance": all scores but that one.
+            score (str): "all" (default), "epistemic" alone, or "distance": all scores but that one, which
+                regressions do not have.
 
         Raises:
             ValueError: If there are no reference examples, or none with this score.
@@ -263,7 +274,7 @@ class Conformal(Functions):
             scores, units = prediction._ood_scores(), prediction._units()
             # training examples, and references of earlier versions, have the last scores only
             count = reference.unusual.shape[1]
-            some = chosen(score, scores.shape[1], count)
+            some = chosen(score, scores.shape[1], count, self.likelihood.real_valued)
             known = reference._replace(
                 unusual=reference.unusual[:, [i - scores.shape[1] for i in some]]
             )

@@ -141,9 +141,10 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
     gamma, error = gamma.sum().item(), error.norm().item()
     low, high = PRECISION_BOUNDS
     if collapsed := gamma < max(4 / len(result.w_samples), 2 * error):
+        scaling = "g_prior=False, " if (result.scale != 1).any() else ""
         yield (
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
-            "to the prior. Try g_prior=False, a smaller prior_precision, or parameters of later layers."
+            f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
         )
     elif (result.prior_precision <= 2 * low).any() or (result.prior_precision >= high / 2).any():
         yield (

@@ -254,9 +254,9 @@ def warn_of_few(labels: Tensor, classes: int | None) -> None:
         highest = int(1000 * least / (least + 1)) / 1000  # rounded down, so that it is possible
         report(
             "show",
-            f"Sets and intervals at a level of 0.9 need {_FEWEST} reference examples of each {word}, half of "
-            f"its validation examples. There are fewer of {word} {some}. The smallest {word} has {least}, "
-            f"which allows levels up to {highest:g}. Add validation examples, or calibrate without groups.",
+            f"A level of 0.9 needs {_FEWEST} reference examples of each {word}, half of its validation "
+            f"examples. There are fewer of {word} {some}: the smallest has {least}, for levels up to "
+            f"{highest:g}. Add examples, or calibrate without groups.",
         )
 
 

@@ -40,6 +40,7 @@ def test_the_evidence_does_not_fall_far_below_one_that_a_fit_has_passed(trained,
         num_samples=8,
         parameters="last_layer",
         seed=2,
+        g_prior="root",
         solver=BlockKrylov(memory=memory),
     )
     la.fit(x, y, progress_bar=False)

@@ -55,7 +55,7 @@ def test_a_fit_ends_in_time():
     steps = [0.0, *(record["seconds"] for record in la.history)]
     longest = max(b - a for a, b in zip(steps, steps[1:]))
     assert time.monotonic() - began < 0.4 + longest + 0.5
-    assert "budget" in la.messages[-1]
+    assert any("budget" in words for words in la.messages)
 
 
 def test_steps_over_a_complete_span_end_in_time(monkeypatch, tmp_path):

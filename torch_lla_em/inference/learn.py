@@ -190,7 +190,9 @@ def _completed(found: FitResult, problem: Problem, is_learnt: bool) -> FitResult
     elif is_learnt:
         found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
     constant = problem.constant
-    return found._replace(constant=None if constant is None else constant.to(found.w_lin.device))
+    return found._replace(
+        constant=None if constant is None else constant.to(found.w_lin.device, copy=True)
+    )
 
 
 def _require_labels(problem: Problem) -> None:

@@ -14,8 +14,7 @@ from torch_lla_em.problem.sweep import FEW
 from torch_lla_em.runtime import normal
 
 KEPT_OUTPUTS = 1 << 18
-"""Number of outputs of all examples above which labelled sites become rows, and most outputs of these. Half as many make the
-variance of images of 128 × 128 pixels noisier by a factor of 1.4; twice as many double the time."""
+"""Number of outputs of all examples above which labelled sites become rows, and most outputs of these."""
 
 _STREAM = 2
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
 from torch_lla_em.distil import distil as train_student
-from torch_lla_em.inference import FitOptions, Solver, learn
+from torch_lla_em.inference import FitOptions, Solver, is_cold, learn, learn_cold
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -254,7 +254,8 @@ class LinearisedLaplace(Reports, PosteriorBase):
                 return self._loaded(state, setting)
             around.follow(around.plan(options, self.compute))
             problem.data.confirm_first()
-            learnt = learn(problem, options, around.watch, around.begin())
+            run_em = learn_cold if is_cold(problem, options) else learn
+            learnt = run_em(problem, options, around.watch, around.begin())
             around.end()
             facts: dict[str, Any] = {"history": tuple(around.history)}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))

@@ -108,36 +108,8 @@ def learn(
     """Run EM until it converges, then the last E-step; ``watch.on_step`` is called after every step.
 
     If it returns True, the posterior of the last step is returned. ``start`` is the last state that it
-    got in an earlier run. With a temperature below 1, λ and σ of a regression are learnt at 1, since N / T
-    counts of N targets would have interpolation win.
+    got in an earlier run.
     """
-    plain = problem.at_temperature(1.0)
-    if problem.temperature >= 1 or plain.sigma is None or not options.em_steps:
-        return _learn(problem, options, watch, start)
-    complete = True
-    if start is None or not start.round:
-        found = _learn(plain, options, watch, start)
-        precision, complete = found.prior_precision, found.complete
-        problem.take(found.sigma_noise, plain.moments, plain.network_noise)
-        noise = with_noise(
-            problem, found.w_samples, found.scale, options.seed, options.layerwise
-        ).drawn_again(problem)
-        of_targets = found.sigma_noise, plain.moments, plain.network_noise
-        start = Progress(TensorList.of(noise.eta), found.scale, *of_targets, round=1)
-    else:
-        precision = start.state.precision
-    held = problem.at_temperature(problem.temperature, holds_noise=True)
-    found = _learn(held, replace(options, em_steps=0, prior_precision=precision), watch, start)
-    own = held.network_noise.to(start.sigma) / start.sigma
-    return found._replace(
-        sigma_noise=start.sigma, network_noise=own, complete=complete and found.complete
-    )
-
-
-def _learn(
-    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None
-) -> FitResult:
-    """Run EM and the last E-step at one temperature."""
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
         if start is None:
@@ -180,6 +152,42 @@ def _learn(
                 point=found.w_lin,
                 begun=log_precision,
             )
+
+
+def is_cold(problem: Problem, options: FitOptions) -> bool:
+    """Return whether σ is to be learnt with a temperature below 1."""
+    return (
+        problem.temperature < 1
+        and options.em_steps > 0
+        and problem.at_temperature(1.0).sigma is not None
+    )
+
+
+def learn_cold(
+    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None = None
+) -> FitResult:
+    """Run ``learn`` for a regression with a temperature below 1, with λ and σ that are learnt at 1.
+
+    N / T counts of N targets would have interpolation win.
+    """
+    plain, complete = problem.at_temperature(1.0), True
+    if start is None or not start.round:
+        found = learn(plain, options, watch, start)
+        precision, complete = found.prior_precision, found.complete
+        problem.take(found.sigma_noise, plain.moments, plain.network_noise)
+        noise = with_noise(
+            problem, found.w_samples, found.scale, options.seed, options.layerwise
+        ).drawn_again(problem)
+        of_targets = found.sigma_noise, plain.moments, plain.network_noise
+        start = Progress(TensorList.of(noise.eta), found.scale, *of_targets, round=1)
+    else:
+        precision = start.state.precision
+    held = problem.at_temperature(problem.temperature, holds_noise=True)
+    found = learn(held, replace(options, em_steps=0, prior_precision=precision), watch, start)
+    own = held.network_noise.to(start.sigma) / start.sigma
+    return found._replace(
+        sigma_noise=start.sigma, network_noise=own, complete=complete and found.complete
+    )
 
 
 def _completed(found: FitResult, problem: Problem, is_learnt: bool) -> FitResult:

@@ -214,3 +214,12 @@ def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
             LinearisedLaplace.load(tmp_path / "la.pt", case.model, **{name: other})
     else:
         without.load_state_dict(la.state_dict())
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_no_two_tensors_of_a_calibrated_state_share_memory(name):
+    """Otherwise safetensors refuses them, as where ``calibrate`` has kept the predictions as fitted."""
+    case, la = fitted(name, likelihood=name)
+    la.calibrate(case.x + 0.1, case.y)
+    places = [tensor.data_ptr() for tensor in la.state_dict().values() if tensor.numel()]
+    assert len(set(places)) == len(places)

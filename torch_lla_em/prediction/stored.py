@@ -106,7 +106,10 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "training_deviations": result.examples,
         "largest_variance": posterior.largest_variance,
         "training_distances": posterior.training_distances,
-        **dict(zip(_REPLACED, posterior.replaced or ())),
+        # copies, since safetensors refuses tensors that share memory
+        **{
+            n: None if t is None else t.clone() for n, t in zip(_REPLACED, posterior.replaced or ())
+        },
         **dict(zip(REFERENCE, posterior.reference or ())),
     }
     return {

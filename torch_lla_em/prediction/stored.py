@@ -97,7 +97,11 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
     }
-    result = posterior.result
+    result, replaced = posterior.result, posterior.replaced
+    before: tuple[Tensor | None, ...] = ()
+    if replaced is not None:  # copies, since safetensors refuses tensors that share memory
+        before = replaced.mixture, replaced.sigma_noise
+        before = tuple(tensor if tensor is None else tensor.clone() for tensor in before)
     tensors = {
         **{name: getattr(result, name) for name in _RESULT},
         "effective_dim": result.effective_dim.value,
@@ -106,10 +110,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "training_deviations": result.examples,
         "largest_variance": posterior.largest_variance,
         "training_distances": posterior.training_distances,
-        # copies, since safetensors refuses tensors that share memory
-        **{
-            n: None if t is None else t.clone() for n, t in zip(_REPLACED, posterior.replaced or ())
-        },
+        **dict(zip(_REPLACED, before)),
         **dict(zip(REFERENCE, posterior.reference or ())),
     }
     return {

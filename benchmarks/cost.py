@@ -320,7 +320,9 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
     for name in args.problems or PROBLEMS:
         problem = made(PROBLEMS[name], args.device)
         epoch, K = train(problem), problem.num_samples or args.num_samples
-        found = {"part": "fits", "problem": name} | line(problem, epoch, K, serve=True)
+        found = {"part": "fits", "problem": name} | line(
+            problem, epoch, K, serve=args.device == "cpu"
+        )
         found["ensemble"] = 4 * problem.epochs * epoch
         if not problem.regression:
             by_network = problem._replace(options={**problem.options, **NETWORK})

@@ -182,11 +182,18 @@ def moments_of(sums: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack([mean, variance])
 
 
+def on_cpu(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return sums in float64 on the CPU, to which all of them are copied at once."""
+    if not sums:
+        return {}
+    parts = torch.cat([part.double().flatten() for part in sums.values()]).cpu()
+    sizes = [part.numel() for part in sums.values()]
+    return {n: own.view(sums[n].shape) for n, own in zip(sums, parts.split(sizes))}
+
+
 def noise_of_residuals(sums: dict[str, Tensor], likelihood: Likelihood, is_start: bool) -> Tensor:
-    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from ``sums_of_targets``."""
-    errors, mean, square = (
-        torch.stack([sums["errors"], *sums["moments"]]).cpu() / sums["weights"].item()
-    )
+    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from sums on the CPU."""
+    errors, mean, square = torch.stack([sums["errors"], *sums["moments"]]) / sums["weights"]
     # by output, but for measurements of a few examples, which have no variance of their own
     variance = square - (mean if likelihood.elementwise else mean.mean()).square()
     if not likelihood.observation_noise.dim():

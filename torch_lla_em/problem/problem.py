@@ -16,7 +16,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.curvature import Point, RowSquares
-from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
+from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals, on_cpu
 from torch_lla_em.problem.sweep import (
     BLOCK,
     DERIVATIVE,
@@ -157,13 +157,13 @@ class Problem:
         self.cost.add(num_samples)
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
-        if of_targets and self.sigma is not None:
-            self.network_noise = noise_of_residuals(sums, likelihood, is_start=False)
+        if (known := on_cpu({name: sums[name] for name in of_targets})) and self.sigma is not None:
+            self.network_noise = noise_of_residuals(known, likelihood, is_start=False)
         if likelihood.from_data:
-            sigma = noise_of_residuals(sums, likelihood, is_start=self.sigma is not None)
+            sigma = noise_of_residuals(known, likelihood, is_start=self.sigma is not None)
             self.likelihood = likelihood.with_noise(sigma)
             eta, squares = eta / sigma.item(), squares / sigma.item() ** 2
-        if of_targets and self._has_offset and sums["counted"] >= num_samples * _FEWEST:
+        if of_targets and self._has_offset and known["counted"] >= num_samples * _FEWEST:
             self.moments = moments_of(sums, self.dtype)
         return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
 

@@ -55,9 +55,8 @@ class Likelihoods(NamedTuple):
         return (self.network - self.student) / gain if gain else float("nan")
 
     def __str__(self) -> str:
-        gain, kept = self.network - self.posterior, ""
-        if gain > 0:  # a share of a gain that may be none has no meaning
-            kept = f": {self.kept:.0%} of the gain kept"
+        gain = self.network - self.posterior
+        kept = f": {self.kept:.0%} of the gain kept" if gain > 0 else ""
         if abs(gain) <= 2 * self.gain_error:
             kept = ": no measurable difference between network and posterior"
         return (
@@ -82,18 +81,17 @@ class StudentError(NamedTuple):
     def warnings(self) -> list[str]:
         """What is not good enough, and what helps."""
         found = []
-        for name, at in (("held-out", self.held_out), ("made", self.made)):
+        # OOD scores of held-out inputs are nearly equal, and their ranks noise: all are near the data
+        for name, words, field in (
+            ("held-out", "epistemic uncertainty", "epistemic"),
+            ("made", "OOD scores", "ood"),
+        ):
+            at = self.held_out if name == "held-out" else self.made
             if at is not None and not at.kl <= _KL[name]:
                 found.append(f"its mean KL from the posterior at {name} inputs is {at.kl:.2g} nats")
-        # scores of held-out inputs are nearly equal, and their ranks noise, because all are near the data
-        for words, at, field in (
-            ("epistemic uncertainty at held-out", self.held_out, "epistemic"),
-            ("OOD scores at made", self.made, "ood"),
-        ):
             if at is not None and getattr(at, field) < _CORRELATION:
-                found.append(
-                    f"the rank correlation of its {words} inputs is {getattr(at, field):.2f}"
-                )
+                known = f"{getattr(at, field):.2f}"
+                found.append(f"the rank correlation of its {words} at {name} inputs is {known}")
         if not found:
             return []
         return [

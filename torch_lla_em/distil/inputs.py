@@ -30,10 +30,7 @@ _AT_ONCE = 250
 
 
 def gathered(inputs: Any, targets: Any, device: torch.device) -> list[Any]:
-    """Return inputs on a device, as few trees as possible: one for each shape of examples.
-
-    Targets are not used, but there must be one for each example.
-    """
+    """Return inputs on a device, one tree for each shape of examples; targets are only counted."""
     if isinstance(inputs, Iterator):  # it is read once
         inputs = list(inputs)
     batches: Iterable[Any] = [inputs_of(inputs) if isinstance(inputs, dict) else inputs]
@@ -59,14 +56,11 @@ def number_of(x: Any) -> int:
             "Inputs for distillation must be tensors with one row per example, alone or in a tuple "
             f"or dict. These hold tensors with {sorted(map(str, sizes)) or 'no'} rows."
         )
-    count: int = sizes.pop()
-    return count
+    return int(sizes.pop() or 0)
 
 
 def rows_of(tree: Any, rows: Tensor | slice) -> Any:
     """Return some examples of a tree of tensors."""
-    if isinstance(rows, Tensor):
-        return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], tree)
     return map_tensors(lambda tensor: tensor[rows], tree)
 
 
@@ -82,21 +76,19 @@ def joined(trees: Iterable[Any]) -> list[Any]:
     for tree in trees:
         if number_of(tree):
             groups.setdefault(str([t.shape[1:] for t in tensors_in(tree)]), []).append(tree)
-    return [group[0] if len(group) == 1 else _whole(group) for group in groups.values()]
-
-
-def _whole(trees: list[Any]) -> Any:
-    every = iter([torch.cat(each) for each in zip(*map(tensors_in, trees))])
-    return map_tensors(lambda _: next(every), trees[0])
+    found = []
+    for first, *others in groups.values():
+        parts = zip(*map(tensors_in, (first, *others)))
+        found.append(map_tensors(lambda _: torch.cat(next(parts)), first) if others else first)
+    return found
 
 
 def split(given: list[Any], generator: torch.Generator) -> tuple[list[Any], list[Any]]:
     """Return inputs to train on, and a random part that is held out."""
     sizes = [number_of(x) for x in given]
-    total = sum(sizes)
-    order = torch.randperm(total, generator=generator, device="cpu")
-    is_held = torch.zeros(total, dtype=torch.bool, device="cpu")
-    is_held[order[: max(2, min(round(0.1 * total), _HELD_OUT))]] = True
+    order = torch.randperm(sum(sizes), generator=generator, device="cpu")
+    is_held = torch.zeros(len(order), dtype=torch.bool, device="cpu")
+    is_held[order[: max(2, min(round(0.1 * len(order)), _HELD_OUT))]] = True
     parts = list(zip(given, is_held.split(sizes)))
     used = [rows_of(x, ~held) for x, held in parts if not held.all()]
     return used, [rows_of(x, held) for x, held in parts if held.any()]
@@ -106,10 +98,8 @@ def labelled(loader: Any, target_fn: TargetFn | None) -> Iterator[tuple[Any, Ten
     """Yield inputs and targets of each batch."""
     for batch in as_loader(loader, target_fn):
         given = None if target_fn is None else target_fn(batch)
-        yield (
-            inputs_of(batch, given),
-            as_targets(default_targets(batch) if given is None else given),
-        )
+        y = default_targets(batch) if given is None else given
+        yield inputs_of(batch, given), as_targets(y)
 
 
 def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
@@ -134,18 +124,18 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
         rows = torch.randint(number_of(x), (2, size), generator=generator, device="cpu")
         for some, others in zip(*(part.split(_AT_ONCE) for part in rows)):
             given = rows_of(x, some)
-            if callable(way):
+            if way == "noise":
+                yield _noisy(given, spreads, generator)
+            elif way == "swap":
+                yield _swapped(given, rows_of(x, others), generator)
+            elif callable(way):
                 found = way(given)
                 if number_of(found) != len(some):
                     raise ValueError(
                         f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one "
                         "for each."
                     )
-            elif way == "noise":
-                found = _noisy(given, spreads, generator)
-            else:
-                found = _swapped(given, rows_of(x, others), generator)
-            yield found
+                yield found
 
 
 def _spread(t: Tensor) -> Tensor | None:
@@ -172,7 +162,8 @@ def _noisy(x: Any, spreads: Sequence[Tensor | None], generator: torch.Generator)
 def _swapped(x: Any, others: Any, generator: torch.Generator) -> Any:
     """Replace a random share of the entries of each example by those of another one.
 
-    Half of the examples with real numbers are mixed with the other one instead.
+    Half of the examples with real numbers are mixed with the other one instead. Masks and segments,
+    which are 0 or 1, are not changed.
     """
     every = iter(tensors_in(others))
 
@@ -182,15 +173,10 @@ def _swapped(x: Any, others: Any, generator: torch.Generator) -> Any:
         if t.is_floating_point():
             share = torch.where(_sizes(t, generator) < 0.5, size, chosen.to(size.dtype))
             return t.lerp(other, share.to(t))
-        return torch.where(chosen.to(t.device), other, t) if _are_tokens(t) else t
+        are_tokens = not t.is_complex() and t.dtype != torch.bool and t.numel() and int(t.max()) > 1
+        return torch.where(chosen.to(t.device), other, t) if are_tokens else t
 
     return map_tensors(swapped, x)
-
-
-def _are_tokens(t: Tensor) -> bool:
-    """Whether these are indices of tokens; masks and segments, which are 0 or 1, are not changed."""
-    is_integer = not (t.is_complex() or t.dtype == torch.bool)
-    return is_integer and t.numel() > 0 and int(t.max()) > 1
 
 
 def _sizes(t: Tensor, generator: torch.Generator) -> Tensor:

@@ -27,9 +27,6 @@ from torch_lla_em.prediction import (
     rounding,
 )
 
-_SAME = {"mean": "expectation", "variance": "epistemic"}
-"""Properties of a posterior's prediction that are, of continuous targets, the same as another one."""
-
 
 class Scores(NamedTuple):
     """Scores of the validation set that a student was calibrated on."""
@@ -95,9 +92,8 @@ class StudentPrediction(Printed):
     @property
     def predictive_variance(self) -> Tensor:
         """The variance of y, with observation noise, (B, ..., C); p (1 - p) for probabilities."""
-        if self.likelihood.gives_probabilities:
-            return self.probs * (1 - self.probs)
-        return self._out(self._variance())
+        p = self.expectation
+        return p * (1 - p) if self.likelihood.gives_probabilities else self._out(self._variance())
 
     @property
     def entropy(self) -> Tensor:
@@ -105,17 +101,17 @@ class StudentPrediction(Printed):
         if self.likelihood.real_valued:
             return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
         self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
-        return self._site_values(self.likelihood.entropy(self.centre[None]))
+        return self._out(self.likelihood.entropy(self.centre[None]))
 
     @property
     def aleatoric(self) -> Tensor:
         """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self._site_values(self._uncertainties()[0])
+        return self._out(self._uncertainties()[0])
 
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self._site_values(self._uncertainties()[1])
+        return self._out(self._uncertainties()[1])
 
     @property
     def ood_score(self) -> Tensor:
@@ -129,16 +125,17 @@ class StudentPrediction(Printed):
 
     def p_values(self, score: Score = "all") -> Tensor:
         """Return conformal p-values by all scores, by "epistemic" alone, or by "distance", (B,)."""
-        reference, scores = self._compared("p_value"), self.ood_score
+        reference, room = self._compared("p_value")
+        scores = self.ood_score
         count = scores.shape[1]
         some = chosen(score, count, count, self.likelihood.real_valued)
-        return p_values(reference.unusual[:, some], scores[:, some], self._room())
+        return p_values(reference.unusual[:, some], scores[:, some], room)
 
     def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
         """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
         if not 0 < rate < 1:
             raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
-        count = len(self._compared("is_ood").unusual)
+        count = len(self._compared("is_ood")[0].unusual)
         require(count, ceil(1 / rate - 1 - 1e-9), f"rate={rate}")
         return self.p_values(score) <= rate
 
@@ -146,26 +143,25 @@ class StudentPrediction(Printed):
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
         of_pixels = "RiskControl(la, validation_loader) for labels of pixels or tokens"
         self._require(self._has_classes, "prediction_set", f"interval(level), or {of_pixels}")
-        threshold = quantiles(self._compared("prediction_set").errors, level)
-        room = self._room()
+        reference, room = self._compared("prediction_set")
+        threshold = quantiles(reference.errors, level)
         return self._out(mass_above(self._expected(), room) <= threshold + room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
         self._require(self._has_values, "interval", "prediction_set(level) for classes")
-        size, centre = quantiles(self._compared("interval").errors, level), self._expected()
+        reference, room = self._compared("interval")
+        size, centre = quantiles(reference.errors, level), self._expected()
         half = size.to(centre) * self._variance().sqrt()
         # targets at the ends, as in discrete data, are inside whichever way they are rounded
-        half = half * (1 + self._room()) + 8 * torch.finfo(centre.dtype).eps * centre.abs()
-        return Interval(self._out(centre - half), self._out(centre + half))
+        return self._around(half * (1 + room) + 8 * torch.finfo(centre.dtype).eps * centre.abs())
 
     def credible_interval(self, level: float = 0.95) -> Interval:
         """Return intervals of continuous targets with probability ``level`` under the student."""
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, not {level}.")
         self._require(self.likelihood.real_valued, "credible_interval", "epistemic")
-        half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self._variance().sqrt()
-        return Interval(self._out(self._expected() - half), self._out(self._expected() + half))
+        return self._around(NormalDist().inv_cdf(0.5 + 0.5 * level) * self._variance().sqrt())
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
@@ -173,10 +169,7 @@ class StudentPrediction(Printed):
         Continuous targets are Gaussian, and counts have a negative binomial distribution with the
         learnt mean and variance.
         """
-        return self._log_prob(self.aligned(y))
-
-    def _log_prob(self, y: Tensor) -> Tensor:
-        likelihood, mean = self.likelihood, self._expected()
+        likelihood, mean, y = self.likelihood, self._expected(), self.aligned(y)
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
         self._require(self.has_log_prob(), "log_prob", "expectation")
@@ -201,25 +194,26 @@ class StudentPrediction(Printed):
         return y
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ``calibrate`` keeps of labelled examples: their OOD scores, and their errors.
+        """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors.
 
         The error of a class is the probability of all classes that are more probable than the label, that
-        of continuous targets the residual in predictive standard deviations. ``y`` is as ``aligned`` returns it.
+        of continuous targets the residual in predictive standard deviations.
         """
-        if self._has_classes:
-            above = mass_above(self._expected(), rounding(self.centre.dtype))
+        y = self.aligned(y)
+        kept = self.likelihood.labelled(y)
+        some, y = self.part(kept), y[kept]
+        errors = some.centre.new_zeros(len(y), 0)
+        if some._has_classes:
+            above = mass_above(some._expected(), rounding(self.centre.dtype))
             errors = above.gather(1, y.long()[:, None])
-        elif self._has_values:
-            errors = (y - self._expected()).abs() / self._variance().sqrt()
-        else:
-            errors = self.centre.new_zeros(len(y), 0)
-        return self.ood_score, errors.double()[:, None].flatten(1)
+        elif some._has_values:
+            errors = (y - some._expected()).abs() / some._variance().sqrt()
+        return some.ood_score, errors.double()[:, None].flatten(1)
 
     def part(self, rows: Tensor | slice) -> StudentPrediction:
         """Return the prediction of some of the inputs, given by their numbers, a mask or a slice."""
-        f, uncertainty, scores = self.centre, self.log_uncertainty, self.log_scores
-        own = f[rows], uncertainty[rows]
-        return replace(self, centre=own[0], log_uncertainty=own[1], log_scores=scores[rows])
+        tensors = {n: getattr(self, n)[rows] for n in ("centre", "log_uncertainty", "log_scores")}
+        return replace(self, **tensors)
 
     def first(self, count: int) -> StudentPrediction:
         """Return the prediction of the first few inputs."""
@@ -227,8 +221,9 @@ class StudentPrediction(Printed):
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an error, which names the posterior's property of this name if there is one."""
-        if name in _SAME:
-            raise AttributeError(f"A student has no .{name}: use .{_SAME[name]}.")
+        same = {"mean": "expectation", "variance": "epistemic"}  # of continuous targets
+        if name in same:
+            raise AttributeError(f"A student has no .{name}: use .{same[name]}.")
         raise AttributeError(lacking(name, Prediction, "la.predict(x)"))
 
     @property
@@ -258,18 +253,18 @@ class StudentPrediction(Printed):
         aleatoric, epistemic = self._uncertainties()
         return aleatoric + epistemic
 
-    def _compared(self, name: str) -> Scores:
+    def _around(self, half: Tensor) -> Interval:
+        return Interval(self._out(self._expected() - half), self._out(self._expected() + half))
+
+    def _compared(self, name: str) -> tuple[Scores, Tensor]:
+        """Return the scores of the validation set, and the relative difference up to which scores are ties."""
         if self.reference is None:
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this student has none. Call "
                 "student.calibrate(validation_loader) first: the reference of la.calibrate is for "
                 "the posterior's own scores."
             )
-        return self.reference
-
-    def _room(self) -> Tensor:
-        """Return the relative difference up to which scores are ties: that of the coarsest dtype."""
-        return self._compared("p_value").room.clamp_min(rounding(self.centre.dtype))
+        return self.reference, self.reference.room.clamp_min(rounding(self.centre.dtype))
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:
@@ -278,12 +273,10 @@ class StudentPrediction(Printed):
                 f"la.predict(x).{name} of the posterior if it has it."
             )
 
-    def _site_values(self, values: Tensor) -> Tensor:
-        return self._out(values) if values.dim() == self.centre.dim() else values
-
     def _out(self, values: Tensor) -> Tensor:
-        """Move the classes back to their axis in the model's outputs."""
-        return values.movedim(-1, self.class_dim)
+        """Move the classes, if values have them, back to their axis in the model's outputs."""
+        same = values.dim() == self.centre.dim()
+        return values.movedim(-1, self.class_dim) if same else values
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         return of_examples("Prediction of a student", self)

@@ -6,26 +6,49 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from os import PathLike
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, inputs_of, paired, to_device
-from torch_lla_em.distil import stored
+from torch_lla_em.data import TargetFn, as_loader, default_forward, inputs_of, paired, to_device
 from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.inputs import labelled
 from torch_lla_em.distil.prediction import Scores, StudentPrediction, lacking
 from torch_lla_em.jacobian import ForwardFn, Network, explained
-from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import Predictor, Printed, Score, program_of, rounding
+from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
+from torch_lla_em.prediction import (
+    Predictor,
+    Printed,
+    Score,
+    likelihood_options,
+    program_of,
+    rounding,
+)
 from torch_lla_em.runtime import files
 
 # width of the hidden layer of a head
 _HIDDEN = 64
-_REFERENCE = ("reference_scores", "reference_errors", "reference_room")
+_REFERENCE = "reference_scores", "reference_errors", "reference_room"
+
+
+class Form(NamedTuple):
+    """How a student's network is called, and what its head returns."""
+
+    likelihood: Likelihood
+    forward_fn: ForwardFn
+    target_fn: TargetFn | None
+    class_dim: int
+    last: str
+    """Path of the layer whose inputs are the features of the head."""
+
+    uncertainties: int
+    """Number of outputs of the head for each site."""
+
+    scores: int
+    """Number of out-of-distribution scores of an example."""
 
 
 class Student(Printed, nn.Module):
@@ -52,16 +75,11 @@ class Student(Printed, nn.Module):
     reference_errors: Tensor | None
     reference_room: Tensor | None
 
-    def __init__(self, network: nn.Module, form: stored.Form, example: Any):
-        """Add a head whose outputs are 0 to a network; ``la.distil`` trains both.
-
-        Args:
-            network (nn.Module): The network; it is not copied.
-            form (Form): What the outputs of the network and of its head are.
-            example (Tensor, tuple, dict or int): Inputs, or the number of the head's features.
-        """
+    def __init__(self, network: nn.Module, form: Form, example: Any):
+        """Add a head whose outputs are 0 to a network; ``example`` are inputs, or its number of features."""
         super().__init__()
         self.network, self.form, self.error = network, form, StudentError()
+        self.likelihood = form.likelihood
         self._seen: dict[int, list[Tensor]] = {}
         layer = network.get_submodule(form.last)
         self._channels_first = isinstance(layer, nn.modules.conv._ConvNd)
@@ -77,24 +95,14 @@ class Student(Printed, nn.Module):
         self.head = _head(features, form.uncertainties + form.scores, like)
 
     @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood of the posterior."""
-        return self.form.likelihood
-
-    @property
     def reference(self) -> Scores | None:
         """The scores of the validation set, after ``calibrate``."""
         known = [getattr(self, name) for name in _REFERENCE]
         return None if known[0] is None else Scores(*known)
 
     def train(self, mode: bool = True) -> Student:
-        """Stay in eval mode: predictions are the same in every call.
-
-        Args:
-            mode (bool): It has no effect.
-        """
-        super().train(False)
-        return self
+        """Stay in eval mode, whatever ``mode``: predictions are the same in every call."""
+        return super().train(False)
 
     def forward(self, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Return what ``la(x)`` returns: probabilities or rates, or (mean, variance) of y.
@@ -112,8 +120,7 @@ class Student(Printed, nn.Module):
             return prediction.expectation, prediction.predictive_variance
         each = [self.likelihood.mean(self._outputs(some)) for some in self._batches(x, inputs)]
         y = each[0] if len(each) == 1 else torch.cat(each)
-        class_dim = self.form.class_dim  # movedim takes microseconds that small networks notice
-        return y if class_dim == -1 else y.movedim(-1, class_dim)
+        return y if self.form.class_dim == -1 else y.movedim(-1, self.form.class_dim)
 
     def predict(self, x: Any = None, **inputs: Any) -> StudentPrediction:
         """Return the predictive distribution at x, one forward pass for each batch.
@@ -125,13 +132,9 @@ class Student(Printed, nn.Module):
         Returns:
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
-        each = [self._heads(some) for some in self._batches(x, inputs)]
-        found = each[0] if len(each) == 1 else tuple(map(torch.cat, zip(*each)))
-        f, uncertainty, scores = found
-        form = self.form
-        return StudentPrediction(
-            form.likelihood, f, uncertainty, scores, form.class_dim, self.reference
-        )
+        each = zip(*(self.heads(some) for some in self._batches(x, inputs)))
+        found = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in each)
+        return StudentPrediction(self.likelihood, *found, self.form.class_dim, self.reference)
 
     def is_ood(
         self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any
@@ -164,26 +167,21 @@ class Student(Printed, nn.Module):
         Raises:
             ValueError: If no example has a label.
         """
-        found = []
         with torch.no_grad():
-            for x, y in labelled(paired(loader, targets), self.form.target_fn):
-                prediction = self.predict(x)
-                y = prediction.aligned(y)
-                kept = self.likelihood.labelled(y)
-                found.append(prediction.part(kept).scores_of(y[kept]))
-        unusual, errors = map(torch.cat, zip(*found))
+            pairs = labelled(paired(loader, targets), self.form.target_fn)
+            unusual, errors = map(torch.cat, zip(*(self.predict(x).scores_of(y) for x, y in pairs)))
         if not len(unusual):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
         self.reference_scores, self.reference_errors = unusual, errors.sort(0).values
-        self.reference_room = unusual.new_tensor(rounding(self._dtype))
+        self.reference_room = unusual.new_tensor(rounding(next(self.head.parameters()).dtype))
         return self
 
-    def _note(self, error: StudentError) -> Student:
-        """Keep the error that was measured."""
+    def note(self, error: StudentError) -> Student:
+        """Keep the error that ``la.distil`` has measured."""
         self.error = error
         return self
 
-    def _heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return outputs (B, *sites, C), and the logarithms of uncertainties and of scores (B, S)."""
         f, features = self._with_features(x)
         split = [self.form.uncertainties, self.form.scores]
@@ -196,7 +194,16 @@ class Student(Printed, nn.Module):
         Args:
             path (str): Name of the file; .safetensors selects that format.
         """
-        files.write_atomically(stored.state_of(self.state_dict(), self.form, self.error), path)
+        record = {
+            **self.form._asdict(),
+            "likelihood": likelihood_options(self.likelihood).get("likelihood"),
+            "forward_fn": self.form.forward_fn not in (default_forward, compare),
+            "target_fn": None,
+            "error": self.error._asdict(),
+        }
+        version = torch.tensor(files.VERSION, device="cpu")
+        own = {"student": files.to_bytes(record), "torch_lla_em_version": version}
+        files.write_atomically({**self.state_dict(), **own}, path)
 
     @classmethod
     def load(
@@ -219,10 +226,31 @@ class Student(Printed, nn.Module):
             ValueError: If the file is damaged or holds no student, if the network has another
                 architecture, or if the likelihood or forward_fn is missing.
         """
-        state, form, error = stored.read(path, network, likelihood, forward_fn)
-        student = cls(deepcopy(network), form, state["head.0.weight"].shape[1])
+        state = files.read(path, "student")
+        record: dict[str, Any] = files.from_bytes(state.pop("student"))
+        del state["torch_lla_em_version"]
+        own = {n: t.shape for n, t in state.items() if n.startswith("network.")}
+        if own != {f"network.{n}": t.shape for n, t in network.state_dict().items()}:
+            raise ValueError(
+                "The network has another architecture than the student: pass a network whose "
+                "parameters and buffers have the same names and shapes."
+            )
+        error, name = StudentError.of(record.pop("error")), record["likelihood"]
+        for argument, is_missing in (
+            ("likelihood", likelihood is None and name is None),
+            ("forward_fn", forward_fn is None and record["forward_fn"]),
+        ):
+            if is_missing:
+                raise ValueError(
+                    f"The student was distilled with your own {argument}, which a file cannot store. Pass "
+                    f"{argument}=... to load."
+                )
+        likelihood = likelihood or LIKELIHOODS[name]()
+        usual = compare if isinstance(likelihood, BradleyTerry) else default_forward
+        record |= {"likelihood": likelihood, "forward_fn": forward_fn or usual}
+        student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
         student.load_state_dict(state)
-        return student._note(error).requires_grad_(False)
+        return student.note(error).requires_grad_(False)
 
     def export(
         self, x: Any, path: str | PathLike[str] | None = None, level: float | None = None
@@ -244,7 +272,7 @@ class Student(Printed, nn.Module):
             ValueError: If the name of the file has another ending.
             RuntimeError: If the program returns other values than ``student.predict(x)``.
         """
-        form, is_label = self.form, self.likelihood.gives_probabilities
+        is_label = self.likelihood.gives_probabilities
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
         names += ["epistemic", "aleatoric", "ood_score"]
         names += ["p_value"] * (self.reference_scores is not None)
@@ -259,8 +287,7 @@ class Student(Printed, nn.Module):
                 return found | {"prediction_set": prediction.prediction_set(level)}
             return found | prediction.interval(level)._asdict()
 
-        network = Network(self.network, form.forward_fn, form.class_dim)
-        return program_of(answer, [answer], [network], to_device(x, self._device), path)
+        return program_of(answer, [answer], [self._called], to_device(x, self._device), path)
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error for what needs functions from the posterior, that names the posterior."""
@@ -274,8 +301,8 @@ class Student(Printed, nn.Module):
         return next(self.head.parameters()).device
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.head.parameters()).dtype
+    def _called(self) -> Network:
+        return Network(self.network, self.form.forward_fn, self.form.class_dim)
 
     def _outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""
@@ -283,7 +310,7 @@ class Student(Printed, nn.Module):
         try:
             f = form.forward_fn(self.network, x)
         except RuntimeError:
-            with explained(Network(self.network, form.forward_fn, form.class_dim), x):
+            with explained(self._called, x):
                 raise
         return f if form.class_dim == -1 else f.movedim(form.class_dim, -1)
 
@@ -319,23 +346,24 @@ class Student(Printed, nn.Module):
                 f"Pass all inputs by name, or all in one tuple or dict, without {sorted(inputs)}. A student "
                 "predicts in one forward pass and has no further options; la.predict of the posterior has."
             )
+        batches: Any = [inputs_of(inputs or x) if inputs or isinstance(x, dict) else x]
         if isinstance(x, (DataLoader, Dataset)):
-            yield from (to_device(inputs_of(batch), self._device) for batch in as_loader(x))
-        else:
-            x = inputs_of(inputs or x) if inputs or isinstance(x, dict) else x
-            yield to_device(x, self._device)
+            batches = map(inputs_of, as_loader(x))
+        return (to_device(batch, self._device) for batch in batches)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Student:
         """Map all tensors, as ``to`` and ``half`` do; what ``calibrate`` found stays in float64.
 
-        Scores keep the rounding of the coarsest dtype since then, in others too.
+        They keep the rounding of the coarsest dtype since then, in others too.
         """
         known = self.reference
         super()._apply(fn, recurse)
         for name, tensor in zip(_REFERENCE, known or ()):
             setattr(self, name, tensor.to(self._device))
         if self.reference_room is not None:
-            self.reference_room = self.reference_room.clamp_min(rounding(self._dtype))
+            self.reference_room = self.reference_room.clamp_min(
+                rounding(next(self.head.parameters()).dtype)
+            )
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
@@ -348,27 +376,21 @@ class Student(Printed, nn.Module):
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = sum(p.numel() for p in self.parameters())
-        rows: list[tuple[str, ...]] = [
-            ("network", f"{type(self.network).__name__}, {count:,} parameters with its head"),
-            *self.error.rows(),
-        ]
-        if self.reference_scores is None:
-            rows.append(
-                ("to do", "Call student.calibrate(validation_loader) for p-values and sets.")
-            )
-        else:
+        words = "to do", "Call student.calibrate(validation_loader) for p-values and sets."
+        if self.reference_scores is not None:
             examples = f"{len(self.reference_scores):,} examples"
-            rows.append(("reference of p-values and sets", examples))
+            words = "reference of p-values and sets", examples
+        network = f"{type(self.network).__name__}, {count:,} parameters with its head"
+        rows: list[tuple[str, ...]] = [("network", network), *self.error.rows(), words]
         return f"Student of a posterior under {type(self.likelihood).__name__}", rows
 
 
 def _head(features: int, outputs: int, like: Tensor) -> nn.Sequential:
     """Return a head with one hidden layer, whose outputs are 0 until it is trained."""
     generator = torch.Generator("cpu").manual_seed(0)
-    first, last = (
-        nn.utils.skip_init(nn.Linear, *sizes, device=like.device, dtype=like.dtype)
-        for sizes in ((features, _HIDDEN), (_HIDDEN, outputs))
-    )
+    how = {"device": like.device, "dtype": like.dtype}
+    first = nn.utils.skip_init(nn.Linear, features, _HIDDEN, **how)
+    last = nn.utils.skip_init(nn.Linear, _HIDDEN, outputs, **how)
     with torch.no_grad():
         for parameter in first.parameters():
             draws = torch.rand(parameter.shape, generator=generator, device="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from math import cos, pi
+from math import cos, nan, pi
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,7 @@ from torch_lla_em.distil.inputs import (
     rows_of,
     split,
 )
-from torch_lla_em.distil.stored import Form
-from torch_lla_em.distil.student import Student
+from torch_lla_em.distil.student import Form, Student
 from torch_lla_em.distil.targets import Known, divergence, log_scores
 from torch_lla_em.jacobian import Network, called_last
 from torch_lla_em.prediction import Predictor
@@ -153,7 +152,7 @@ def distil(
     with torch.no_grad():
         held_out, at_made = (_agreement(found, known) for known in others)
         nll = None if validation is None else _nll(posterior, found, validation)
-        found._note(StudentError(held_out, at_made, nll))
+    found.note(StudentError(held_out, at_made, nll))
     for words in found.error.warnings:
         report("log", words)
     return found if validation is None else found.calibrate(validation)
@@ -177,8 +176,8 @@ def distilled(
         )
     if asked is False:
         return None
-    options |= {} if asked is True else asked
-    options = {"validation": validation, "progress_bar": False, **options}
+    own = asked if isinstance(asked, dict) else {}
+    options = {"validation": validation, "progress_bar": False, **options, **own}
     student: Student = la.distil(inputs, **options)
     return student
 
@@ -188,16 +187,10 @@ def _untrained(posterior: Predictor, network: Network, own: nn.Module | None, so
     due = Known.of(some, posterior.predict(some))
     own = deepcopy(network.module if own is None else own).eval()
     copy = Network(own, network.forward_fn, network.class_dim)
-    form = Form(
-        posterior.likelihood,
-        network.forward_fn,
-        posterior._members()[0].setting.target_fn,
-        network.class_dim,
-        _last_of(copy, some, "student"),
-        due.uncertainty.shape[-1],
-        due.scores.shape[-1],
-    )
-    student = Student(own, form, some)
+    target_fn, last = posterior._members()[0].setting.target_fn, _last_of(copy, some, "student")
+    sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
+    called = network.forward_fn, target_fn, network.class_dim, last
+    student = Student(own, Form(posterior.likelihood, *called, *sizes), some)
     shape, expected = (tuple(each.predict(some).expectation.shape) for each in (student, posterior))
     if shape != expected:
         raise ValueError(
@@ -260,7 +253,7 @@ def _train(student: Student, known: list[Known], schedule: Schedule) -> None:
         every, given = counts[at].tolist()
         rows = _drawn(every, given, schedule.batch_size, generator).to(mean.device)
         some = rows_of(known[at], rows)
-        f, *found = student._heads(some.x)
+        f, *found = student.heads(some.x)
         loss = divergence(likelihood, f, found[0] * size[:n] + mean[:n], some).mean()
         for z, goal in zip(found, goals[at]):
             due = goal[rows]
@@ -309,24 +302,22 @@ def _size_of(weights: list[Tensor]) -> float:
 
 def _agreement(student: Student, known: list[Known]) -> Agreement | None:
     """Compare a student with the posterior's predictions, if there are any."""
-    kl, own, theirs, scores, due_scores = [], [], [], [], []
+    columns = []
     parts = 1 if student.likelihood.gives_probabilities else 2
     for due in (some for block in known for some in pieces(block)):
-        f, uncertainty, of_ood = student._heads(due.x)
-        kl.append(divergence(student.likelihood, f, uncertainty, due).double())
-        own.append(uncertainty.chunk(parts, -1)[0].flatten())
-        theirs.append(due.uncertainty.chunk(parts, -1)[0].flatten())
-        scores.append(of_ood)
-        due_scores.append(due.scores)
-    if not kl:
+        f, uncertainty, scores = student.heads(due.x)
+        kl = divergence(student.likelihood, f, uncertainty, due).double()
+        both = (each.chunk(parts, -1)[0].flatten() for each in (uncertainty, due.uncertainty))
+        columns.append((kl, *both, scores, due.scores))
+    if not columns:
         return None
-    each, of_scores = torch.cat(kl), zip(torch.cat(scores).T, log_scores(torch.cat(due_scores)).T)
+    kl, own, theirs, scores, due_scores = map(torch.cat, zip(*columns))
     return Agreement(
-        len(each),
-        each.mean().item(),
-        each.std().item() / len(each) ** 0.5 if len(each) > 1 else float("nan"),
-        rank_correlation(torch.cat(own), torch.cat(theirs)),
-        min(rank_correlation(*pair) for pair in of_scores),
+        len(kl),
+        kl.mean().item(),
+        kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else nan,
+        rank_correlation(own, theirs),
+        min(rank_correlation(*pair) for pair in zip(scores.T, log_scores(due_scores).T)),
     )
 
 

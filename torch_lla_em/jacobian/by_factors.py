@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, ByAutodiff, Rows, Weights
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights
 
 # torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all that
 # is not a product with a weight; factors take twice the multiplications by weights and gradients
@@ -230,20 +230,18 @@ class Terms(NamedTuple):
 
 
 class ByFactors(Rows):
-    """The linear model at a batch by factors, and by ``torch.func`` for the rest of the weights."""
+    """The linear model at a batch by factors."""
 
     def __init__(
         self,
         weights: Weights,
         terms: Terms,
-        rest: ByAutodiff | None = None,
         columns: int | None = None,
     ):
         """``columns``: the largest number of columns at once; None: the best number."""
-        sides = [terms.at_once, columns, *(() if rest is None else (rest.pushed, rest.pulled))]
-        at_once = min((side for side in sides if side is not None), default=None)
+        at_once = min((n for n in (terms.at_once, columns) if n is not None), default=None)
         super().__init__(weights, (at_once, at_once))
-        self.terms, self._rest = terms, rest
+        self.terms = terms
         names = dict.fromkeys(name for term in terms.parts for name in term.names)
         self._values = weights.values(tuple(names))
         self.nbytes = terms.nbytes
@@ -257,7 +255,7 @@ class ByFactors(Rows):
     def features(self) -> Tensor | None:
         """h, (B, ..., D), if J w = W h for all parameters W; else None."""
         term, names = self.terms.parts[0], tuple(self._weights.layout.names)
-        if len(self.terms.parts) > 1 or self._rest is not None or not isinstance(term, Outer):
+        if len(self.terms.parts) > 1 or not isinstance(term, Outer):
             return None
         has_groups = term.a.dim() > 2 and term.a.shape[1] > 1
         if term.b is not None or has_groups or tuple(term.names) != names:
@@ -275,8 +273,7 @@ class ByFactors(Rows):
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
         parts = [self._push(directions) for directions in self._chunks(w)]
-        Jw = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return Jw if self._rest is None else Jw + self._rest.push(w)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
         own = {name: directions[name].to(value) for name, value in self._values.items()}
@@ -287,7 +284,7 @@ class ByFactors(Rows):
         return Jw.view(K, *f.shape)
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
-        total = {} if self._rest is None else self._rest._pull(u)
+        total: dict[str, Tensor] = {}
         K = len(u)
         u = u.reshape(K, len(self.f), self.f[0].numel()).transpose(0, 1)
         for term in self.terms.parts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from functools import partial
-from inspect import signature
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,8 +18,6 @@ from torch_lla_em.jacobian.rows import num_examples
 
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
-
-_ATTENTION = signature(F.multi_head_attention_forward)
 
 
 class Call(NamedTuple):
@@ -40,9 +37,6 @@ class Call(NamedTuple):
 
     shape: torch.Size
     """Shape of z."""
-
-    second: bool = False
-    """Whether examples are on the second axis of z, as in attention layers."""
 
     conv: tuple | None = None
     """Stride, padding, dilation and groups."""
@@ -80,7 +74,6 @@ class Call(NamedTuple):
     def outputs(self, z: Tensor, rows: int) -> Tensor:
         """Return gradients in z, (D, *z.shape), as (D, rows, groups, channels, places)."""
         if self.conv is None:
-            z = z.movedim(2, 1) if self.second else z
             return z.reshape(len(z), rows, 1, -1, z.shape[-1]).mT
         groups = self.conv[3]
         z = z.reshape(len(z), rows, -1, groups, z.shape[2] // groups, prod(z.shape[3:]))
@@ -90,9 +83,8 @@ class Call(NamedTuple):
         """Return a as (rows, groups, channels × kernel, places), a lookup as (rows, places)."""
         a = self.given.detach()
         if self.is_lookup:
-            return (a.mT if self.second else a).reshape(rows, -1)
+            return a.reshape(rows, -1)
         if self.conv is None:
-            a = a.movedim(1, 0) if self.second else a
             return a.reshape(rows, 1, -1, a.shape[-1]).mT
         stride, padding, dilation, groups = self.conv
         kernel = self.weight_shape[2:]
@@ -122,11 +114,7 @@ class Call(NamedTuple):
 
     def first_row_alone(self, z: Tensor, rows: int) -> bool:
         """Whether in a gradient (1, *z.shape) of the first row's outputs all other rows are zero."""
-        if self.second and (self.conv is not None or z.dim() < 4 or z.shape[2] != rows):
-            return False
-        if not self.second and z.shape[1] % rows:
-            return False
-        return not self.outputs(z, rows)[:, 1:].any()
+        return not (z.shape[1] % rows or self.outputs(z, rows)[:, 1:].any())
 
 
 def _padded(a: Tensor, kernel: torch.Size, padding: Any, dilation: tuple[int, ...]) -> Tensor:
@@ -153,7 +141,6 @@ class _Recorder(TorchFunctionMode):
         self._seen: dict[Callable, Callable] = {
             F.linear: self._linear,
             F.embedding: self._embedding,
-            F.multi_head_attention_forward: self._attention,
             **{conv: partial(self._conv, conv) for conv in (F.conv1d, F.conv2d, F.conv3d)},
         }
 
@@ -202,29 +189,6 @@ class _Recorder(TorchFunctionMode):
 
         padding = None if padding_idx is None else padding_idx % len(weight)
         return self._note(run, (weight, None), input, padding_idx=padding)
-
-    def _attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Project here, and leave the rest to torch's function with identities for weights."""
-        call = _ATTENTION.bind(*args, **kwargs)
-        given, width = call.arguments, call.arguments["embed_dim_to_check"]
-        one = torch.eye(width, dtype=given["query"].dtype, device=given["query"].device)
-        weight, bias = given["in_proj_weight"], given["in_proj_bias"]
-        inputs = {id(given[name]): given[name] for name in ("query", "key", "value")}
-        if weight is not None:  # one weight for all three, and one product for each input
-            packed = {key: self._linear(x, weight, bias) for key, x in inputs.items()}
-        for i, name in enumerate(("query", "key", "value")):
-            own = f"{name[0]}_proj_weight"
-            if weight is None:
-                part = None if bias is None else bias.chunk(3)[i]
-                given[name] = self._linear(given[name], given[own], part)
-            else:
-                given[name] = packed[id(given[name])].chunk(3, -1)[i]
-            given[own] = one
-        weight, bias = given["out_proj_weight"], given["out_proj_bias"]
-        given |= {"in_proj_weight": None, "in_proj_bias": None, "use_separate_proj_weight": True}
-        given |= {"out_proj_weight": one, "out_proj_bias": None}
-        y, attended = F.multi_head_attention_forward(*call.args, **call.kwargs)
-        return self._linear(y, weight, bias), attended
 
     def _note(
         self, run: Callable[..., Tensor], weights: tuple, given: Tensor, **kind: Any

@@ -148,17 +148,14 @@ class LinearModel:
         if factored is not None and not torch.is_grad_enabled():
             terms = factored.run(x, keep) if keep or columns >= factored.least_columns else None
             if terms is not None:
-                rest = self.by_autodiff(x, factored.others, at_once) if factored.others else None
-                return ByFactors(self.weights, terms, rest, at_once)
-        return self.by_autodiff(x, None, at_once)
+                return ByFactors(self.weights, terms, at_once)
+        return self.by_autodiff(x, at_once)
 
-    def by_autodiff(
-        self, x: Any, names: tuple[str, ...] | None = None, at_once: int | None = None
-    ) -> ByAutodiff:
-        """Return the linear model at a batch, of all weights or the named ones, by ``torch.func``."""
+    def by_autodiff(self, x: Any, at_once: int | None = None) -> ByAutodiff:
+        """Return the linear model at a batch by ``torch.func``."""
         if self._path is None:  # not needed until now; a copy has no examples yet
             self.probe(map_tensors(Tensor.detach, x) if self._examples is None else self._examples)
-        return ByAutodiff(self.weights, x, self.path.within(at_once), names)
+        return ByAutodiff(self.weights, x, self.path.within(at_once))
 
     def steady(self, x: Any, by_factors: bool) -> LinearModel:
         """Return the same model that computes as many columns at once for any batch as for x."""
@@ -198,8 +195,7 @@ class LinearModel:
     @property
     def is_last_layer(self) -> bool:
         """Whether the parameters are those of one linear layer with Jacobian factors."""
-        known = self.factored
-        return known is not None and not known.others and len(self.layout.names) <= 2
+        return self.factored is not None and len(self.layout.names) <= 2
 
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""

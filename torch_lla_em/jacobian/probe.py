@@ -166,15 +166,13 @@ def _chosen(reference: _Reference, needs_path: bool) -> Report:
     factored, weights = None, reference.weights
     if weights.network.precision != "bfloat16":
         with suppressed():  # operations without factors
-            factored = Factored.find(weights, weights.layout.names, reference.x)
+            factored = Factored.find(weights, reference.x)
     if factored is not None:
         factored = replace(factored, example_bytes=reference.example_bytes)
-        if not needs_path and not factored.others:
-            known = _checked(reference, factored, None)
-            if known is not None:
-                return Report(None, known[1], "", known[0], reference.examples)
+    known = None if factored is None else _checked(reference, factored)
+    if known is not None and not needs_path:
+        return Report(None, known[1], "", known[0], reference.examples)
     report = _by_torch_func(reference)
-    known = None if factored is None else _checked(reference, factored, report.path)
     return report if known is None else report._replace(factored=known[0])
 
 
@@ -204,11 +202,9 @@ def _by_torch_func(reference: _Reference) -> Report:
     return Report(final, errors[path], why, examples=reference.examples)
 
 
-def _checked(
-    reference: _Reference, factored: Factored, path: Path | None
-) -> tuple[Factored, float] | None:
+def _checked(reference: _Reference, factored: Factored) -> tuple[Factored, float] | None:
     """Return factors with their cost, and the error of their products; None if wrong or slower."""
-    weights, others = reference.weights, factored.others
+    weights = reference.weights
     with suppressed():  # operations without factors, or whose backward cannot be batched
         with warnings.catch_warnings():
             # torch warns of a backward pass that vmap takes output by output, which is slow
@@ -216,10 +212,8 @@ def _checked(
             terms = factored.run(reference.x)
         if terms is None or terms.is_slow:
             return None
-        rest = ByAutodiff(weights, reference.x, path, others) if path and others else None
-        error = reference.error(ByFactors(weights, terms, rest))
-        passes = terms.f[0].numel() if terms.gradients else 0
-        least = max(1, passes * (2 if others else 1))
+        error = reference.error(ByFactors(weights, terms))
+        least = terms.f[0].numel() if terms.gradients else 1
         right = error <= math.sqrt(reference.eps)
         return (replace(factored, least_columns=least), error) if right else None
     return None

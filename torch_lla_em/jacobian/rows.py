@@ -194,17 +194,10 @@ def _least(*limits: int | None) -> int | None:
 class ByAutodiff(Rows):
     """The linear model at a batch by ``torch.func``; differentiable in x inside ``enable_grad``."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        x: Any,
-        path: Path,
-        names: Sequence[str] | None = None,
-    ):
-        """``names``: some of the weights, if not all."""
+    def __init__(self, weights: Weights, x: Any, path: Path):
         super().__init__(weights, path.at_once(num_examples(x)))
-        self._path, self._names = path, names
-        self._function, self._values = weights.network.function(x), weights.values(names)
+        self._path, self._values = path, weights.values()
+        self._function = weights.network.function(x)
         self._f: Tensor | None = None
         self._recorded: tuple[Tensor, dict[str, Tensor]] | None = None
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -233,7 +226,6 @@ class ByAutodiff(Rows):
 
     def _chunks(self, w: Tensor) -> Iterator[dict[str, Tensor]]:
         for directions in super()._chunks(w):
-            directions = {n: directions[n] for n in self._values}
             if self._path.forward:
                 directions = self._weights.unpadded(directions)
                 # forward mode copies views that do not start at the beginning of their memory
@@ -261,8 +253,6 @@ class ByAutodiff(Rows):
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
         f, leaves = self.forward()
         if not f.requires_grad:
-            if self._names is not None:
-                return {}
             raise NoJacobianError(
                 "The outputs of a batch do not depend on the parameters in the posterior, unlike "
                 "those of earlier batches: for some inputs the forward pass runs under no_grad, or "

@@ -33,7 +33,7 @@ def steps_from(start, mixture, data, **options):
 
     def entered(family, *_):
         weights, means, *others, matrices = start
-        blocks = matrices.reshape(family.blocks) / family._units()
+        blocks = matrices.reshape(family.blocks) / family.units()
         return type(start)(weights, (means - family.centre) / family.unit, *others, blocks)
 
     with pytest.MonkeyPatch.context() as patch:

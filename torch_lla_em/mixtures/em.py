@@ -10,22 +10,19 @@ The E-step makes the divergence zero and the M-step raises the bound L, so log p
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from torch_lla_em.mixtures.gaussian import Family, Tensors
 
 _IGNORED = -100
 """The label that PyTorch's losses ignore."""
 
 _NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """How many numbers to compute with at once: on a CPU they should stay in the cache."""
-
-Tensors = tuple[Tensor, ...]
-
-Piece = tuple[Tensor, Tensor]
-"""Examples (n, D) and their labels (n,)."""
 
 
 class Examples:
@@ -40,8 +37,8 @@ class Examples:
         self.batches = [data] if isinstance(data, (Tensor, np.ndarray)) else data
         self.by_label = by_label
 
-    def pieces(self, width: int | None = None) -> Iterator[Piece]:
-        """Yield a few examples at a time, for computations with ``width`` (or D) numbers for each."""
+    def pieces(self, width: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a few examples (n, D) and labels (n,), to compute with ``width`` (or D) numbers for each."""
         for batch in self.batches:
             x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
             x = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
@@ -72,22 +69,16 @@ class Examples:
 
 
 class Survey(NamedTuple):
-    """Statistics of the data, from the first pass."""
+    """Statistics of the data, from the first pass: examples with each label, moments, and a uniform sample.
+
+    The sample has all examples if they are few enough.
+    """
 
     counts: Counter[int]
-    """The number of examples with each label."""
-
     mean: Tensor
-    """Column means, shape (D,)."""
-
     variance: Tensor
-    """Column variances, shape (D,)."""
-
     x: Tensor
-    """A uniform sample of the examples, or all of them if they are few enough, shape (n, D)."""
-
     labels: Tensor
-    """The labels of the sample, shape (n,)."""
 
     @property
     def num_examples(self) -> int:
@@ -133,27 +124,6 @@ def _with_largest_keys(sample: list[tuple[Tensor, ...]], size: int) -> tuple[Ten
     keys, *others = (torch.cat(parts) for parts in zip(*sample))
     chosen = keys.topk(min(size, len(keys))).indices.sort().values
     return tuple(tensor[chosen] for tensor in (keys, *others))
-
-
-class Family(Protocol):
-    """Components whose log joint density is θ_k · φ(x), with φ = (1, x, x xᵀ), in the coordinates of the fit.
-
-    θ is a tuple of tensors: a constant for each component (K,), the coefficients of x (K, D), and
-    those of x xᵀ in blocks. Sums of φ are a tuple of the same shapes. See ``gaussian``.
-    """
-
-    width: int
-    """About how many numbers are computed for each example."""
-
-    empties: bool
-    """Whether the bound can rise if a component has no examples."""
-
-    def columns(self, x: Tensor) -> Tensor: ...
-    def log_joint(self, natural: Tensors, columns: Tensor) -> Tensor: ...
-    def sums(self, r: Tensor, columns: Tensor) -> Tensors: ...
-    def natural(self, parameters: Any) -> Tensors: ...
-    def maximise(self, sums: Tensors) -> Any: ...
-    def log_prior(self, parameters: Any) -> Tensor: ...
 
 
 class MixtureState(NamedTuple):
@@ -202,6 +172,11 @@ class EM:
             yield state
             if state.converged:
                 return
+
+    def last(self, parameters: Any, max_steps: int) -> MixtureState:
+        """Return the last of these states."""
+        *_, state = self.states(parameters, max_steps)
+        return state
 
     def step(self, state: MixtureState) -> MixtureState:
         """Return the state after an E-step and an M-step."""

@@ -113,13 +113,7 @@ class FeatureDensity:
         return self
 
     def score(self, inputs: Any) -> Tensor:
-        """Return the log density of the features of inputs, which is low for OOD inputs.
-
-        Args:
-            inputs (Tensor): One batch of inputs, as the network takes them.
-
-        Returns:
-            The log densities, shape (B,).
+        """Return the log density of the features of a batch of inputs, (B,): low for OOD inputs.
 
         Raises:
             RuntimeError: Before ``fit``, or if the model's weights have changed since.
@@ -128,13 +122,7 @@ class FeatureDensity:
         return self.mixture.log_prob(self.features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
-        """Return log p(features, label).
-
-        Args:
-            inputs (Tensor): One batch of inputs, as the network takes them.
-
-        Returns:
-            The joint log densities, shape (B, C), with labels in increasing order.
+        """Return log p(features, label) of a batch of inputs, (B, C), labels in increasing order.
 
         Raises:
             RuntimeError: Before ``fit``, after a fit without labels, or if the weights have changed.
@@ -150,14 +138,7 @@ class FeatureDensity:
             )
 
     def features(self, inputs: Any) -> Tensor:
-        """Return the pooled outputs of the layer.
-
-        Args:
-            inputs (Tensor): One batch of inputs, as the network takes them.
-
-        Returns:
-            The features, shape (B, D).
-        """
+        """Return the pooled outputs of the layer for a batch of inputs, shape (B, D)."""
         outputs: list[Any] = []
         with self._network.guarded():
             hook = self.layer.register_forward_hook(lambda module, args, out: outputs.append(out))

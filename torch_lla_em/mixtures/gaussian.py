@@ -1,48 +1,159 @@
-"""Gaussian components: θ, the sums of φ, and M-steps by maximum likelihood, MAP and variational EM."""
+"""Gaussian components, log p(x, k) = θ_k · φ(x) with φ(x) = (1, x, x xᵀ), and their conjugate prior.
+
+π ~ Dirichlet(α), Λ_k ~ Wishart(ν, Ψ⁻¹) block by block, μ_k | Λ_k ~ N(m, (κ Λ_k)⁻¹). Given the
+component of each example, the posterior has the same form: MAP-EM takes its mode, variational EM all of it.
+
+During a fit, covariances are blocks on a diagonal, so that one algebra serves both structures: one
+block of D × D ("full", shape (K, 1, D, D)), or D blocks of 1 × 1 ("diagonal", (K, D, 1, 1)).
+"""
 
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import Dirichlet, kl_divergence
 
-from torch_lla_em.mixtures.conjugate import Gaussians, NormalWishart, apply, outer, weak_prior
-from torch_lla_em.mixtures.em import Tensors
+Tensors = tuple[Tensor, ...]
+Kind = Literal["likelihood", "map", "variational"]
 
 
-class GaussianFamily:
-    """Gaussian components with φ(x) = (1, x, x xᵀ), in coordinates u = (x − centre) / unit.
+class Gaussians(NamedTuple):
+    """The parameters of a Gaussian mixture."""
 
-    In these coordinates the columns have mean 0 and variance 1, so that sums of squares keep
-    their digits. With ``regularised`` there is a prior even if the mixture has none, so that no
-    component collapses onto a few examples.
+    weights: Tensor
+    """π, shape (K,)."""
+
+    means: Tensor
+    """μ, shape (K, D)."""
+
+    covariances: Tensor
+    """Σ: full (K, D, D) or diagonal (K, D); in blocks during a fit."""
+
+    def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log π and log|Λ|, each (K,), and Λ = Σ⁻¹ in blocks."""
+        return self.weights.log(), -_log_dets(self.covariances).sum(1), _inverse(self.covariances)
+
+
+class NormalWishart(NamedTuple):
+    """q(π, μ, Λ) = Dirichlet(π | α) Π_k N(μ_k | m_k, (κ_k Λ_k)⁻¹) Wishart(Λ_k | ν_k, Ψ_k⁻¹)."""
+
+    concentration: Tensor
+    """α, shape (K,)."""
+
+    means: Tensor
+    """m, shape (K, D)."""
+
+    strength: Tensor
+    """κ, the number of examples that the mean is worth, shape (K,)."""
+
+    dof: Tensor
+    """ν, degrees of freedom, shape (K,)."""
+
+    scale: Tensor
+    """Ψ, in the shape of the covariances: see ``Gaussians``; in blocks during a fit."""
+
+    def expected(self) -> Gaussians:
+        """Return the mixture of expected weights, means and precisions (as covariances)."""
+        weights = self.concentration / self.concentration.sum()
+        dof = self.dof.reshape(-1, *[1] * (self.scale.ndim - 1))
+        return Gaussians(weights, self.means, self.scale / dof)
+
+    def updated(self, counts: Tensor, means: Tensor, scatter: Tensor) -> "NormalWishart":
+        """Return the posterior given the moments of each component's examples."""
+        strength = self.strength + counts
+        weighted = self.strength[:, None] * self.means + counts[:, None] * means
+        pull = _outer(means - self.means, self.strength * counts / strength, scatter)
+        return NormalWishart(
+            self.concentration + counts,
+            weighted / strength[:, None],
+            strength,
+            self.dof + counts,
+            self.scale + scatter + pull,
+        )
+
+    def mode(self) -> Gaussians:
+        """Return the components at which the density of (π, μ, Σ) is greatest."""
+        weights = self.concentration - 1
+        dof = self._mode_dof()[:, None, None, None]
+        return Gaussians(weights / weights.sum(), self.means, self.scale / dof)
+
+    def log_density(self, components: Gaussians) -> Tensor:
+        """Return log p(π, μ, Σ) up to a constant, shape ()."""
+        weights, means, covariances = components
+        precision, deviation = _inverse(covariances), means - self.means
+        distance = (self.strength[:, None] * deviation * _apply(precision, deviation)).sum()
+        log_det = (self._mode_dof() * _log_dets(precision).sum(1)).sum()
+        log_weights: Tensor = torch.special.xlogy(self.concentration - 1, weights).sum()
+        return log_weights + 0.5 * (log_det - (self.scale * precision).sum() - distance)
+
+    def _mode_dof(self) -> Tensor:
+        return self.dof + self.scale.shape[-1] + 2
+
+    def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E log π and E log|Λ| − D / κ, each (K,), and E Λ = ν Ψ⁻¹ in blocks."""
+        log_weights = self.concentration.digamma() - self.concentration.sum().digamma()
+        d = self.scale.shape[-1]
+        half = (self.dof[:, None] - torch.arange(d, device="cpu").to(self.dof)) / 2
+        each = half.digamma().sum(1, keepdim=True) + d * math.log(2) - _log_dets(self.scale)
+        precision = self.dof[:, None, None, None] * _inverse(self.scale)
+        return log_weights, each.sum(1) - self.means.shape[1] / self.strength, precision
+
+    def divergence(self, prior: "NormalWishart") -> Tensor:
+        """Return KL(self ‖ prior), shape ()."""
+        _, log_dets, precision = self.expectations()
+        dim, deviation = self.means.shape[1], self.means - prior.means
+        weights = kl_divergence(Dirichlet(self.concentration), Dirichlet(prior.concentration))
+        ratio = prior.strength / self.strength
+        distance = prior.strength * (deviation * _apply(precision, deviation)).sum(1)
+        means = (dim * (ratio - 1 - ratio.log()) + distance).sum()
+        log_det = (self.dof - prior.dof) * (log_dets + dim / self.strength)
+        precisions = log_det.sum() - ((self.scale - prior.scale) * precision).sum()
+        normalisers = (prior._log_normalisers() - self._log_normalisers()).sum()
+        divergence: Tensor = weights + normalisers + 0.5 * (means + precisions)
+        return divergence
+
+    def _log_normalisers(self) -> Tensor:
+        """Return those of the Wishart distributions, shape (K, number of blocks)."""
+        half, d = self.dof[:, None] / 2, self.scale.shape[-1]
+        volume = half * (d * math.log(2) - _log_dets(self.scale))
+        log_normalisers: Tensor = torch.special.multigammaln(half, d) + volume
+        return log_normalisers
+
+
+class Family:
+    """Gaussian components in coordinates u = (x − centre) / unit, in float64.
+
+    In these coordinates the columns have mean 0 and variance 1, so that sums of squares keep their
+    digits. θ is a tuple of a constant for each component (K,), the coefficients of x (K, D), and those
+    of x xᵀ in blocks; sums of φ have the same shapes.
+
+    In the prior, a mean is worth a hundredth of an example, and ν = d + 2 and Ψ = K^(−2/D) are those of
+    Fraley and Raftery (2007): enough that no component collapses, little compared with a hundred
+    examples. At α = 2, the mode has one example more in each component.
     """
 
-    empties = False
-
     def __init__(
-        self,
-        mixture: Any,
-        num_components: int,
-        centre: Tensor,
-        variance: Tensor,
-        regularised: bool = False,
+        self, kind: Kind, shape: tuple[int, ...], moments: tuple[Tensor, Tensor], floor: float
     ):
-        dim, self.is_full = len(centre), mixture.covariance == "full"
-        self.shape = (num_components, dim, dim) if self.is_full else (num_components, dim)
-        self.blocks = (num_components, 1, dim, dim) if self.is_full else (*self.shape, 1, 1)
-        self.width = dim * (num_components if self.is_full else 2) + num_components
-        variance = torch.where(variance > 0, variance, 1.0)
-        self.mixture, self.regularised = mixture, regularised
-        self.centre, self.unit = centre, variance.sqrt()
-        self.prior = weak_prior(self.concentration(), centre.new_zeros(self.blocks))
-
-    def concentration(self) -> float:
-        """Return α of the prior: at 2, the mode has one example more in each component."""
-        return 2.0
+        (k, dim, *_), self.is_full = shape, len(shape) == 3
+        self.kind, self.shape, self.floor = kind, shape, floor
+        self.blocks = (k, 1, dim, dim) if self.is_full else (k, dim, 1, 1)
+        self.width = dim * (k if self.is_full else 2) + k  # numbers that an example takes
+        self.centre, variance = moments
+        self.unit = torch.where(variance > 0, variance, 1.0).sqrt()
+        ones, size = variance.new_ones(k), self.blocks[-1]
+        scale = torch.eye(size, dtype=ones.dtype, device=ones.device) * k ** (-2 / dim)
+        self.prior = NormalWishart(
+            ones / k if kind == "variational" else 2.0 * ones,
+            ones.new_zeros(k, dim),
+            0.01 * ones,
+            (size + 2) * ones,
+            scale.expand(self.blocks),
+        )
 
     def columns(self, x: Tensor) -> Tensor:
-        """Return examples (n, D) as columns (D, n) in the coordinates of the fit, in float64."""
+        """Return examples (n, D) as columns (D, n) in the coordinates of the fit."""
         columns = x.T.to(self.unit, copy=True, memory_format=torch.contiguous_format)
         return columns.sub_(self.centre[:, None]).div_(self.unit[:, None])
 
@@ -67,66 +178,43 @@ class GaussianFamily:
         """Return θ."""
         log_weights, log_dets, precision = parameters.expectations()
         volume = self.unit.log().sum() + 0.5 * len(self.unit) * math.log(2 * math.pi)
-        linear = apply(precision, parameters.means)
+        linear = _apply(precision, parameters.means)
         squares = (linear * parameters.means).sum(1)
-        constant = log_weights + 0.5 * (log_dets - squares) - volume
-        return constant, linear, -0.5 * precision
+        return log_weights + 0.5 * (log_dets - squares) - volume, linear, -0.5 * precision
 
     def maximise(self, sums: Tensors) -> Any:
         """Return the parameters that maximise the bound."""
-        counts, means, scatter = _moments(*sums)
-        if self.regularised or self.mixture.prior:
-            return self.prior.updated(counts, means, scatter).mode()
-        covariances = scatter / _positive(counts)[:, None, None, None]
-        return Gaussians(
-            counts / counts.sum(), means, with_floor(covariances, self.mixture.min_variance)
-        )
+        counts, first, second = sums
+        some = counts.clamp_min(torch.finfo(counts.dtype).tiny)  # sums over no examples become 0
+        means = first / some[:, None]
+        scatter = (second + second.mT) / 2 - _outer(means, counts, second)
+        if self.kind == "likelihood":
+            covariances = _with_floor(scatter / some[:, None, None, None], self.floor)
+            return Gaussians(counts / counts.sum(), means, covariances)
+        posterior = self.prior.updated(counts, means, scatter)
+        return posterior if self.kind == "variational" else posterior.mode()
 
     def log_prior(self, parameters: Any) -> Tensor:
         """Return what the objective adds to log p(X | θ), shape ()."""
-        if self.regularised or self.mixture.prior:
+        if self.kind == "likelihood":
+            return self.unit.new_zeros(())
+        if self.kind == "map":
             return self.prior.log_density(parameters)
-        return self.unit.new_zeros(())
+        return -parameters.divergence(self.prior)
 
     def leave(self, parameters: Any) -> Any:
         """Return parameters in the user's coordinates."""
         weights, means, *others, blocks = parameters
-        matrices = (blocks * self._units()).reshape(self.shape)
+        matrices = (blocks * self.units()).reshape(self.shape)
         return type(parameters)(weights, means * self.unit + self.centre, *others, matrices)
 
-    def _units(self) -> Tensor:
+    def units(self) -> Tensor:
         """Return the product of the units of every two columns, in blocks of one component."""
         unit = self.unit.reshape(self.blocks[1:-1])
         return unit[..., :, None] * unit[..., None, :]
 
 
-class VariationalFamily(GaussianFamily):
-    """Gaussian components with a normal–Wishart posterior each."""
-
-    empties = True
-
-    def concentration(self) -> float:
-        return 1 / self.shape[0]
-
-    def maximise(self, sums: Tensors) -> Any:
-        return self.prior.updated(*_moments(*sums))
-
-    def log_prior(self, parameters: NormalWishart) -> Tensor:
-        return -parameters.divergence(self.prior)
-
-
-def _moments(counts: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return counts (K,), means (K, D), and scatter about the means, in blocks."""
-    means = first / _positive(counts)[:, None]
-    return counts, means, (second + second.mT) / 2 - outer(means, counts, second)
-
-
-def _positive(counts: Tensor) -> Tensor:
-    """Return counts to divide by, where sums over no examples become 0."""
-    return counts.clamp_min(torch.finfo(counts.dtype).tiny)
-
-
-def with_floor(blocks: Tensor, least: float) -> Tensor:
+def _with_floor(blocks: Tensor, least: float) -> Tensor:
     """Raise eigenvalues below ``least`` to it.
 
     Of all covariances whose eigenvalues are at least that, the result has the greatest
@@ -138,3 +226,25 @@ def with_floor(blocks: Tensor, least: float) -> Tensor:
     values, vectors = torch.linalg.eigh(blocks)
     raised = (vectors * values.clamp(min=least)[..., None, :]) @ vectors.mT
     return torch.where(values[..., :1, None] < least, raised, blocks)
+
+
+def _apply(blocks: Tensor, v: Tensor) -> Tensor:
+    """Return the product of each matrix with its row of v, shape (K, D)."""
+    return (blocks @ v.reshape(blocks.shape[:-1])[..., None]).reshape(v.shape)
+
+
+def _outer(v: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """Return w_k v_k v_kᵀ in blocks of the same shape as ``like``."""
+    v = v.reshape(like.shape[:-1])
+    return weights[:, None, None, None] * v[..., :, None] * v[..., None, :]
+
+
+def _log_dets(blocks: Tensor) -> Tensor:
+    """Return log|A| of each block, shape (K, number of blocks)."""
+    log_det: Tensor = 2 * torch.linalg.cholesky(blocks).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return log_det
+
+
+def _inverse(blocks: Tensor) -> Tensor:
+    """Return the inverse of positive definite blocks."""
+    return torch.cholesky_inverse(torch.linalg.cholesky(blocks))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.em import EM, Examples, MixtureState, survey
-from torch_lla_em.mixtures.gaussian import GaussianFamily, VariationalFamily
+from torch_lla_em.mixtures.gaussian import Family, Kind
 from torch_lla_em.mixtures.starts import start_of
 from torch_lla_em.runtime import check_choice
 
@@ -50,7 +50,8 @@ class Mixture:
     classes: Tensor | None = None
     """After a fit by label, the label that each component belongs to, shape (K,)."""
 
-    _kind = GaussianFamily
+    _kind: Kind = "likelihood"
+    min_variance = 0.0
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class Mixture:
     ) -> "Mixture":
         """Fit the mixture to data.
 
-        The first pass computes means and variances, and every EM step takes another pass. If there
-        are at most ``sample_size`` examples, they are read only once.
+        Each EM step takes a pass over the data, after a first one. If there are at most
+        ``sample_size`` examples, they are read only once.
 
         Args:
             data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches that can be read several times.
@@ -108,15 +109,7 @@ class Mixture:
     def steps(
         self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
     ) -> Iterator[MixtureState]:
-        """Fit like ``fit``, and yield the state after each EM step; the mixture holds the last one.
-
-        Args:
-            data (Tensor or iterable): As in ``fit``.
-            by_label (bool): As in ``fit``. Default False.
-
-        Yields:
-            ``MixtureState``, with the objective and the lower bound.
-        """
+        """Fit like ``fit``, with its arguments, and yield the ``MixtureState`` after each EM step."""
         generator = self.seed
         if not isinstance(generator, torch.Generator):
             generator = torch.Generator("cpu").manual_seed(generator)
@@ -131,13 +124,14 @@ class Mixture:
                 f"for {self.num_components} components. Give at most one component per example."
             )
         labels = torch.tensor(sorted(seen.counts), device=seen.mean.device)
-        classes = labels.repeat_interleave(self.num_components)
-        family, regularised = (
-            self._kind(self, len(classes), seen.mean, seen.variance, prior)
-            for prior in (False, True)
-        )
+        classes, dim = labels.repeat_interleave(self.num_components), len(seen.mean)
+        shape = (len(classes), dim, dim) if self.covariance == "full" else (len(classes), dim)
+        # with the prior, no component of a start collapses onto a few examples
+        kinds: tuple[Kind, Kind] = self._kind, "map" if self._kind == "likelihood" else self._kind
+        moments = seen.mean, seen.variance
+        family, regular = (Family(kind, shape, moments, self.min_variance) for kind in kinds)
         em = EM(family, examples, classes, self.tolerance * seen.num_examples)
-        first = start_of(regularised, seen, classes, generator)
+        first = start_of(regular, seen, classes, generator)
 
         self.history, self.converged, self.classes = [], False, classes if by_label else None
         for state in em.states(first, self.max_steps):
@@ -155,14 +149,7 @@ class Mixture:
         return f"{words}, {end} after {len(self.history)} steps, lower bound {bound:.6g}"
 
     def log_joint(self, x: Tensor | np.ndarray) -> Tensor:
-        """Return log p(x, component).
-
-        Args:
-            x (Tensor or array): Examples, shape (n, D).
-
-        Returns:
-            The joint log densities, shape (n, K), in float64.
-        """
+        """Return log p(x, component) of examples x (n, D), shape (n, K), in float64."""
         if self.parameters is None:
             raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
         x = _tensor(x)
@@ -170,57 +157,32 @@ class Mixture:
         dim = natural[1].shape[1]
         if x.ndim != 2 or x.shape[1] != dim:
             raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
-        pieces = Examples(x).pieces(family.width)
         parts = [
             family.log_joint(natural, family.columns(part.to(natural[0].device)))
-            for part, _ in pieces
+            for part, _ in Examples(x).pieces(family.width)
         ]
         return torch.cat(parts, 1).T.to(x.device)
 
     def log_prob(self, x: Tensor | np.ndarray) -> Tensor:
-        """Return log p(x).
-
-        Args:
-            x (Tensor or array): Examples, shape (n, D).
-
-        Returns:
-            The log densities, shape (n,).
-        """
+        """Return log p(x) of examples x (n, D), shape (n,)."""
         return self.log_joint(x).logsumexp(1).to(_floating(x))
 
     def responsibilities(self, x: Tensor | np.ndarray) -> Tensor:
-        """Return p(component | x).
-
-        Args:
-            x (Tensor or array): Examples, shape (n, D).
-
-        Returns:
-            The probabilities, shape (n, K).
-        """
+        """Return p(component | x) of examples x (n, D), shape (n, K)."""
         return self.log_joint(x).softmax(1).to(_floating(x))
 
     def predict(self, x: Tensor | np.ndarray) -> Tensor:
-        """Return the most probable component of each example; after a fit by label, the label.
-
-        Args:
-            x (Tensor or array): Examples, shape (n, D).
-
-        Returns:
-            The indices of components, or labels, shape (n,).
-        """
+        """Return the most probable component of examples x (n, D), or the label if fitted by label, (n,)."""
         if self.classes is None:
             return self.log_joint(x).argmax(1)
         labels: Tensor = self.classes.unique().to(_tensor(x).device)
         return labels[self.class_log_prob(x).argmax(1)]
 
     def class_log_prob(self, x: Tensor | np.ndarray) -> Tensor:
-        """Return log p(x, label), for mixtures fitted by label.
+        """Return log p(x, label) of examples x (n, D), shape (n, C), labels in increasing order.
 
-        Args:
-            x (Tensor or array): Examples, shape (n, D).
-
-        Returns:
-            The joint log densities, shape (n, C), with labels in increasing order.
+        Raises:
+            RuntimeError: If the mixture was not fitted by label.
         """
         if self.classes is None:
             raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
@@ -271,6 +233,7 @@ class GaussianMixture(Mixture):
         if not 0 < min_variance < 1:
             raise ValueError(f"min_variance must be between 0 and 1, not {min_variance}.")
         self.prior, self.min_variance = prior, min_variance
+        self._kind = "map" if prior else "likelihood"
 
 
 class VariationalGaussianMixture(Mixture):
@@ -284,11 +247,7 @@ class VariationalGaussianMixture(Mixture):
 
     Args:
         num_components (int): Largest number of components K.
-        covariance (str): As in ``Mixture``. Default "full".
-        max_steps (int): Largest number of EM steps. Default 200.
-        tolerance (float): Smallest change of the ELBO per example. Default 1e-4.
-        sample_size (int): Number of examples for the start. Default 10,000.
-        seed (int or torch.Generator): Randomness of the start. Default 0.
+        **options: Further arguments, those of ``Mixture``.
 
     Raises:
         ValueError: If an option is out of range.
@@ -298,4 +257,4 @@ class VariationalGaussianMixture(Mixture):
         >>> weights = mixture.parameters.expected().weights
     """
 
-    _kind = VariationalFamily
+    _kind = "variational"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from torch_lla_em.mixtures.em import EM, Examples, Family, MixtureState, Survey, Tensors
+from torch_lla_em.mixtures.em import EM, Examples, MixtureState, Survey
+from torch_lla_em.mixtures.gaussian import Family, Tensors
 
 _STARTS = 10
 """Number of clusterings. With 5, mixtures of ten components end below scikit-learn's best of five."""
@@ -30,65 +31,41 @@ bound per example at which they end."""
 
 def start_of(family: Family, seen: Survey, classes: Tensor, generator: torch.Generator) -> Any:
     """Return parameters to begin with: of several starts, that with the highest bound of the sample."""
-    labels = classes.unique()
-    num_starts = _STARTS if len(classes) > len(labels) else 1
-    few = _rows(seen, max(_ROWS, 50 * len(classes)), generator) if len(labels) == 1 else seen
+    few, num_starts = seen, _STARTS if classes.unique().numel() < len(classes) else 1
+    if (classes == classes[0]).all():
+        order = torch.randperm(len(seen.x), generator=generator, device=generator.device)
+        rows = order[: max(_ROWS, 50 * len(classes))].sort().values.to(seen.x.device)
+        few = seen._replace(x=seen.x[rows], labels=seen.labels[rows])
     columns = family.columns(few.x).T.contiguous()
-    em = EM(family, _examples(few), classes, _TOLERANCE * len(few.x))
+    em = EM(family, Examples([(few.x, few.labels)], True), classes, _TOLERANCE * len(few.x))
     best = MixtureState(None, ())
     for _ in range(num_starts):
         member = _clusters(columns, few.labels, classes, generator)
-        start = family.maximise(_sums(family, columns, member, len(classes)))
-        state = _last(em.states(start, _STEPS))
+        state = em.last(family.maximise(_sums(family, columns, member, len(classes))), _STEPS)
         # of starts that reach the same optimum, rounding does not choose
         if state.lower_bound > best.lower_bound + em.tolerance:
             best = state
-    if not family.empties:
+    if family.kind != "variational":
         return best.parameters
     # the number of examples decides how many components they are worth
-    each = seen.num_examples / len(seen.x)
-    tolerance = _TOLERANCE * seen.num_examples
-    return emptied(
-        replace(em, examples=_examples(seen), tolerance=tolerance, weight=each), best.parameters
-    )
+    tolerance, each = _TOLERANCE * seen.num_examples, seen.num_examples / len(seen.x)
+    every = Examples([(seen.x, seen.labels)], True)
+    return _emptied(replace(em, examples=every, tolerance=tolerance, weight=each), best.parameters)
 
 
-def _rows(seen: Survey, size: int, generator: torch.Generator) -> Survey:
-    """Return fewer rows of the sample."""
-    order = torch.randperm(len(seen.x), generator=generator, device=generator.device)
-    chosen = order[:size].sort().values.to(seen.x.device)
-    return seen._replace(x=seen.x[chosen], labels=seen.labels[chosen])
-
-
-def _examples(seen: Survey) -> Examples:
-    return Examples([(seen.x, seen.labels)], True)
-
-
-def _last(states: Iterator[MixtureState]) -> MixtureState:
-    *_, state = states
-    return state
-
-
-def _bound(state: MixtureState) -> float:
-    return state.lower_bound
-
-
-def emptied(em: EM, parameters: Any) -> Any:
+def _emptied(em: EM, parameters: Any) -> Any:
     """Return parameters with a higher bound, where superfluous components have no examples.
 
     EM rarely empties a component of which others could take the examples. Components are emptied one
     by one, and EM goes on without them, as long as the bound rises.
     """
-    state = _last(em.states(parameters, _STEPS))
-    while True:
-        trials = sorted(_without(em, state), key=_bound, reverse=True)
-        for trial in trials[:_TRIED]:
-            trial = _last(em.states(trial.parameters, _STEPS))
-            if trial.lower_bound > state.lower_bound:
-                state = trial
-                break
-        else:
-            return state.parameters
+    state, is_higher = em.last(parameters, _STEPS), True
+    while is_higher:
+        trials = sorted(_without(em, state), key=lambda trial: -trial.lower_bound)
+        ends = (em.last(trial.parameters, _STEPS) for trial in trials[:_TRIED])
+        higher = next((end for end in ends if end.lower_bound > state.lower_bound), None)
+        state, is_higher = higher or state, higher is not None
+    return state.parameters
 
 
 def _without(em: EM, state: MixtureState) -> Iterator[MixtureState]:

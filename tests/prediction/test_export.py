@@ -308,6 +308,21 @@ def test_unknown_file_endings_raise(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_export_to_a_full_disk_raises_and_leaves_the_earlier_file(tmp_path):
+    resource = pytest.importorskip("resource")
+    case, path = tiny("classification"), tmp_path / "posterior.pt2"
+    la = fitted(case.model, "classification", case.x, case.y)
+    path.write_bytes(b"earlier")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(OSError):
+            la.export(case.x[:4], path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"earlier" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.slow
 def test_a_saved_program_needs_no_library(tmp_path):
     case = tiny("regression")

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -64,9 +67,7 @@ def program_of(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
     x, reason = map_tensors(Tensor.detach, x), ""
-    direct(
-        x
-    )  # raises for inputs that cannot be predicted, checks derivatives, and draws the rotations
+    direct(x)  # an error for inputs that cannot be predicted; checks derivatives, draws rotations
     for answer in recorded:
         try:
             with _guarded(networks):
@@ -82,10 +83,19 @@ def program_of(
             program = torch.export.export(simplified(record(answer, x)), (x,))
     others = {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
     _check(program.module(), direct, x, others)
-    if suffix == ".onnx":
-        _save_onnx(program, path, direct, x)
-    elif path is not None:
-        torch.export.save(program, path)
+    if path is None:
+        return program
+    # written beside the file, so that an earlier one remains if the disk is full
+    with TemporaryDirectory(prefix=".writing-", dir=Path(path).parent) as folder:
+        place = Path(folder) / Path(path).name
+        if suffix == ".onnx":
+            _save_onnx(program, place, direct, x)
+        else:
+            buffer = BytesIO()  # torch's own writer of files ends the process if it fails
+            torch.export.save(program, buffer)
+            place.write_bytes(buffer.getbuffer())
+        for part in Path(folder).iterdir():
+            os.replace(part, Path(path).parent / part.name)
     return program
 
 
@@ -108,16 +118,17 @@ def _for_any_batch(answer: Answer, x: Any) -> ExportedProgram:
 
 def _check(run: Answer, direct: Answer, x: Any, others: Any, least: float = 0.0) -> None:
     """Raise if a program returns other values than it has to, at x or at other inputs."""
-    _compare(run(x), direct(x), "its example inputs", least)
-    for kind, other in others.items():
+    for kind, some in {"its example inputs": x, **others}.items():
         try:
-            expected = direct(other)
-        except Exception:  # the network does not take these inputs
-            continue
-        _compare(run(other), expected, kind, least)
+            due = direct(some)
+        except Exception:
+            if some is x:
+                raise
+            continue  # the network does not take these inputs
+        _compare(run(some), due, kind, least)
 
 
-def _save_onnx(program: ExportedProgram, path: Any, direct: Answer, x: Any) -> None:
+def _save_onnx(program: ExportedProgram, path: Path, direct: Answer, x: Any) -> None:
     """Write an ONNX file, and compare its values in onnxruntime with the predictions."""
     try:
         import onnxruntime
@@ -126,8 +137,11 @@ def _save_onnx(program: ExportedProgram, path: Any, direct: Answer, x: Any) -> N
         raise ImportError(
             f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
         ) from error
-    due = list(direct(x))
-    options: Any = {"input_names": _input_names(x), "output_names": due, "verbose": False}
+    due, count = list(direct(x)), len(tensors_in(x))
+    given = ["x"] if count == 1 else [f"x_{i}" for i in range(count)]
+    if isinstance(x, Mapping) and len(x) == count:
+        given = list(map(str, x))
+    options: Any = {"input_names": given, "output_names": due, "verbose": False}
     with _only_errors("torch.onnx", "onnxscript", "onnx_ir"):
         program = program.run_decompositions(_PLAIN_IN_ONNX)
         torch.onnx.export(program, dynamo=True, **options).save(path)
@@ -142,25 +156,16 @@ def _save_onnx(program: ExportedProgram, path: Any, direct: Answer, x: Any) -> N
     _check(run, direct, x, {}, _OF_ONNX)
 
 
-def _input_names(x: Any) -> list[str]:
-    """Return the names of inputs: "x", or those of a dict, or "x_0" and so on."""
-    count = len(tensors_in(x))
-    if isinstance(x, Mapping) and len(x) == count:
-        return [str(name) for name in x]
-    return ["x"] if count == 1 else [f"x_{i}" for i in range(count)]
-
-
 @contextmanager
 def _only_errors(*names: str) -> Iterator[None]:
     """Log nothing below errors of some libraries: what they could not convert is compared afterwards."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
@@ -214,8 +219,7 @@ def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:
     batched = [_is_batched(leaf) for leaf in pytree.tree_leaves(x)]
     with at.graph.inserting_after(inputs[-1]):
         count = at.graph.call_function(aten.sym_size.int, (inputs[batched.index(True)], 0))
-    nodes = [node for node in at.graph.nodes if node is not count]
-    others = list(next_at.graph.nodes)
+    nodes, others = [n for n in at.graph.nodes if n is not count], list(next_at.graph.nodes)
     if _operations(at, without=count) != _operations(next_at):
         raise ValueError("the network runs other operations with one more example")
     for node, other in zip(nodes, others):

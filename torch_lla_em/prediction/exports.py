@@ -99,12 +99,8 @@ class Exports(Predictor):
                 f"With {num_samples} of {len(posteriors[0].result.w_samples)} samples, predictions at the "
                 f"example inputs differ from la(x) by up to {(few - every).abs().max():.2g}."
             )
-            if level is not None:
-                text += (
-                    f" The coverage of {level:g} is approximate, since all samples were calibrated."
-                )
-            if p_value:
-                text += " The p-values are approximate, since all samples were compared."
+            if level is not None or p_value:
+                text += " Coverage and p-values are approximate, since all samples were calibrated."
             report("show", text)
         networks, is_onnx = [model.network for model in models], Path(path or "").suffix == ".onnx"
         x = to_device(x, networks[0].device)

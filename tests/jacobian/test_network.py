@@ -10,8 +10,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from torch_lla_em.jacobian.checks import called_last
-from torch_lla_em.jacobian.network import Exchange, Network
+from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import select_parameters
+from torch_lla_em.jacobian.state import NetworkState
 
 
 class Observer(nn.Module):
@@ -143,8 +144,8 @@ def test_changes_between_calls_are_seen(change):
 
 def test_an_unchanged_module_is_looked_through_once(monkeypatch):
     network = Network(Shifted().eval())
-    taken, take = [], Exchange.__init__
-    monkeypatch.setattr(Exchange, "__init__", lambda *own: (taken.append(1), take(*own))[1])
+    taken, take = [], NetworkState._look_through
+    monkeypatch.setattr(NetworkState, "_look_through", lambda *own: taken.append(1) or take(*own))
     for _ in range(3):
         with network.guarded():
             network.outputs(torch.ones(4, 3))

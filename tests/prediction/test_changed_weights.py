@@ -10,8 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace, NotFittedError
-from torch_lla_em.jacobian import Snapshot
-from torch_lla_em.jacobian.network import Exchange
+from torch_lla_em.jacobian import NetworkState
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +81,31 @@ def test_changes_that_torch_does_not_count_are_noticed(change, fitted, tmp_path)
         la(case.x)
 
 
+def test_a_change_of_any_single_number_is_noticed_before_the_next_prediction():
+    """Also in float32, where a sum of numbers would round it away."""
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 3, bias=False)
+    model, x, y = nn.Sequential(*layers), torch.randn(30, 3), torch.arange(30) % 3
+    la = LinearisedLaplace(model, "classification", num_samples=3)
+    la.fit([(x, y)], em_steps=0, prior_precision=5.0, progress_bar=False)
+    la(x)
+    for tensor in model.state_dict().values():  # parameters and statistics
+        flat, middle = tensor.data.view(-1), tensor.numel() // 2
+        if not tensor.is_floating_point():
+            continue
+        for place in {0, middle, len(flat) - 1}:
+            before = flat[place].clone()
+            flat[place] = torch.nextafter(before, before + 1)
+            with pytest.raises(NotFittedError, match="have changed"):
+                la(x)
+            flat[place] = before
+            la(x)
+
+
 def test_unchanged_weights_are_not_looked_through(fitted, monkeypatch):
     case, la, model = fitted
     la(case.x)
-    monkeypatch.setattr(Snapshot, "_take", None)
-    monkeypatch.setattr(Exchange, "__init__", None)
+    monkeypatch.setattr(NetworkState, "_look_through", None)
     la(case.x)
 
 

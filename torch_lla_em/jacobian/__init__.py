@@ -5,7 +5,7 @@ from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters
 from torch_lla_em.jacobian.rows import Rows
-from torch_lla_em.jacobian.state import NetworkState, Snapshot
+from torch_lla_em.jacobian.state import NetworkState
 
 __all__ = [
     "ForwardFn",
@@ -15,7 +15,6 @@ __all__ = [
     "ParameterLayout",
     "Rows",
     "Selection",
-    "Snapshot",
     "called_last",
     "explained",
     "layer_of",

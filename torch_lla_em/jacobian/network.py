@@ -2,171 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from operator import is_
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from torch_lla_em.data import copied, default_forward
+from torch_lla_em.jacobian.state import ONE_AT_A_TIME, NetworkState
 from torch_lla_em.runtime import tf32
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
-
-# entries of a container beyond which it takes too long to look through
-_ENTRIES = 256
-_OF_MODULES = vars(nn.Module()).keys()
-
-ONE_AT_A_TIME = threading.RLock()
-"""Held during a call: other threads would see replaced weights, and flags of the whole process."""
-
-if hasattr(os, "register_at_fork"):
-    # a fork waits for other threads, as the child would inherit replaced weights
-    os.register_at_fork(
-        before=ONE_AT_A_TIME.acquire,
-        after_in_parent=ONE_AT_A_TIME.release,
-        after_in_child=ONE_AT_A_TIME.release,
-    )
-
-
-class Attributes:
-    """The attributes of a module's layers at one time, which can be restored.
-
-    The entries of lists, dicts, sets and deques are restored too if they hold tensors; other
-    containers may count calls.
-    """
-
-    def __init__(self, module: nn.Module):
-        self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self.layers = list(module.modules())
-        for layer in self.layers:
-            self._dicts.append((vars(layer), dict(vars(layer))))
-            others = [value for name, value in vars(layer).items() if name not in _OF_MODULES]
-            for value in others:
-                if isinstance(value, (dict, list, set, deque)) and len(value) <= _ENTRIES:
-                    self._containers.append((value, copy.copy(value)))
-
-    @property
-    def differ(self) -> bool:
-        """Whether any of them has changed."""
-        return any(differ(*pair) for pair in (*self._dicts, *self._containers))
-
-    def restore(self) -> None:
-        """Restore all of them."""
-        for now, before in self._dicts:
-            if differ(now, before):
-                if list(now) != list(before):
-                    now.clear()
-                now.update(before)
-        for container, entries in self._containers:
-            if differ(container, entries) and any(
-                isinstance(leaf, Tensor) for leaf in tree_leaves((container, entries))
-            ):
-                container.clear()
-                refill = container.extend if hasattr(container, "extend") else container.update
-                refill(entries)
-
-
-class Exchange(Attributes):
-    """Every tensor of a module, which can be replaced by others for a call.
-
-    ``torch.func.functional_call`` works by names and does not restore a module that is registered
-    under two names (pytorch#164759). Here each module is visited only once.
-    """
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module)
-        parameters = {id(p): name for name, p in module.named_parameters()}
-        names = dict(parameters)
-        self._slots: list[tuple[dict[str, Any], str, str]] = []
-        """Where tensors are: a dict, its key, and the name, one for all places of tied weights."""
-
-        self.fixed: dict[str, Tensor] = {}
-        """The weights."""
-
-        self._written: dict[str, Tensor] = {}
-        """All other tensors, which a call can change."""
-
-        for path, layer in module.named_modules():
-            if isinstance(layer, torch.jit.ScriptModule):  # whose tensors cannot be replaced
-                continue
-            for holder in (layer._parameters, layer._buffers, vars(layer)):
-                if holder is not vars(layer):
-                    self._dicts.append((holder, dict(holder)))
-                for key, tensor in holder.items():
-                    if not isinstance(tensor, Tensor):
-                        continue
-                    name = names.setdefault(id(tensor), f"{path}.{key}" if path else key)
-                    self._slots.append((holder, key, name))
-                    kind = self.fixed if id(tensor) in parameters else self._written
-                    kind.setdefault(name, tensor.detach())
-            # a lookup with max_norm shrinks the rows it reads, in the weights themselves
-            if getattr(layer, "max_norm", None) is not None and "weight" in layer._parameters:
-                name = names[id(layer.weight)]
-                self._written[name] = self.fixed[name]
-        self.is_at_rest = not any(map(_is_in_training, self.layers))
-        """Whether all layers are in eval mode, and no embedding has sparse gradients."""
-
-        self.has_recurrent = any(isinstance(layer, nn.RNNBase) for layer in self.layers)
-        self._children = [(layer._modules, dict(layer._modules)) for layer in self.layers]
-        self._places = self._addresses()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether this is the module still: no layer, tensor or attribute has been replaced."""
-        if self._places is None or self.differ or any(differ(*pair) for pair in self._children):
-            return False
-        return self._addresses() == self._places
-
-    def _addresses(self) -> list[tuple[int, torch.Size]] | None:
-        """Return where the tensors are in memory, or None if that is not known."""
-        if any(isinstance(layer, torch.jit.ScriptModule) for layer in self.layers):
-            return None
-        tensors = [holder[key] for holder, key, _ in self._slots]
-        if any(tensor.layout != torch.strided for tensor in tensors):
-            return None
-        return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
-
-    @contextmanager
-    def exchanged(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace weights, and tensors that a call can change by copies; restore all on exit."""
-        placed: dict[str, Tensor] = {}
-        try:
-            for holder, key, name in self._slots:
-                if name not in placed:
-                    tensor = weights.get(name, self.fixed.get(name))
-                    if name in self._written:
-                        tensor = (self._written[name] if tensor is None else tensor).clone()
-                    placed[name] = tensor
-                holder[key] = placed[name]
-            yield
-        finally:
-            self.restore()
-
-
-def differ(now: Any, before: Any) -> bool:
-    """Whether the values of a dict, or the entries of another container, are other objects."""
-    if isinstance(now, dict):
-        return len(now) != len(before) or not all(map(is_, now.values(), before.values()))
-    return len(now) != len(before) or not all(map(is_, now, before))
-
-
-def _is_in_training(layer: nn.Module) -> bool:
-    return layer.training or (isinstance(layer, nn.Embedding) and layer.sparse)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -212,6 +67,14 @@ class ContiguousInputs(TorchFunctionMode):
         return tuple(copies.get(id(argument), argument) for argument in args)
 
 
+class _Called(nn.Module):
+    """The network with its ``forward_fn``, as ``torch.func.functional_call`` takes it."""
+
+    def __init__(self, module: nn.Module, forward_fn: ForwardFn):
+        super().__init__()
+        self.module, self.forward = module, partial(forward_fn, module)
+
+
 class NoJacobianError(NotImplementedError):
     """Neither forward nor reverse mode gives the Jacobian of a model."""
 
@@ -229,15 +92,16 @@ class Network:
         self.precision = "float32"
         """Precision of matrix products, from ``Compute``."""
 
-        self._held: Exchange | None = None
-        self._known: Exchange | None = None
+        self._held: NetworkState | None = None
+        self._known: NetworkState | None = None
         """The state of the module at the last call, which is used again as long as it is current."""
 
-        self._at_rest: Exchange | None = None
+        self._at_rest: NetworkState | None = None
         """The same in eval mode."""
 
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
         _refuse(self.module)
+        self._called = _Called(self.module, self.forward_fn)
 
     def use(self, precision: str) -> None:
         """Compute matrix products in another precision from now on."""
@@ -253,12 +117,19 @@ class Network:
 
     def function(self, x: Any, in_order: bool = True) -> WeightFunction:
         """Return the map from named weights to f(x), shape (B, ..., C), or in the module's own shape."""
-        state = self._held or Exchange(self.module)
+        state = self._held or NetworkState(self, compares=False)
 
         def f(weights: dict[str, Tensor]) -> Tensor:
-            with state.exchanged(weights), self._contiguous or nullcontext():
-                # a copy of the inputs, since a layer that works in place writes to them
-                outputs = self.forward_fn(self.module, copied(x))
+            tensors = {f"module.{place}": t for place, t in state.replaced(weights).items()}
+            try:
+                with self._contiguous or nullcontext():
+                    # tensors for each place of tied weights, as torch.func looks for these each time,
+                    # and does not restore a module with two names (pytorch#164759); a copy of the
+                    # inputs, since a layer that works in place writes to them
+                    given = (copied(x),)
+                    outputs = functional_call(self._called, tensors, given, tie_weights=False)
+            finally:
+                state.restore()
             if self._contiguous and not self._contiguous.needed:
                 self._contiguous = None  # it takes microseconds of every call
             outputs = outputs.float() if self.precision == "bfloat16" else outputs
@@ -312,14 +183,14 @@ class Network:
                     layer.training = False
                     if isinstance(layer, nn.Embedding):
                         layer.sparse = False
-                self._at_rest = state = self._at_rest or Exchange(self.module)
+                self._at_rest = state = self._at_rest or NetworkState(self, compares=False)
             self._held = state
             yield
 
-    def _current(self) -> Exchange:
+    def _current(self) -> NetworkState:
         """Return the state of the module, which is taken anew only after a change."""
         if self._known is None or not self._known.is_current:
-            self._known, self._at_rest = Exchange(self.module), None
+            self._known, self._at_rest = NetworkState(self, compares=False), None
         return self._known
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.jacobian.network import ONE_AT_A_TIME
+from torch_lla_em.jacobian.state import ONE_AT_A_TIME
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 

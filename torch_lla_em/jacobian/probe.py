@@ -22,7 +22,7 @@ from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.network import NoJacobianError
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights, num_examples
-from torch_lla_em.jacobian.state import Snapshot
+from torch_lla_em.jacobian.state import NetworkState
 from torch_lla_em.runtime import suppressed
 
 # largest error by rounding, of deep networks in float32 or with TF32; wrong derivatives have more
@@ -83,7 +83,7 @@ def probe(weights: Weights, x: Any, needs_path: bool = True) -> Report | None:
     weights have factors. The module, its buffers and the random state are not changed.
     """
     network = weights.network
-    before = Snapshot(network)
+    before = NetworkState(network)
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     report = None
     with torch.random.fork_rng(devices=sorted(devices)):

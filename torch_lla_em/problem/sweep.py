@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, tensors_in
-from torch_lla_em.jacobian import LinearModel, Rows, Snapshot, explained, layer_of
+from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.pieces import FactorCache, Pieces
 from torch_lla_em.runtime import DoesNotFit, is_shortage, release, report, shortage_of
@@ -107,7 +107,7 @@ class Sweep:
         """Errors of this pass, and whether the tensors that they are about are finite."""
 
         self.pieces, self.factors = Pieces(linear_model), FactorCache(linear_model)
-        self._begun_with = Snapshot(linear_model.network)
+        self._begun_with = NetworkState(linear_model.network)
         self._seen: Rows | None = None
         self._loaded = 0
         """Number of examples of the current batch of the loader."""

@@ -2,7 +2,7 @@
 
     python benchmarks/uci.py --data DIR             # five splits of each kind, about 20 minutes
     python benchmarks/uci.py --data DIR --all       # all splits
-    python benchmarks/uci.py --data DIR --tables yacht --methods network ours --splits 1
+    python benchmarks/uci.py --data DIR --tables yacht --methods network ours --splits 0
     python benchmarks/uci.py --report               # the tables of results/uci.jsonl
 
 DIR holds standard/NAME/data with data.txt, index_features.txt, index_target.txt and index_train_I.txt, index_test_I.txt,
@@ -328,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", default=["standard", "gap"])
     parser.add_argument("--stages", nargs="+", default=list(STAGES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--all", action="store_true", help="all splits")
     parser.add_argument("--report", action="store_true", help="only print the summary")
     parser.add_argument("--out", type=Path, default=Path("results/uci.jsonl"))
@@ -344,7 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in args.tables or sorted(p.name for p in (args.data / kind).iterdir()):
             folder = args.data / kind / name / "data"
             count = len(list(folder.glob("index_train_*.txt")))
-            for index in range(count if args.all else min(count, args.splits)):
+            for index in range(count) if args.all else [i for i in args.splits if i < count]:
                 split = read(args.data, kind, name, index)
                 for stage in args.stages:
                     for record in run(split, index, stage, args.methods):

@@ -17,6 +17,7 @@ import distil
 import matplotlib
 import tables
 import testbed
+import uci
 from methods import markdown
 
 matplotlib.use("Agg")
@@ -189,6 +190,7 @@ for stage in STAGES:
 TEXTS = {
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
+    "uci": (BENCHMARKS, "uci", uci.summary),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
 

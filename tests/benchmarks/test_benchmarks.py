@@ -10,12 +10,14 @@ import cost
 import distil
 import forecast
 import gpu
+import numpy as np
 import pytest
 import report
 import segmentation
 import tables
 import testbed
 import torch
+import uci
 from fresh import run_python
 from methods import markdown, peers, rivals, tasks
 from methods.metrics import Classes, Numbers
@@ -197,9 +199,44 @@ def test_small_scripts_run_whole(tmp_path, monkeypatch):
     out = tmp_path / "distil.jsonl"
     distil.main(["--tasks", "wdbc", "diabetes", "--quick", "--out", str(out)])
     assert {r["nll"] for r in markdown.read(out) if r["method"] == "posterior"} == {1.0, 0.0}
+    out = tmp_path / "uci.jsonl"
+    uci.main(["--data", str(splits(tmp_path)), "--stages", "40 epochs", "--out", str(out)])
+    lines = markdown.read(out)
+    assert [line.get("error") for line in lines if "error" in line] == []
+    assert len(lines) == 2 * 12
+    assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)
     out = tmp_path / "testbed.jsonl"
     testbed.main(["--inputs", "2", "--ratios", "1", "--temperatures", ".1", "--out", str(out)])
     assert {r["agent"] for r in markdown.read(out)} == set(testbed.AGENTS)
+
+
+def splits(folder):
+    """Return where a table of 60 rows lies as ``uci.py`` reads it, in units of 100."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(60, 3))
+    rows = np.column_stack([x, 100 * x[:, 0] + generator.normal(size=60)])
+    for kind in ("standard", "gap"):
+        data = folder / kind / "table" / "data"
+        data.mkdir(parents=True)
+        np.savetxt(data / "index_train_0.txt", range(10, 60), fmt="%d")
+        np.savetxt(data / "index_test_0.txt", range(10), fmt="%d")
+    data = folder / "standard" / "table" / "data"
+    np.savetxt(data / "data.txt", rows)
+    np.savetxt(data / "index_features.txt", range(3), fmt="%d")
+    np.savetxt(data / "index_target.txt", [3], fmt="%d")
+    return folder
+
+
+def test_scores_of_gaussians_are_in_the_unit_of_the_targets():
+    y = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0))
+    found = uci.scores((torch.zeros(1, 4000), torch.ones(1, 4000)), y, unit=10.0)
+    normal = torch.distributions.Normal(0.0, 10.0)
+    assert found["nll"] == pytest.approx(-normal.log_prob(10 * y).mean().item(), rel=1e-5)
+    draws = 10 * torch.randn(2, 4000, generator=torch.Generator().manual_seed(1))
+    crps = (draws[:1] - 10 * y).abs().mean() - 0.5 * (draws[0] - draws[1]).abs().mean()
+    assert found["crps"] == pytest.approx(crps.item(), rel=0.02)  # E|Y - y| - E|Y - Y'| / 2
+    assert found["coverage"] == pytest.approx(0.9, abs=0.02)
+    assert found["width"] == pytest.approx(32.897, rel=1e-4)
 
 
 @pytest.mark.parametrize(

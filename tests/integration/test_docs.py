@@ -187,7 +187,7 @@ def test_the_pages_on_the_method_and_on_regression_run():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "package", ["lightning_uq_box", "mapie", "probly", "pytabkit", "sklearn.neural_network"]
+    "package", ["lightning_uq_box", "mapie", "pytabkit", "sklearn.neural_network"]
 )
 def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
     with warnings.catch_warnings():
@@ -205,7 +205,6 @@ def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
     torch.manual_seed(0)
     exec(block.replace("use_ls", 'n_epochs=2, device="cpu", use_ls'), names)
     shapes = {"mapie": ("sets", (139, 2, 1)), "pytabkit": ("probabilities", (40, 2))}
-    shapes |= {"probly": ("epistemic", (len(case.x),))}
     shapes |= {"sklearn.neural_network": ("probabilities", (37, 3))}
     name, shape = shapes.get(package, ("x", case.x.shape))
     assert names[name].shape == shape

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import fitted, tiny
+from tiny import tiny
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -446,21 +446,3 @@ def test_the_methods_of_lightning_uq_box_take_our_laplace(kind, tmp_path):
     assert results and isinstance(method.laplace_model, Laplace)
     assert method.laplace_model.n_data == 40
     assert len(method.predict_step(x[:5])["pred"]) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_measures_of_probly_take_samples():
-    imported("probly")
-    from probly.quantification import classification
-
-    case, la = fitted(em_steps=0, prior_precision=5.0)
-    prediction = la.predict(case.x)
-    probs = prediction.functions.softmax(-1).movedim(0, 1).numpy()  # (N, S, C)
-    for measure, ours in (
-        (classification.total_entropy, prediction.entropy),
-        (classification.conditional_entropy, prediction.aleatoric),
-        (classification.mutual_information, prediction.epistemic),
-    ):
-        found = torch.as_tensor(measure(probs, base=2.718281828459045))
-        torch.testing.assert_close(found, ours, rtol=0.05, atol=2e-3)

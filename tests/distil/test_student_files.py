@@ -21,28 +21,20 @@ def assert_alike(one, other):
         torch.testing.assert_close(getattr(one, quantity), getattr(other, quantity))
 
 
-@pytest.mark.parametrize("name", ["student.pt", "student.safetensors"])
+@pytest.mark.parametrize("name", ["student.pt", "student.safetensors", "0.4.pt"])
 def test_saved_and_loaded(student, name, tmp_path):
     case, student = student
     student.save(tmp_path / name)
+    if name == "0.4.pt":  # whose agreements have one more number at the end
+        state = torch.load(tmp_path / name)
+        record = files.from_bytes(state["student"])
+        record["error"]["held_out"].append(0.3)
+        record["error"]["made"].append(1.2)
+        torch.save(state | {"student": files.to_bytes(record)}, tmp_path / name)
     again = Student.load(tmp_path / name, copy.deepcopy(student.network))
     assert_alike(student.predict(case.x), again.predict(case.x))
     assert again.error == student.error and repr(again) == repr(student)
     assert not any(p.requires_grad for p in again.parameters())
-
-
-def test_files_of_version_0_4_are_loaded(student, tmp_path):
-    """Their agreements have one more number at the end."""
-    case, student = student
-    student.save(tmp_path / "new.pt")
-    state = torch.load(tmp_path / "new.pt")
-    record = files.from_bytes(state["student"])
-    record["error"]["held_out"].append(0.3)
-    record["error"]["made"].append(1.2)
-    torch.save(state | {"student": files.to_bytes(record)}, tmp_path / "old.pt")
-    again = Student.load(tmp_path / "old.pt", copy.deepcopy(student.network))
-    assert again.error == student.error
-    assert_alike(student.predict(case.x), again.predict(case.x))
 
 
 def test_a_student_is_loaded_in_the_module_that_contains_it(student):
@@ -61,26 +53,29 @@ def test_a_student_is_loaded_in_the_module_that_contains_it(student):
 def test_files_that_do_not_fit(regressed, tmp_path):
     case, la, student = regressed
     student.save(tmp_path / "student.pt")
-    other = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    with pytest.raises(ValueError, match="another architecture than the student"):
-        Student.load(tmp_path / "student.pt", other)
     la.save(tmp_path / "posterior.pt")
-    with pytest.raises(ValueError, match="holds a posterior, not a student"):
-        Student.load(tmp_path / "posterior.pt", case.model)
-    with pytest.raises(ValueError, match=r"holds a student, not a posterior: use Student\.load"):
-        LinearisedLaplace.load(tmp_path / "student.pt", case.model)
     ensemble = LaplaceEnsemble([la, la])
     ensemble.save(tmp_path / "ensemble.pt")
-    with pytest.raises(ValueError, match="holds an ensemble, not a posterior"):
-        LinearisedLaplace.load(tmp_path / "ensemble.pt", case.model)
-    for state, kind in (
-        (student.state_dict(), "a student"),
-        (ensemble.state_dict(), "an ensemble"),
-    ):
-        with pytest.raises(ValueError, match=f"holds {kind}, not a posterior"):
-            la.load_state_dict(state)
-    with pytest.raises(ValueError, match="holds a posterior, not an ensemble"):
-        ensemble.load_state_dict(la.state_dict())
+    other = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    for words, use in {
+        "another architecture than the student": lambda: Student.load(
+            tmp_path / "student.pt", other
+        ),
+        "holds a posterior, not a student": lambda: Student.load(
+            tmp_path / "posterior.pt", case.model
+        ),
+        r"holds a student, not a posterior: use Student\.load": lambda: LinearisedLaplace.load(
+            tmp_path / "student.pt", case.model
+        ),
+        "holds an ensemble, not a posterior": lambda: LinearisedLaplace.load(
+            tmp_path / "ensemble.pt", case.model
+        ),
+        "holds a student, not a post": lambda: la.load_state_dict(student.state_dict()),
+        "holds an ensemble, not a post": lambda: la.load_state_dict(ensemble.state_dict()),
+        "holds a posterior, not an ens": lambda: ensemble.load_state_dict(la.state_dict()),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            use()
 
 
 def half(model, x):

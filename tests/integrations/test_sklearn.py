@@ -178,6 +178,7 @@ def test_networks_are_trained_for_the_number_of_epochs(epochs, passes):
 
 def test_hyperparameters_and_targets_are_checked(caplog):
     x, labels = rows(30)
+    good, ones = np.arange(30) % 3, np.ones(30)
     wrong = {
         "validation_fraction": [1.0, -0.1, float("nan")],
         "hidden": [0, (5, 0), (5.5,)],
@@ -187,33 +188,32 @@ def test_hyperparameters_and_targets_are_checked(caplog):
     for estimator in (LaplaceClassifier, LaplaceRegressor):
         with pytest.raises(NotFittedError):
             estimator().predict(x)
-        for name, values in wrong.items():
-            for value in values:
-                with pytest.raises(ValueError, match=f"{name} must be"):
-                    estimator(**{**FAST, name: value}).fit(x, np.arange(30) % 3)
-    with pytest.raises(ValueError, match="at least two classes"):
-        LaplaceClassifier().fit(x, np.zeros(30))
-    with pytest.raises(ValueError, match="sample_weight is not supported with ensemble"):
-        LaplaceClassifier(**FAST, ensemble=2).fit(x, labels, np.ones(30))
-    with pytest.raises(ValueError, match="[Nn]egative values"):
-        LaplaceClassifier(**FAST).fit(x, labels, -np.ones(30))
-    for weights in (np.ones(29), np.ones((30, 1)), np.zeros(30)):
-        with pytest.raises(ValueError, match="must be 30 numbers, one for each example, that are"):
-            LaplaceClassifier(**FAST).fit(x, labels, weights)
-    for y in (np.ones(30), np.zeros((30, 2)), np.full(30, 1e9, dtype="float32")):
-        with pytest.raises(ValueError, match="All targets are equal"):
-            LaplaceRegressor(**FAST).fit(x, y)
+        for name, value in ((key, value) for key in wrong for value in wrong[key]):
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                estimator(**{**FAST, name: value}).fit(x, good)
+
+    def refused(words, estimator, y, weights=None, **options):
+        with pytest.raises(ValueError, match=words):
+            estimator(**{**FAST, **options}).fit(x, y, weights)
+
+    refused("at least two classes", LaplaceClassifier, 0 * ones)
+    refused("not supported with ensemble", LaplaceClassifier, labels, ones, ensemble=2)
+    refused("[Nn]egative values", LaplaceClassifier, labels, -ones)
+    for weights in (np.ones(29), np.ones((30, 1)), 0 * ones):
+        words = "must be 30 numbers, one for each example, that are"
+        refused(words, LaplaceClassifier, labels, weights)
+    for y in (ones, np.zeros((30, 2)), np.full(30, 1e9, dtype="float32")):
+        refused("All targets are equal", LaplaceRegressor, y)
     for dtype in (str, object):
-        with pytest.raises(ValueError, match="strings such as 'same'.* Use LaplaceClassifier"):
-            LaplaceRegressor(**FAST).fit(x, np.sort(labels)[::-1].astype(dtype))
-    some = np.stack([x[:, 0] + (labels == "same"), np.ones(30)], 1)
+        y = np.sort(labels)[::-1].astype(dtype)
+        refused("strings such as 'same'.* Use LaplaceClassifier", LaplaceRegressor, y)
+    refused("distil must be", LaplaceRegressor, x[:, 0], epochs=1, distil="yes")
+    some = np.stack([x[:, 0] + (labels == "same"), ones], 1)
     fitted = LaplaceRegressor(linear, **FAST | {"epochs": 100}, weight_decay=0.0).fit(x, some)
     assert fitted.predict(x)[:, 1] == pytest.approx(1, abs=0.2)
     assert "not calibrated: validation_fraction=0.1 holds out fewer" in caplog.text
     with pytest.raises(ValueError, match="validation_fraction=0.1 holds out fewer than 20"):
         fitted.predict_interval(x)
-    with pytest.raises(ValueError, match="distil must be"):
-        LaplaceRegressor(linear, **FAST | {"epochs": 1}, distil="yes").fit(x, some)
 
 
 SCALES = daily(

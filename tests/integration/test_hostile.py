@@ -18,17 +18,15 @@ def fit(loader=None, model=None, **options):
     return fitted("classification", loader, model, **{"em_steps": 1, **options})[1]
 
 
-def test_fits_do_not_follow_autocast():
+def test_fits_and_predictions_do_not_follow_autocast_nor_inference_mode():
     data = tiny("classification")
     batches = [(data.x.float(), data.y)]
     outside = fit(batches, data.model.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = fit(batches, data.model)
+        inside, predicted = fit(batches, data.model), outside.predict(batches[0][0]).centre
     assert torch.equal(inside.w_lin, outside.w_lin)
     assert torch.equal(inside.w_samples, outside.w_samples)
-
-
-def test_fits_work_in_inference_mode():
+    assert torch.equal(predicted, outside.predict(batches[0][0]).centre)
     model = tiny("classification").model
     with torch.inference_mode():
         la = fit(model=model)  # whose data are made here

@@ -8,34 +8,45 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from jacobians import Calls
 from tiny import fitted, tiny
+from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
-from torch_lla_em.jacobian.network import ONE_AT_A_TIME
+
+class Slow:
+    """Counts the threads that are inside of the network at once, and sees whether it is in eval mode."""
+
+    def __init__(self, net, seconds=0.0):
+        self.inside, self.most, self.seconds, self.entered = 0, 0, seconds, threading.Event()
+        self.model = Calls(self.forward, net=net, rnn=nn.GRU(2, 2, batch_first=True).double())
+
+    def forward(self, m, x):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entered.set()
+        time.sleep(self.seconds)
+        self.inside -= 1
+        assert not m.training
+        return m.net(x) + m.rnn(x[:, None])[0].sum()
 
 
-def test_fits_and_predictions_in_threads():
+def test_fits_and_predictions_in_threads_enter_a_network_one_at_a_time():
     case = tiny("classification")
-    case.model.train()
-
-    def fit():
-        la = LinearisedLaplace(case.model, "classification", num_samples=4)
-        return la.fit([(case.x, case.y)], em_steps=3, progress_bar=False)
-
-    alone = fit()
-    expected = alone(case.x)
-    flags = torch.backends.cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled
+    slow = Slow(case.model)
+    options = {"model": slow.model.train(), "em_steps": 2, "parameters": ["net.*"]}
+    _, alone = fitted(**options)
+    expected, slow.seconds = alone(case.x), 1e-3
     with ThreadPoolExecutor(4) as pool:
-        fits = [pool.submit(fit) for _ in range(2)]
-        answers = [pool.submit(alone, case.x) for _ in range(50)]
+        fits = [pool.submit(fitted, **options) for _ in range(2)]
+        answers = [pool.submit(alone, case.x) for _ in range(20)]
     for answer in answers:
         assert_close(answer.result(), expected)
     for other in fits:
-        assert_close(other.result().w_samples, alone.w_samples)
-    assert all(module.training for module in case.model.modules())
-    assert flags == (torch.backends.cuda.math_sdp_enabled(), torch.backends.mkldnn.enabled)
-    assert torch.backends.mha.get_fastpath_enabled()
+        assert_close(other.result()[1].w_samples, alone.w_samples)
+    assert slow.most == 1 and all(module.training for module in slow.model.modules())
+    assert torch.backends.mkldnn.enabled and torch.backends.cudnn.enabled
+    assert torch.backends.cuda.math_sdp_enabled() and torch.backends.mha.get_fastpath_enabled()
 
 
 def _end_of_child(check):
@@ -49,16 +60,12 @@ def _end_of_child(check):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_waits_until_other_threads_have_left_the_network():
-    (case, la), inside, left = fitted(em_steps=1), threading.Event(), []
-    expected = la(case.x)
-
-    def hold():
-        with ONE_AT_A_TIME:
-            inside.set()
-            time.sleep(0.2)
-            left.append(True)
-
+    case = tiny("classification")
+    slow = Slow(case.model)
+    _, la = fitted(model=slow.model, em_steps=1, parameters=["net.*"])
+    expected, slow.seconds = la(case.x), 0.1
+    slow.entered.clear()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(hold)
-        inside.wait()
-        assert _end_of_child(lambda: left and torch.equal(la(case.x), expected)) == 0
+        pool.submit(la, case.x)
+        slow.entered.wait()
+        assert _end_of_child(lambda: not slow.inside and torch.equal(la(case.x), expected)) == 0

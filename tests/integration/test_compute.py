@@ -5,22 +5,16 @@ import warnings
 
 import pytest
 import torch
-from allocator import Allocator
 from daily import daily
 from fresh import run_fresh
-from loaders import Loader, batches
+from loaders import batches
 from models import images, small_cnn
-from tiny import fitted, problem_of, tiny
+from tiny import fitted, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.data import Data
+from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.jacobian.network import Network
-from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem import prepare
-from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.group import Group
 from torch_lla_em.runtime.modes import tf32
 
 
@@ -91,98 +85,6 @@ def test_models_in_half_precision(dtype, prior):
     exact, found = variances
     assert found.mean().item() == pytest.approx(exact.mean().item(), rel=0.1)
     assert (found - exact).norm() < 0.1 * exact.norm()
-
-
-def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
-    data = batches(tiny("classification"))
-    kept, read, small = Loader(data), Loader(data), Loader(data)
-    _, first = fitted(loader=kept)
-    _, second = fitted(loader=read, compute=Compute(keep_data=False))
-    # the first of two passes begins with the batches that were looked at
-    assert kept.passes == 2 and read.passes >= second.history[-1]["data_passes"] > 5
-    assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: 100.0)
-    _, la = fitted(loader=small)
-    assert small.passes >= la.history[-1]["data_passes"] > 5
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
-    """Batches and factors of J together; what is free after the plan changes nothing."""
-    problem, free = tiny("classification").problem(10, 20), 1e7
-    data, kept = problem.data, problem.sweep.factors
-    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: free)
-    plan = prepare(problem, 4, Compute(keep_data=keeps))
-    monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 0.0 if keeps else 1e12)
-    assert (plan.batches > 0, plan.factors > 0) == (keeps, keeps)
-    assert plan.vectors + plan.batches + plan.factors < free
-    w = torch.randn(5, problem.size, dtype=torch.float64)
-    for _ in range(3):
-        problem.ggn_product(w)
-    assert (data.cache is not None, bool(kept.known)) == (keeps, keeps)
-    # also once factors are stored, so that forecasts know that they are
-    assert (data.room, kept.room) == (plan.batches, plan.factors)
-
-
-def test_several_ranks_keep_neither_batches_nor_factors():
-    class Several(Group):
-        size = 2
-
-    data = Data(batches(tiny("classification")), torch.device("cpu"), group=Several())
-    problem = tiny("classification").problem()
-    plan = prepare(Problem(problem.linear_model, problem.likelihood, data), 4, Compute())
-    assert plan.batches == plan.factors == 0
-
-
-def test_the_plan_estimates_the_peak_memory():
-    solver = BlockCG()
-    x, y = torch.randn(64, 20), torch.randint(0, 3, (64,))
-    model = nn.Sequential(nn.Linear(20, 1500), nn.Tanh(), nn.Linear(1500, 30), nn.Tanh())
-    model = model.append(nn.Linear(30, 3))
-    la = LinearisedLaplace(model, "classification", num_samples=8, solver=solver)
-    problem = problem_of(model, Classification(), [(x, y)])
-    plan = prepare(problem, 8, Compute())
-    with Allocator() as allocator:
-        la.fit([(x, y)], progress_bar=False, em_steps=3)
-    assert 0.6 < allocator.peak / plan.vectors < 1.3
-    kept = (20 + 1500 + 30 + 1500 + 30) * 4  # inputs of layers, and outputs of tanh
-    assert kept / 2 < plan.example.activations <= kept
-    assert not plan.tight and "8 samples of 76," in str(plan)
-
-
-def test_a_plan_that_may_not_fit_says_what_to_do(monkeypatch):
-    case = tiny("classification")
-    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: 4000.0)
-    plan = prepare(case.problem(), 4, Compute())
-    assert plan.tight and "may not fit" in str(plan)
-
-
-def test_processes_on_one_device_share_its_memory(monkeypatch):
-    class Pair(Group):
-        def meet(self, value, merge):
-            return merge([value, value])
-
-    monkeypatch.setattr("torch_lla_em.problem.plan.free_memory", lambda _: 8e6)
-    case = tiny("classification")
-    alone = prepare(case.problem(), 4, Compute())
-    problem = case.problem()
-    problem.data.group = Pair()
-    shared = prepare(problem, 4, Compute())
-    assert (alone.free, shared.free) == (8e6, 4e6)
-
-
-def test_the_plan_is_logged_before_anything_is_allocated(monkeypatch, caplog, capsys):
-    logged, noise_features = [], Problem.noise_features
-
-    def noted(self, *args, **options):
-        logged.extend(caplog.messages)
-        return noise_features(self, *args, **options)
-
-    monkeypatch.setattr(Problem, "noise_features", noted)
-    with caplog.at_level("INFO", "torch_lla_em"):
-        _, la = fitted()
-    assert any("4 samples of" in message for message in logged)
-    assert "4 samples of" in repr(la.details()) and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 import ast
 import importlib
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import torch
+from torch import nn
 
 import torch_lla_em
 
@@ -15,7 +19,9 @@ ROOT = "laplace"
 """Stands for the modules at the package's root, which are not a subpackage."""
 
 BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
-LONGEST = 400
+BOUNDS = {"classes": 200, "functions": 1650, "numbers": 300, "fit": 600, "predict": 90}
+"""The most classes, functions, tuned numbers, and different functions that a fit and a prediction call."""
+
 MOVED = {"botorch.py", "compat.py", "lightning.py", "sklearn.py"}
 """Former names of modules at the root."""
 
@@ -81,9 +87,53 @@ def test_integrations_use_public_names_only():
     assert not faults, faults
 
 
-def test_no_file_is_too_long():
-    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
+def _numbers(statement: ast.stmt) -> int:
+    """Return how many numbers an assignment to a constant has."""
+    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+    names = [
+        part.id
+        for each in targets
+        for part in ast.walk(each or ast.Pass())
+        if isinstance(part, ast.Name)
+    ]
+    if not names or not all(name.lstrip("_").isupper() for name in names) or not statement.value:
+        return 0
+    return sum(type(getattr(n, "value", None)) in (int, float) for n in ast.walk(statement.value))
+
+
+def _called(call) -> int:
+    """Return how many different functions of the package a call goes through."""
+    seen = set()
+
+    def see(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_name[0] != "<" and str(PACKAGE) in code.co_filename:
+            seen.add((code.co_filename, code.co_firstlineno))
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
+
+
+def test_the_package_does_not_grow():
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    kinds = [type(node) for tree in trees for node in ast.walk(tree)]
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 5), torch.randint(3, (200,))
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+    la = torch_lla_em.LinearisedLaplace(model, "classification", num_samples=8)
+    found = {
+        "classes": kinds.count(ast.ClassDef),
+        "functions": kinds.count(ast.FunctionDef) + kinds.count(ast.AsyncFunctionDef),
+        "numbers": sum(_numbers(statement) for tree in trees for statement in tree.body),
+        "fit": _called(lambda: la.fit(x, y, progress_bar=False)),
+        "predict": _called(lambda: la(x[:10])),
+    }
+    print(found)  # shown if it fails, and by pytest -s
+    assert not {name: n for name, n in found.items() if n > BOUNDS[name]}
     assert len({path.name for path in PACKAGE.glob("*.py")} - MOVED) <= 7
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections import deque
 from collections.abc import Mapping
 from operator import is_
@@ -14,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torch_lla_em.runtime import files
+from torch_lla_em.runtime import Turns, files
 
 # entries of a container beyond which it takes too long to look through
 _ENTRIES = 256
 _OF_MODULES = vars(nn.Module()).keys()
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
-ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = Turns()
 """Held during a call: other threads would see replaced weights, and flags of the whole process."""
 
 if hasattr(os, "register_at_fork"):
@@ -29,7 +28,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=ONE_AT_A_TIME.acquire,
         after_in_parent=ONE_AT_A_TIME.release,
-        after_in_child=ONE_AT_A_TIME.release,
+        after_in_child=ONE_AT_A_TIME.release_in_child,
     )
 
 

@@ -13,8 +13,9 @@ from torch_lla_em.likelihoods.sums import average
 class Likelihood:
     """Base class of all likelihoods p(y | f), for targets y and outputs f of a network.
 
-    Outputs have shape (..., B, *sites, C), with the classes or output columns last; leading
-    sample axes broadcast. A subclass must define ``log_prob``, ``hessian_sqrt_product`` and
+    Outputs f have shape (..., B, *sites, C), with the classes or output columns last; leading
+    sample axes broadcast. Targets y have shape (B, *sites), or that of the outputs if ``elementwise``. A
+    subclass must define ``log_prob``, ``hessian_sqrt_product`` and
     ``mean``. ``gradient`` and ``hessian_product`` have defaults by automatic differentiation.
     ``variance``, ``sample``, ``entropy`` and ``smoothed_mean`` are optional: define them for
     aleatoric uncertainty, draws of y, entropies and ``link_approx="probit"``. Every fit compares
@@ -57,15 +58,7 @@ class Likelihood:
     """Whether a fit starts σ from the network's own residuals."""
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return log p(y | f) of each example, shape (..., B).
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
-
-        Returns:
-            The log-probabilities, shape (..., B): those of the sites of an example are added up.
-        """
+        """Return E[y | f] in the shape of f: probabilities for classes."""
         raise self._lacks("log_prob(f, y)")
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
@@ -95,52 +88,24 @@ class Likelihood:
         raise self._lacks("mean(f)")
 
     def log_mean(self, f: Tensor) -> Tensor:
-        """Return log E[y | f].
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-
-        Returns:
-            The logarithms, in the shape of f.
-        """
+        """Return log E[y | f] in the shape of f."""
         return self.mean(f).log()
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of -log p(y | f) with respect to f.
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
-
-        Returns:
-            The gradient, in the shape of f. Default: by automatic differentiation.
-        """
+        """Return the gradient of -log p(y | f) in f. Default: by automatic differentiation."""
         gradient: Tensor = torch.func.grad(lambda f: -self.log_prob(f, y).sum())(f)
         return gradient
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        """Return H(f) u, where H is the Hessian of -log p(y | f) with respect to f.
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-            u (Tensor): Vectors in the space of outputs, (..., B, *sites, C).
-
-        Returns:
-            H u, in the shape of u. Default: S(Sᵀ u), where Sᵀ is computed by reverse mode.
-        """
+        """Return H(f) u in the shape of u. Default: S(Sᵀ u), where Sᵀ is computed by reverse mode."""
         f = f.expand_as(u)
         transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)[1]
         return self.hessian_sqrt_product(f, transpose(u)[0])
 
     def expected_hessian(self, f: Tensor) -> Tensor:
-        """Return the average of H over S functions.
+        """Return the average of H over functions f (S, B, *sites, C), as blocks (B, *sites, C, C).
 
-        Args:
-            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
-
-        Returns:
-            The average, shape (B, *sites, C, C); its diagonal, (B, *sites, C), if ``elementwise``.
-            Default: by ``hessian_product``.
+        It is the diagonal, (B, *sites, C), if ``elementwise``. Default: by ``hessian_product``.
         """
         if self.elementwise:
             return self.hessian_product(f, torch.ones_like(f)).mean(0)
@@ -154,155 +119,69 @@ class Likelihood:
     def keeps_functions(self, classes: int) -> bool:
         """Return whether H averaged over functions can be stored as their outputs, if (C, C) blocks do not fit.
 
-        Args:
-            classes (int): C.
-
-        Returns:
-            Whether ``averaged_product`` and ``averaged_root`` are defined.
+        Then ``averaged_product`` and ``averaged_root`` are defined.
         """
         return False
 
     def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
-        """Return H u, where H is the average over S functions.
-
-        Args:
-            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
-            u (Tensor): Columns, shape (B, *sites, C, k).
-
-        Returns:
-            The products, in the shape of u. Default: by ``expected_hessian``.
-        """
+        """Return H u for columns u (B, *sites, C, k), where H is the average over functions f (S, B, *sites, C)."""
         return self.expected_hessian(f) @ u
 
     def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
-        """Return S ε, where S Sᵀ is the average of H over S functions.
-
-        Args:
-            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
-            noise (Tensor): ε, shape (B, *sites, C, k).
-
-        Returns:
-            The products, in the shape of the noise.
-        """
+        """Return S ε for noise (B, *sites, C, k), where S Sᵀ is the average of H over functions f."""
         raise self._lacks("averaged_root(f, noise), as keeps_functions returns True")
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return Var[y | f].
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-
-        Returns:
-            The variances, in the shape of f.
-        """
+        """Return Var[y | f] in the shape of f."""
         raise self._lacks("variance(f) for aleatoric uncertainty")
 
     def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the aleatoric and the epistemic part of the uncertainty about y.
 
-        Args:
-            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
-            weights (Tensor, optional): A weight for each function, shape (S,), with sum 1. Default
-                None: equal weights.
-
-        Returns:
-            Both parts. Default: of Var[y], in the shape of outputs; for labels, of the entropy.
+        ``f`` are the outputs of S functions, (S, B, *sites, C), and ``weights`` their weights, (S,), with
+        sum 1; None: equal ones. Default: the parts of Var[y], in the shape of outputs; for labels, of the entropy.
         """
         mean, variance = self.mean(f), self.variance(f)
         spread = (mean - average(mean, weights)).square()
         return average(variance, weights), average(spread, weights)
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the entropy of y under the average over functions from the posterior.
-
-        Args:
-            f (Tensor): Outputs of S functions from the posterior, shape (S, B, *sites, C).
-            weights (Tensor, optional): A weight for each function, shape (S,), with sum 1. Default
-                None: equal weights.
-
-        Returns:
-            The entropies, shape (B, *sites), or that of the outputs if ``elementwise``.
-        """
+        """Return the entropy of y under the average over functions, as in ``uncertainties``, (B, *sites)."""
         raise self._lacks("entropy(f, weights). Or use .aleatoric and .epistemic")
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        """Return E[y] for normally distributed outputs, in closed form.
-
-        Args:
-            f (Tensor): Means of the outputs, shape (..., B, *sites, C).
-            variance (Tensor): Variances of the outputs, in the same shape.
-
-        Returns:
-            The expectations, in the shape of f.
-        """
+        """Return E[y], in closed form, for normally distributed outputs with means f and these variances."""
         raise self._lacks('smoothed_mean(f, variance). Or use link_approx="mc"')
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw targets y given f.
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-            generator (torch.Generator, optional): Source of randomness. Default None: torch's own.
-
-        Returns:
-            One draw for each example, in the shape of targets with the leading axes of f.
-        """
+        """Draw targets y given f, with its leading axes; ``generator`` None: torch's own."""
         raise self._lacks("sample(f, generator)")
 
     def predictive_log_prob(
         self, f: Tensor, deviations: Tensor, y: Tensor, joint: bool = False
     ) -> Tensor | None:
-        """Return log E[p(y | f)] for normally distributed outputs, if it has a closed form.
+        """Return log E[p(y | f)] for normally distributed outputs, (B,), or None if it has no closed form.
 
-        Args:
-            f (Tensor): Means of the outputs, shape (B, *sites, C).
-            deviations (Tensor): Samples of the outputs less their mean, (K, B, *sites, C); possibly
-                none.
-            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
-            joint (bool): Whether all examples are one, whose outputs are correlated. Default False.
-
-        Returns:
-            The log-probabilities, shape (B,), or () if ``joint``. Default None: no closed form, so that
-            p(y | f) is averaged over functions.
+        ``f`` are the means, (B, *sites, C), and ``deviations`` samples less their mean, (K, B, *sites, C), or
+        none. With ``joint`` all examples are one, whose outputs are correlated: the result is ().
         """
         return None
 
     def mask(self, y: Tensor) -> Tensor | None:
-        """Return which sites count.
-
-        Args:
-            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
-
-        Returns:
-            A mask or weights, shape (B, *sites); None if every site counts once.
-        """
+        """Return which sites count, a mask or weights (B, *sites); None if every site counts once."""
         return None
 
     def labelled(self, y: Tensor) -> Tensor:
-        """Return whether each example has a target that counts.
-
-        Args:
-            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
-
-        Returns:
-            A mask, shape (B,).
-        """
+        """Return whether each example has a target that counts, (B,)."""
         mask = self.mask(y)
         if mask is None:
             return torch.ones(len(y), dtype=torch.bool, device=y.device)
         return mask.unsqueeze(-1).flatten(1).any(1)
 
     def align(self, y: Tensor, class_dim: int) -> Tensor:
-        """Return targets with the axis of the outputs last, if they have one.
+        """Return targets of a loader as ``log_prob`` takes them, with the axis ``class_dim`` of the outputs last.
 
         Small integers become int64, as do booleans of an elementwise likelihood.
-
-        Args:
-            y (Tensor): Targets, as the loader returns them.
-            class_dim (int): Axis of the outputs, as in ``LinearisedLaplace``.
-
-        Returns:
-            The targets as ``log_prob`` takes them.
         """
         small = (torch.uint8, torch.int8, torch.int16, torch.int32)
         if y.dtype in small or (y.dtype == torch.bool and self.elementwise):
@@ -312,15 +191,7 @@ class Likelihood:
         return y
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error if outputs or targets do not fit this likelihood.
-
-        Args:
-            f (Tensor): Outputs of the network, shape (..., B, *sites, C).
-            y (Tensor): Targets, shape (B, *sites), or that of the outputs if ``elementwise``.
-
-        Raises:
-            ValueError, TypeError: With what is wrong and how to correct it. Default: no check.
-        """
+        """Raise a ValueError or TypeError with its remedy if outputs or targets do not fit. Default: no check."""
 
     @property
     def observation_noise(self) -> Tensor | None:
@@ -328,36 +199,18 @@ class Likelihood:
         return None
 
     def with_noise(self, sigma_noise: Tensor) -> Likelihood:
-        """Return the same likelihood with another σ, if it has one.
-
-        Args:
-            sigma_noise (Tensor): σ, one number or one per output.
-
-        Returns:
-            A new likelihood, or this one if it has no σ.
-        """
+        """Return the same likelihood with another σ, one number or one per output, if it has one."""
         return self
 
     def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
-        """Return the constant in f for targets with this mean and variance, if E[y | f] is linear in f.
+        """Return the constant in f, (C,) or (), for targets with this mean and variance; None: there is none.
 
         The linear model takes it, and so finds the same posterior for targets y + b or in another unit.
-
-        Args:
-            mean (Tensor): The mean of the targets, shape (C,), or () for outputs of shape (B,).
-            variance (Tensor): The variance of the targets around it, in the same shape.
-
-        Returns:
-            The constant in every output, (C,) or (); None: the linear model has no constant.
         """
         return None
 
     def without_constant(self) -> Likelihood:
-        """Return the same likelihood without the part of log p that depends on σ alone.
-
-        Returns:
-            A new likelihood, or this one if it has no σ.
-        """
+        """Return the same likelihood without the part of log p that depends on σ alone."""
         return self
 
     def _lacks(self, method: str) -> NotImplementedError:
@@ -370,14 +223,7 @@ class Labels(Likelihood):
     gives_probabilities = True
 
     def entropy_of(self, p: Tensor) -> Tensor:
-        """Return the entropy of y.
-
-        Args:
-            p (Tensor): Probabilities, in the shape of outputs.
-
-        Returns:
-            The entropies.
-        """
+        """Return the entropy of y for probabilities p."""
         raise NotImplementedError
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -21,14 +21,7 @@ class ElementwiseLikelihood(Likelihood):
     elementwise = True
 
     def curvature(self, f: Tensor) -> Tensor:
-        """Return the diagonal of H(f).
-
-        Args:
-            f (Tensor): Outputs of the network.
-
-        Returns:
-            The diagonal, in the shape of f.
-        """
+        """Return the diagonal of H(f), in the shape of f."""
         raise NotImplementedError
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:

@@ -189,11 +189,11 @@ class Sweep:
             yield batch.step_rows or len(batch.rows), partial(self, batch=batch)
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
-        """Yield the batches of one pass, inside the network's guard."""
+        """Yield the batches of one pass, each inside the network's guard: other threads wait for one batch."""
         self._fine.fill_(True)
         self._expected.clear()
-        with self.linear_model.network.guarded():
-            for whole in self.data.batches(in_step=in_step):
+        for whole in self.data.batches(in_step=in_step):
+            with self.linear_model.network.guarded():
                 if in_step and not len(whole.rows):
                     yield whole
                     continue

@@ -19,6 +19,7 @@ from torch_lla_em.runtime.messages import collected, or_float64, report
 from torch_lla_em.runtime.modes import tf32, without_autocast
 from torch_lla_em.runtime.noise import normal, normals, split_mix
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
+from torch_lla_em.runtime.turns import Turns
 
 __all__ = [
     "PRECISION_BOUNDS",
@@ -27,6 +28,7 @@ __all__ = [
     "DoesNotFit",
     "Group",
     "TensorList",
+    "Turns",
     "check_choice",
     "check_options",
     "collected",

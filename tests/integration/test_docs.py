@@ -258,9 +258,27 @@ def pages():
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_notebooks_are_made_from_their_scripts(path, pages):
     stored = (pages.NOTEBOOKS / f"{path.stem}.ipynb").read_text()
-    assert pages.notebook(path.stem, *pages.stored(path.stem)) == stored, (
-        f"run: python docs/pages.py {path.stem}"
-    )
+    made = pages.notebook(path.stem, *pages.stored(path.stem))
+    assert made == stored, f"run: python docs/pages.py {path.stem}"
+    cells = json.loads(stored)["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    words = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    for link in re.findall(r"\]\((?!http)([^)#]+)", words):
+        assert (pages.NOTEBOOKS / link).exists(), link
+    code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    own = [cell.text for cell in pages.cells(path) if cell.is_code]
+    for text in own if pages.is_portable(path.stem) else ():
+        assert re.sub("from helpers.*\n", "", text) in code
+    if importlib.util.find_spec("nbformat"):
+        nbformat = importlib.import_module("nbformat")
+        nbformat.validate(nbformat.from_dict(json.loads(stored)))
+
+
+def test_tutorials_have_the_sizes_that_tests_replace():
+    assert {path.stem for path in EXAMPLES} == {path.stem for path in BOOKS}
+    for path in EXAMPLES:
+        code = path.read_text()
+        assert (small(path.stem, code) != code) == (path.stem in SIZES) and "TINY" not in code
 
 
 _MARK = "\n# the next cell\n"
@@ -293,12 +311,6 @@ def test_notebooks_run_in_a_kernel(path, tmp_path, monkeypatch):
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources=resources).execute()
     assert [_kinds(cell) for cell in book.cells] == stored and not list(tmp_path.iterdir())
-
-
-def test_tutorials_have_the_sizes_that_tests_replace():
-    for path in EXAMPLES:
-        code = path.read_text()
-        assert (small(path.stem, code) != code) == (path.stem in SIZES) and "TINY" not in code
 
 
 def _kinds(cell):

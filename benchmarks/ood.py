@@ -90,7 +90,7 @@ def measured(name: str, seed: int) -> Iterator[dict]:
     @torch.no_grad()
     def scores(x: Tensor) -> dict[str, Tensor]:
         found = la.predict(x)
-        distance = found.judge()[1]._ood_scores()[:, 2]
+        distance = found.judged("p_value")[1].scored.values[:, 2]
         return {"p_value": -found.p_value, "epistemic": found.epistemic, "distance": distance}
 
     known = scores(task.test.x[:MOST])

@@ -232,8 +232,7 @@ def _finished(axes: Axes, x: str, y: str) -> Axes:
 
 def _unusual(la: Predictor, sets: Iterable[Any]) -> tuple[list[np.ndarray], bool]:
     """Return the p-values of loaders' examples or of inputs, (N,), or else the epistemic uncertainty."""
-    reference = la._components.reference
-    known = None if reference is None else reference()
+    known = la._components.reference
     by_rank = known is not None and known.errors is not None and known.groups is None
     found = []
     for data in sets:

@@ -93,7 +93,9 @@ class Reports(Predictor):
 
 def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
     """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
-    gain = rows.network._log_prob(rows.targets) - rows.posterior._log_prob(rows.targets)
+    gain = rows.network.mixture.log_prob(rows.targets) - rows.posterior.mixture.log_prob(
+        rows.targets
+    )
     gain, to_do = gain.double(), [words for kind, words in advice(la) if kind == "to do"]
     error = gain.std() / len(gain) ** 0.5
     if gain.mean() > _EDGE * error:
@@ -119,7 +121,7 @@ def _by_group(la: Any, loader: Any) -> Iterator[str]:
 
 def _scored(rows: PredictedData, student: Student | None) -> Table:
     """Return the scores of the network, the posterior and a student, the heading first."""
-    name = "networks" if rows.network.members else "network"
+    name = "networks" if len(rows.network.members) > 1 else "network"
     predictions: dict[str, Any] = {name: rows.network, "posterior": rows.posterior}
     if student is not None and rows.inputs is not None:
         with torch.no_grad():  # classes last, as the targets

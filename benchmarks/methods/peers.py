@@ -229,9 +229,7 @@ def of_ours(
 
 def _at(found: Prediction, rows: Tensor) -> Prediction:
     """Return the prediction at some of its inputs."""
-    centre, deviations = found.centre[rows], found.deviations[:, rows]
-    members = tuple(_at(member, rows) for member in found.members)
-    return replace(found, centre=centre, deviations=deviations, members=members)
+    return replace(found, mixture=found.mixture.map(lambda part: part.part(rows)))
 
 
 METHODS: dict[str, Callable[[Case], Found]] = {

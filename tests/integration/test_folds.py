@@ -94,7 +94,7 @@ def test_p_values_add_the_ranks_of_all_folds(case):
     count, predicted = torch.zeros(len(new)), ensemble.predict(new)
     for k, mask in unseen(case):
         theirs, own = (
-            ensemble.predict(inputs).members[k]._ood_scores() for inputs in (x[mask], new)
+            ensemble.predict(inputs).members[k].scored.values for inputs in (x[mask], new)
         )
         count += (theirs[:, :1] >= own[:, 0]).sum(0)
     assert_close(predicted.p_values("epistemic"), (1 + count.double()) / (1 + len(x)))

@@ -107,18 +107,19 @@ def test_functions_share_their_weights_over_inputs(known):
     assert_close(la.predictive_samples(case.x), together.softmax(-1))
     assert_close(la(case.x), la.predict(case.x).functions.softmax(-1).mean(0))
     few = la.predict(case.x, num_samples=2)
-    assert_close(few.deviations, la.predict(case.x).deviations[:2])
+    assert_close(few.samples, la.predict(case.x).samples[:2])
     with pytest.raises(ValueError, match="num_samples=9"):
         la.predict(case.x, num_samples=9)
     exact, linear = case.exact(la.scale), la.predict(case.x, mean="linear")
     assert_close(linear.mean, exact.J @ exact.mode(la.prior_precision), rtol=1e-5, atol=1e-5)
-    assert_close(linear.deviations, la.predict(case.x).deviations)
+    plain = la.predict(case.x)
+    assert_close(linear.samples - linear.mean, plain.samples - plain.mean)
 
 
 def test_a_generator_decides_every_draw_and_predictions_change_no_results(known):
     case, la = known
     prediction = la.predict(case.x)
-    centre, deviations = prediction.centre.clone(), prediction.deviations.clone()
+    centre, samples = prediction.centre.clone(), prediction.samples.clone()
     for call in (la, la.functional_samples, la.predictive_samples):
         first, again, other = (
             call(case.x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
@@ -182,7 +183,7 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     la.calibrate(surprising(case))
     assert torch.equal(function(case.x), drawn)  # a function that was drawn before stays
     p = la.predict(case.x)
-    assert p.weights is not None and len(p.members) == 3
+    assert len(p.mixture.components) == 3 and len(p.members) == 1
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
     for k in range(20):
@@ -190,7 +191,7 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert_close(la.predictive_samples(case.x), p.samples.softmax(-1))
     assert_close(la.joint_log_prob(case.x, case.y), p.joint_log_prob(case.y))
     alone = la.predict(case.x, mean="network")
-    assert not alone.members
+    assert len(alone.mixture.components) == 1
     assert_close(alone.mean, case.model(case.x).detach())
     # so do fits that are given the validation set; the second comes from the finished checkpoint
     for _ in range(2):

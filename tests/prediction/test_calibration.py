@@ -30,6 +30,10 @@ def drawn(likelihood=None, count=2000, K=8, C=3, temperature=1.0, deviation=1.0)
     return examples(likelihood, f, Jw, y)
 
 
+def predicted(likelihood, f, Jw, table):
+    return Pushforward((Products(likelihood, f, Jw),), f).prediction(table)
+
+
 def parts_of(problem):
     f, Jw, y = problem.parts
     return [Pushforward((Products(problem.likelihood, f, Jw),), y)]
@@ -46,7 +50,7 @@ def test_calibration_finds_the_temperature_of_the_network(likelihood, temperatur
     f, Jw, y = problem.parts
     found = fit(problem)
     truth = likelihood.log_prob(f / temperature, y)
-    ours = Products(likelihood, f, Jw).prediction(found.table).log_prob(y)
+    ours = predicted(likelihood, f, Jw, found.table).log_prob(y)
     assert (truth - ours).mean() < 0.01
     assert found.calibration.before > found.calibration.after
 
@@ -57,7 +61,7 @@ def objective(likelihood, parts, theta):
     table, noise = numbers.at(theta)
     if isinstance(likelihood, Regression):
         likelihood = likelihood.with_noise(likelihood.sigma_noise * noise)
-    rows = Products(likelihood, f, Jw).prediction(table).log_prob(y).sum()
+    rows = predicted(likelihood, f, Jw, table).log_prob(y).sum()
     return rows - 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
 
 
@@ -101,7 +105,7 @@ def test_the_nll_is_corrected_for_optimism():
     problem = drawn(count=200)
     found = fit(problem)
     f, Jw, y = problem.parts
-    inside = -Products(problem.likelihood, f, Jw).prediction(found.table).log_prob(y).mean().item()
+    inside = -predicted(problem.likelihood, f, Jw, found.table).log_prob(y).mean().item()
     assert inside < found.calibration.after < inside + 6 / 200
     assert found.calibration.num_rows == 200
 
@@ -114,9 +118,9 @@ def test_errors_are_those_of_paired_differences(caplog):
     (said,) = (record.getMessage() for record in caplog.records)
     assert said == f"Validation NLL {found.calibration}; calibration applied."
     f, Jw, y = problem.parts
-    before = Products(likelihood, f, Jw).prediction(PLAIN)
-    after = Products(likelihood.with_noise(likelihood.sigma_noise * found.noise), f, Jw).prediction(
-        found.table
+    before = predicted(likelihood, f, Jw, PLAIN)
+    after = predicted(
+        likelihood.with_noise(likelihood.sigma_noise * found.noise), f, Jw, found.table
     )
     gain = after.log_prob(y) - before.log_prob(y)
     error = gain.std().item() / 50**0.5
@@ -166,7 +170,7 @@ def test_calibration_is_no_worse_than_a_temperature_but_for_its_prior():
     problem = examples(Classification(), f, Jw, y)
 
     def value(table):
-        return Products(Classification(), f, Jw).prediction(table).log_prob(y).sum().item()
+        return predicted(Classification(), f, Jw, table).log_prob(y).sum().item()
 
     factors = torch.linspace(0.02, 2, 100)
     alone = max(Classification().log_prob(t * f, y).sum().item() for t in factors)

@@ -17,7 +17,7 @@ from torch_lla_em.prediction.neighbours import (
     output_variance,
     variances_without,
 )
-from torch_lla_em.prediction.pushforward import Products, push_forward
+from torch_lla_em.prediction.pushforward import Products, Pushforward, push_forward
 from torch_lla_em.prediction.ranks import mass_above, p_values, quantiles
 
 
@@ -137,11 +137,11 @@ def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
 
 
 def test_sets_of_pixels_are_those_of_risk_control():
-    pixels = Prediction(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
+    pixels = Prediction.of(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
     with pytest.raises(TypeError, match=r"use RiskControl\(la, validation_loader\)"):
         pixels.prediction_set()
     with pytest.raises(TypeError, match=r"use interval\(level\) for a regression"):
-        Prediction(Regression(1.0), torch.zeros(2, 1), torch.zeros(2, 2, 1)).prediction_set()
+        Prediction.of(Regression(1.0), torch.zeros(2, 1), torch.zeros(2, 2, 1)).prediction_set()
 
 
 def test_sets_are_saved_and_moved_with_the_posterior(blobs, tmp_path):
@@ -172,7 +172,7 @@ def test_intervals_are_for_each_output_and_wider_where_f_is_uncertain():
     share = ((y[80:] >= lower) & (y[80:] <= upper)).double().mean(0)
     assert (share > 0.8 - 5 * (0.16 / 42 + 0.16 / 40) ** 0.5).all()
     half = (upper - lower) / 2
-    other = prediction.judge()[1]
+    other = prediction.judged("interval")[1]
     assert_close(half / other.predictive_variance.sqrt(), la_bounds(la, 0.8).expand(40, 3))
     with pytest.raises(TypeError, match="interval"):
         prediction.prediction_set()
@@ -200,12 +200,13 @@ def test_other_likelihoods_have_p_values_and_no_sets(name):
 def test_some_of_the_scores_can_be_chosen(blobs):
     la, x, y = blobs
     la.calibrate(x[:400], y[:400])
-    prediction, (reference, own) = la.predict(x[400:500]), la.predict(x[400:500]).judge()
-    scores, units = own._ood_scores(), own._units()
+    prediction = la.predict(x[400:500])
+    reference, own = prediction.judged("p_value")
+    scores, units = own.scored
     assert_close(own.epistemic.double(), scores[:, 0], rtol=1e-4, atol=1e-6)
     for score, columns in (("all", [0, 1, 2]), ("epistemic", [0]), ("distance", [1, 2])):
         among = reference.unusual[:, columns], scores[:, columns]
-        due = p_values(*among, prediction._room(), units[columns])
+        due = p_values(*among, prediction._room, units[columns])
         assert_close(prediction.p_values(score), due)
         assert torch.equal(la.is_ood(x[400:500], score=score), due <= 0.05)
     assert torch.equal(prediction.p_value, prediction.p_values())
@@ -222,9 +223,10 @@ def test_posteriors_of_earlier_versions_have_the_p_values_of_their_one_score(blo
     state["training_distances"] = state["training_distances"][:, 0]
     old = LinearisedLaplace(la.model, "classification", num_samples=16)
     old.load_state_dict(state)
-    prediction, (reference, own) = old.predict(x[400:500]), old.predict(x[400:500]).judge()
-    among = reference.unusual, own._ood_scores()[:, 2:]
-    due = p_values(*among, prediction._room(), own._units()[2:])
+    prediction = old.predict(x[400:500])
+    reference, own = prediction.judged("p_value")
+    among = reference.unusual, own.scored.values[:, 2:]
+    due = p_values(*among, prediction._room, own.scored.units[2:])
     assert_close(prediction.p_value, due)
     with pytest.raises(ValueError, match='score="epistemic" needs a reference with this score'):
         prediction.p_values("epistemic")
@@ -320,15 +322,16 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(kept):
     la, x, _ = kept
     inside, far = la.predict(x), la.predict(20 * x)
     f, Jw = push_forward(la._linear_model, x, la.w_lin[None], la.w_samples)
-    plain = Products(la.likelihood, f, Jw).prediction(la.mixture)
+    plain = Pushforward((Products(la.likelihood, f, Jw),), f).prediction(la.mixture)
     assert_close(inside.probs, plain.probs)
     f, Jw = push_forward(la._linear_model, 20 * x, la.w_lin[None], la.w_samples)
-    plain = Products(la.likelihood, f, Jw).prediction(la.mixture)
+    plain = Pushforward((Products(la.likelihood, f, Jw),), f).prediction(la.mixture)
     variance = output_variance(la.likelihood, Jw[1:])
     share = (la.largest_variance / variance).clamp_max(1)
     assert (share < 0.5).any()
     assert_close(far.mean, share[:, None] * plain.mean)
-    assert_close(far.deviations, plain.deviations)
+    own, others = (p.mixture.components[0].deviations for p in (far, plain))
+    assert_close(own, others)
     assert far.probs.max(1).values.mean() < plain.probs.max(1).values.mean() - 0.05
 
 
@@ -344,8 +347,8 @@ def test_an_ensemble_takes_the_mean_of_the_distances(kept):
     other = LinearisedLaplace(la.model, "classification", num_samples=4, seed=1)
     other.fit(x, y, progress_bar=False)
     ensemble = LaplaceEnsemble([la, other]).calibrate(draw(40, 3, seed=3), y[:40])
-    distances = [member.predict(x).nearest() for member in (la, other)]
-    assert_close(ensemble.predict(x)._ood_scores()[:, 1:], torch.stack(distances).mean(0))
+    distances = [member.predict(x).origin.distances()[0] for member in (la, other)]
+    assert_close(ensemble.predict(x).scored.values[:, 1:], torch.stack(distances).mean(0))
     assert (ensemble.predict(30 * x).p_value <= 0.1).double().mean() > 0.8
 
 

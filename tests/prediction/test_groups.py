@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
+from torch_lla_em.prediction.conformal import errors_of
 from torch_lla_em.prediction.ranks import Masses, p_values, weighted_quantiles
 from torch_lla_em.prediction.reference import is_second
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
@@ -120,8 +121,8 @@ def test_p_values_by_class_are_the_largest_of_those_among_each_class(blobs):
     la, x, y = blobs
     la.calibrate(x[:500], y[:500], groups="classes")
     prediction = la.predict(x[500:520])
-    reference, own = prediction.judge()
-    ties = own._ood_scores(), prediction._room(), own._units()
+    reference, own = prediction.judged("p_value")
+    ties = own.scored.values, prediction._room, own.scored.units
     each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
     assert_close(prediction.p_value, torch.stack(each).amax(0))
 
@@ -130,16 +131,17 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
     la, x, y = blobs
     groups = (x[:500, 1] > 0.3).long() * 7 - 2  # any integers
     la.calibrate(x[:500], y[:500], groups=groups.numpy())
-    reference, own = la.predict(x[500:600], groups=(x[500:600, 1] > 0.3).long() * 7 - 2).judge()
+    prediction = la.predict(x[500:600], groups=(x[500:600, 1] > 0.3).long() * 7 - 2)
+    reference, own = prediction.judged("p_value")
     sizes = {int(g): int((groups == g).sum()) // 2 for g in groups.unique()}
     assert {int(g): int((reference.groups == g).sum()) for g in groups.unique()} == sizes
     for g in (-2, 5):
         mine = la.predict(x[500:600], groups=torch.full((100,), g))
         errors = reference.errors[reference.groups == g].sort(0).values
         bound = errors[-(-(len(errors) + 1) * 9 // 10) - 1]
-        of_all = own._errors(torch.zeros(100).long())
-        assert torch.equal(mine.prediction_set(0.9)[:, 0], (of_all <= bound + mine._room())[:, 0])
-        ties = own._ood_scores(), mine._room(), own._units()
+        of_all = errors_of(own.mixture, torch.zeros(100).long())
+        assert torch.equal(mine.prediction_set(0.9)[:, 0], (of_all <= bound + mine._room)[:, 0])
+        ties = own.scored.values, mine._room, own.scored.units
         among = p_values(reference.unusual[reference.groups == g], *ties)
         assert_close(mine.p_value, among)
     mixed = torch.tensor([-2, 5] * 50)
@@ -258,7 +260,7 @@ def test_joint_regions_contain_all_outputs_at_once(several):
 def test_the_covariance_of_outputs_is_that_of_f_and_of_the_noise(several):
     la, x, _ = several
     prediction = la.predict(x[:5])
-    found = covariance_of(prediction, prediction._variance())
+    found = covariance_of(prediction.mixture, prediction.mixture.variance())
     f = prediction.covariance.double().view(5, 3, 5, 3)
     noise = torch.diag(la.sigma_noise.double() ** 2)
     expected = torch.stack([f[i, :, i] for i in range(5)]) + noise

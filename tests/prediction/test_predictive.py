@@ -25,29 +25,53 @@ from torch_lla_em.prediction.functions import (
     number_of_functions,
     redrawn,
 )
+from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.prediction import Prediction
 
 K, B, C = 9, 4, 3
 
 
 def prediction(likelihood, *sites, outputs=C, class_dim=-1):
-    return Prediction(
+    return Prediction.of(
         likelihood, draw(B, *sites, outputs), draw(K, B, *sites, outputs, seed=1), class_dim
     )
 
 
 def mixture(likelihood, *sites, class_dim=-1):
     plain = prediction(likelihood, *sites, class_dim=class_dim)
-    plain = replace(plain, deviations=draw(10, *plain.centre.shape, seed=1))
+    plain = with_samples(plain, draw(10, *plain.centre.shape, seed=1))
     return with_certain(plain, draw(2, B, *sites, C, seed=7))
 
 
-def with_certain(posterior, functions):
+def with_samples(p, deviations):
+    return Prediction.of(p.likelihood, p.centre, deviations, p.class_dim)
+
+
+def with_certain(posterior, functions, weights=(0.5, 0.2, 0.3)):
     """A mixture of a posterior and of functions without uncertainty."""
-    none = posterior.deviations[:0]
-    certain = (replace(posterior, centre=f, deviations=none) for f in functions)
-    weights = torch.tensor([0.5, 0.2, 0.3]).double()
-    return replace(posterior, members=(posterior, *certain), weights=weights)
+    (part,) = posterior.mixture.components
+    certain = (part._replace(centre=f, deviations=part.deviations[:0]) for f in functions)
+    mixture = Mixture((part, *certain), torch.tensor(weights).double())
+    return replace(posterior, mixture=mixture)
+
+
+def together(*predictions):
+    """The mixture of several posteriors, as an ensemble has it."""
+    parts = [
+        part._replace(posterior=number)
+        for number, p in enumerate(predictions)
+        for part in p.mixture.components
+    ]
+    weights = torch.cat([p.mixture.weights for p in predictions]) / len(predictions)
+    return replace(predictions[0], mixture=Mixture(tuple(parts), weights))
+
+
+def reweighted(p, *weights):
+    return replace(p, mixture=replace(p.mixture, weights=torch.tensor(weights).double()))
+
+
+def deviations_of(p):
+    return p.mixture.components[0].deviations
 
 
 BOTH = pytest.mark.parametrize("make", [prediction, mixture])
@@ -57,7 +81,7 @@ BOTH = pytest.mark.parametrize("make", [prediction, mixture])
 @pytest.mark.parametrize("class_dim", [-1, 1])
 def test_classes_average_over_functions(make, class_dim):
     p = make(Classification(), 2, class_dim=class_dim)
-    assert make is prediction or len(p.functions) == 2 * number_of_functions(p.deviations)
+    assert make is prediction or len(p.functions) == 2 * number_of_functions(deviations_of(p))
     functions = p.functions.movedim(class_dim if class_dim < 0 else class_dim + 1, -1)
     probs = functions.softmax(-1)
     assert_close(p.probs.movedim(class_dim, -1), probs.mean(0))
@@ -100,7 +124,7 @@ def test_intervals_of_mixtures_are_quantiles():
 def test_log_probs_of_certain_outputs_are_finite():
     centre = torch.tensor([[500.0, 0.0]])
     for likelihood in (Classification(), Bernoulli()):
-        p = Prediction(likelihood, -centre, torch.zeros(2, 1, 2))
+        p = Prediction.of(likelihood, -centre, torch.zeros(2, 1, 2))
         assert torch.isfinite(p.log_probs).all()
         assert_close(p.log_probs[0, 0].item(), -500.0)
 
@@ -111,7 +135,7 @@ def test_entropy_of_counts_sums_over_counts():
     mixture = distributions.Poisson(p.functions.exp()).log_prob(counts).exp().mean(1)
     assert_close(p.entropy, -torch.special.xlogy(mixture, mixture).sum(0))
     with pytest.raises(ValueError, match="too many counts"):
-        Prediction(Poisson(), torch.full((1, 1), 20.0), torch.zeros(2, 1, 1)).entropy
+        Prediction.of(Poisson(), torch.full((1, 1), 20.0), torch.zeros(2, 1, 1)).entropy
 
 
 def test_regression_has_moments():
@@ -145,7 +169,7 @@ def test_predicted_noise_splits_the_variance():
     y = draw(B, 2, 2, seed=3)
     densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(2).sum(2).exp()
     assert_close(p.log_prob(y), densities.mean(0).log())
-    functions = (p.centre + functions_of(p.deviations, JOINT)).movedim(-1, 2)
+    functions = (p.centre + functions_of(deviations_of(p), JOINT)).movedim(-1, 2)
     mu, variance = functions[:, :, :2], functions[:, :, 2:].exp()
     densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(1).sum(1).exp()
     assert_close(p.joint_log_prob(y), densities.mean().log())
@@ -167,7 +191,7 @@ def test_intervals_of_other_links_are_quantiles(likelihood):
         torch.tensor([0.1, 0.9], dtype=torch.float64), dim=0
     )
     assert_close(torch.stack(p.credible_interval(0.8)), expected)
-    one = Prediction(likelihood, p.centre, p.deviations[:1])
+    one = with_samples(p, deviations_of(p)[:1])
     ends = likelihood.mean(one.functions).sort(0).values
     assert_close(
         torch.stack(one.credible_interval(0.9)),
@@ -200,21 +224,21 @@ def test_joint_density_is_the_dense_gaussian(class_dim):
 def test_joint_probability_is_the_average_of_products():
     p = prediction(Classification())
     y = torch.tensor([0, 2, 1, 1])
-    functions = p.centre + functions_of(p.deviations, JOINT)
+    functions = p.centre + functions_of(deviations_of(p), JOINT)
     product = torch.ones(len(functions), dtype=torch.float64)
     for row in range(B):
         product *= functions[:, row].softmax(-1)[:, y[row]]
     assert_close(p.joint_log_prob(y), product.mean().log())
     counts = torch.tensor([[0.0, 1, 2]]).expand(B, 3).double()
     q = prediction(Poisson())
-    functions = q.centre + functions_of(q.deviations, JOINT)
+    functions = q.centre + functions_of(deviations_of(q), JOINT)
     densities = distributions.Poisson(functions.exp()).log_prob(counts).sum((1, 2)).exp()
     assert_close(q.joint_log_prob(counts), densities.mean().log())
 
 
 def test_outputs_without_an_axis_of_their_own():
     centre, deviations, y = draw(B), draw(K, B, seed=1), draw(B, seed=2)
-    p = Prediction(Regression(0.5), centre, deviations)
+    p = Prediction.of(Regression(0.5), centre, deviations)
     total = Normal(centre, (deviations.square().mean(0) + 0.25).sqrt())
     assert_close(p.log_prob(y), total.log_prob(y))
     assert_close(p.entropy, total.entropy())
@@ -253,7 +277,7 @@ def test_a_likelihood_without_an_entropy_raises():
 def test_fresh_samples_keep_the_covariance():
     p = prediction(Classification())
     generator = torch.Generator().manual_seed(0)
-    many = torch.stack([redrawn(p.deviations, generator) for _ in range(1000)]).flatten(0, 1)
+    many = torch.stack([redrawn(deviations_of(p), generator) for _ in range(1000)]).flatten(0, 1)
     products = many.flatten(1)[:, :, None] * many.flatten(1)[:, None]
     error = products.std(0) / len(many) ** 0.5
     assert ((products.mean(0) - p.covariance).abs() < 5 * error).all()
@@ -261,7 +285,7 @@ def test_fresh_samples_keep_the_covariance():
 
 def test_one_sample_is_enough_for_a_density():
     p = prediction(Classification())
-    one = Prediction(p.likelihood, p.centre, torch.zeros_like(p.deviations[:1]))
+    one = with_samples(p, 0 * deviations_of(p)[:1])
     y = torch.tensor([0, 2, 1, 1])
     assert_close(one.log_prob(y), p.centre.log_softmax(-1).gather(1, y[:, None])[:, 0])
     assert_close(one.log_prob(y).sum() - log(1), one.joint_log_prob(y))
@@ -269,14 +293,15 @@ def test_one_sample_is_enough_for_a_density():
 
 def test_joint_probabilities_of_mixtures_are_averages_of_products():
     p, y = mixture(Classification()), torch.tensor([0, 2, 1, 1])
-    own = Prediction(p.likelihood, p.centre, p.deviations).joint_log_prob(y).exp()
-    _, *certain = (torch.log_softmax(member.centre, -1) for member in p.members)
+    first, *rest = p.mixture.components
+    own = Prediction.of(*first[:3]).joint_log_prob(y).exp()
+    certain = [torch.log_softmax(part.centre, -1) for part in rest]
     probs = [each.gather(1, y[:, None]).sum().exp() for each in certain]
     assert_close(p.joint_log_prob(y).exp(), 0.5 * own + 0.2 * probs[0] + 0.3 * probs[1])
 
 
 def test_samples_of_mixtures_come_in_its_shares():
-    plain = replace(prediction(Classification()), deviations=draw(200, B, C, seed=1))
+    plain = with_samples(prediction(Classification()), draw(200, B, C, seed=1))
     certain = draw(2, B, C, seed=7)
     p = with_certain(plain, certain)
     for first in (20, 200):
@@ -286,9 +311,10 @@ def test_samples_of_mixtures_come_in_its_shares():
 
 def test_smoothed_mixtures_average_the_parts():
     p = mixture(Classification())
-    own = Prediction(p.likelihood, p.centre, p.deviations)
-    parts = [own.smoothed(), *(member.centre.softmax(-1) for member in p.members[1:])]
-    assert_close(p.smoothed(), sum(w * part for w, part in zip(p.weights, parts)))
+    first, *rest = p.mixture.components
+    own = Prediction.of(*first[:3])
+    parts = [own.smoothed(), *(part.centre.softmax(-1) for part in rest)]
+    assert_close(p.smoothed(), sum(w * part for w, part in zip(p.mixture.weights, parts)))
     assert_close(p.standard_error, 0.5 * own.standard_error)
 
 
@@ -298,13 +324,15 @@ def test_the_standard_error_is_that_of_the_samples():
     drawn = []
     for seed in range(2, 202):
         drawn.append(
-            Prediction(Classification(), centre, torch.tensordot(draw(16, 6, seed=seed), root, 1))
+            Prediction.of(
+                Classification(), centre, torch.tensordot(draw(16, 6, seed=seed), root, 1)
+            )
         )
     spread = torch.stack([p.probs for p in drawn]).std(0)
     said = torch.stack([p.standard_error for p in drawn]).square().mean(0).sqrt()
     ratio = (said.square().mean() / spread.square().mean()).sqrt()
     assert 0.9 < ratio < 1.3
-    one = Prediction(Classification(), centre, root[:1])
+    one = Prediction.of(Classification(), centre, root[:1])
     assert one.standard_error.isnan().all()
     assert (prediction(Regression()).standard_error == 0).all()
 
@@ -313,33 +341,34 @@ def test_the_standard_error_is_that_of_the_samples():
 def test_the_standard_error_has_that_of_the_mean(make):
     """It adds what E[y] varies by as the mean does, in all components alike."""
     plain = make(Classification())
-    parts = [replace(plain, members=(), weights=None), *plain.members[1:]]
-    shares, d = plain._shares, plain.deviations
+    parts, shares, d = plain.mixture.components, plain.mixture.weights, deviations_of(plain)
     drifts = 1e-3 * draw(len(parts), B, 1, seed=9)
-    moved = [replace(part, drift=drift) for part, drift in zip(parts, drifts)]
-    both = replace(moved[0], members=tuple(moved) if plain.members else (), weights=plain.weights)
+    moved = tuple(part._replace(drift=drift) for part, drift in zip(parts, drifts))
+    both = replace(plain, mixture=Mixture(moved, shares))
     # that of the posterior is read from the samples, which are the ends of large changes
-    odd = 0.5 * ((plain.centre + d).softmax(-1) - (plain.centre - d).softmax(-1))
+    centre = parts[0].centre
+    odd = 0.5 * ((centre + d).softmax(-1) - (centre - d).softmax(-1))
     change = shares[0] * drifts[0] * odd
     for share, part, drift in zip(shares[1:], parts[1:], drifts[1:]):
-        change = change + share * ((part.centre + drift * d).softmax(-1) - part.probs)
+        apart = (part.centre + drift * d).softmax(-1) - part.centre.softmax(-1)
+        change = change + share * apart
     due = (plain.standard_error.square() + change.square().mean(0)).sqrt()
     assert_close(both.standard_error, due, rtol=1e-4, atol=1e-7)
     assert_close(both.first(2).standard_error, both.standard_error[:2])
-    pair = Prediction.averaged([both, both])
+    pair = together(both, both)
     assert_close(pair.standard_error, both.standard_error / 2**0.5)
 
 
 def test_functions_of_a_rare_posterior_stay_few():
-    p = replace(mixture(Classification()), weights=torch.tensor([0.01, 0.49, 0.5]).double())
+    p = reweighted(mixture(Classification()), 0.01, 0.49, 0.5)
     assert_close(p.functions.softmax(-1).mean(0), p.probs, rtol=0, atol=0.01)
     assert len(p.functions) < 1100
 
 
 def test_functions_of_mixtures_of_mixtures_have_equal_weights():
     p = mixture(Classification())
-    rare = replace(p, weights=torch.tensor([0.05, 0.45, 0.5]).double())
-    both = Prediction.averaged([p, rare])
+    rare = reweighted(p, 0.05, 0.45, 0.5)
+    both = together(p, rare)
     assert_close(both.functions.softmax(-1).mean(0), both.probs, rtol=0, atol=0.01)
     assert_close(both.probs, (p.probs + rare.probs) / 2)
 
@@ -360,14 +389,14 @@ def test_many_outputs_use_mirror_images_only():
 
 
 def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
-    p, y = Prediction(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
+    p, y = Prediction.of(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
 
     def everything():
         values = [p.probs, p.log_probs, p.entropy, p.epistemic, p.aleatoric, p.log_prob(y)]
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr("torch_lla_em.prediction.functions._NUMBERS", 1)
+    monkeypatch.setattr("torch_lla_em.prediction.mixture._NUMBERS", 1)
     for few, all_at_once in zip(everything(), whole):
         assert_close(few, all_at_once)
 
@@ -375,10 +404,14 @@ def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
 def test_averages_are_nearer_to_those_of_the_gaussian():
     """Against many samples: the error of probabilities falls by more than a half."""
     centre, root = draw(40, 3), draw(6, 40, 3, seed=1)
-    truth = Prediction(Classification(), centre, torch.tensordot(draw(20_000, 6, seed=2), root, 1))
+    truth = Prediction.of(
+        Classification(), centre, torch.tensordot(draw(20_000, 6, seed=2), root, 1)
+    )
     exact, plain, better = truth.probs, 0.0, 0.0
     for seed in range(3, 23):
-        p = Prediction(Classification(), centre, torch.tensordot(draw(32, 6, seed=seed), root, 1))
+        p = Prediction.of(
+            Classification(), centre, torch.tensordot(draw(32, 6, seed=seed), root, 1)
+        )
         plain += (p.predictive_samples.mean(0) - exact).square().mean()
         better += (p.probs - exact).square().mean()
     assert (better / plain).sqrt() < 0.5
@@ -396,10 +429,60 @@ def test_predictions_are_freed_without_garbage_collection(make):
 @pytest.mark.parametrize("make", [prediction, mixture])
 def test_averages_over_weighted_functions_are_exact(make):
     p = make(Classification())
-    both = Prediction.averaged([p, replace(p, centre=2 * p.centre)])
+    moved = replace(p, mixture=p.mixture.map(lambda c: c._replace(centre=2 * c.centre)))
+    both = together(p, moved)
+    assert [len(m.mixture.components) for m in both.members] == 2 * [len(p.mixture.components)]
     for each in (p, both):
         functions, weights = each.weighted_functions
         assert_close(weights.sum(), torch.ones(()).to(weights))
         average = (weights.view(-1, 1, 1) * functions.softmax(-1)).sum(0)
         assert_close(average, each.probs)
         assert len(functions) == len(weights) <= len(each.functions)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("likelihood", [Regression(0.7), HeteroscedasticRegression()])
+def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
+    """Against numerical integration of the density, which is that of log_prob."""
+    p = Prediction.of(likelihood, draw(B, 2), draw(K, B, 2, seed=1))
+    if several:  # of which the second has another σ
+        (part,) = prediction(likelihood, outputs=2).mixture.components
+        other = part._replace(centre=part.centre + 1, deviations=part.deviations[:0])
+        if likelihood.observation_noise is not None:
+            other = other._replace(likelihood=Regression(0.2))
+        p = together(p, replace(p, mixture=Mixture((other,), torch.ones(1).double())))
+    outputs = p.expectation.shape[1]
+    step = 0.01
+    grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
+    density = p.mixture.gaussians()
+    each = Normal(density.means[:, None], density.deviations[:, None]).log_prob(grid).exp()
+    whole = (density.weights.view(-1, 1, 1, 1) * each).sum(0)
+    if outputs == 1:  # the same density as that of log_prob
+        y = draw(B, 1, seed=3)
+        at = ((y - grid).abs().argmin(0))[0, 0]
+        assert_close(whole[at, 0, 0].log(), p.log_prob(grid[at].expand(B, 1))[0], rtol=1e-6, atol=0)
+    cdf = (step * whole).cumsum(0) - 0.5 * step * whole
+    for y in (draw(B, outputs, seed=3), 5 * draw(B, outputs, seed=4)):
+        at = (y - grid).abs().argmin(0)
+        near = grid[:, 0, 0][at]
+        assert_close(p.cdf(near), cdf.gather(0, at[None])[0], rtol=0, atol=1e-4)
+        crps = (step * (cdf - (grid >= near).double()).square()).sum(0)
+        assert_close(p.crps(near), crps, rtol=0, atol=1e-2)
+    for share in (0.02, 0.5, 0.9):
+        assert_close(p.cdf(p.quantile(share)), torch.full((B, outputs), share).double())
+    drawn = p.sample(4000, torch.Generator().manual_seed(0))
+    assert drawn.shape == (4000, B, outputs)
+    below = (drawn <= p.quantile(0.3)).double().mean(0)
+    assert ((below - 0.3).abs() < 5 * (0.21 / 4000) ** 0.5 + 0.03).all()
+
+
+def test_samples_of_targets_are_labels_and_other_targets_have_no_cdf():
+    p = mixture(Classification())
+    drawn = p.sample(20_000, torch.Generator().manual_seed(0))
+    shares = torch.nn.functional.one_hot(drawn, C).double().mean(0)
+    assert drawn.shape == (20_000, B) and ((shares - p.probs).abs() < 0.05).all()
+    for ask in (lambda: p.cdf(drawn[0]), lambda: p.quantile(0.5), lambda: p.crps(drawn[0])):
+        with pytest.raises(TypeError, match="not continuous"):
+            ask()
+    with pytest.raises(ValueError, match="q must lie between 0 and 1"):
+        prediction(Regression(0.7)).quantile(1.0)

@@ -66,7 +66,7 @@ def test_calibrated_posteriors_are_compared_with_network_and_temperature_scaling
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli(), Poisson(), Regression()])
 def test_dense_predictions_are_printed_by_their_means_over_sites(likelihood):
     f, Jw = draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1)
-    prediction = Prediction(likelihood, f, Jw)
+    prediction = Prediction.of(likelihood, f, Jw)
     shown = repr(prediction)
     assert "outputs of shape (8, 5, 4, 3)" in shown and len(shown.splitlines()) == 9
     if likelihood.elementwise:
@@ -107,8 +107,8 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
 
 
 def test_predictions_of_any_shape_are_shown():
-    empty = Prediction(Classification(), torch.zeros(0, 3), torch.zeros(2, 0, 3))
-    pixels = Prediction(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
+    empty = Prediction.of(Classification(), torch.zeros(0, 3), torch.zeros(2, 0, 3))
+    pixels = Prediction.of(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
     assert "(0, 3)" in repr(empty) and "(2, 3, 5, 5)" in repr(pixels)
 
 
@@ -171,7 +171,7 @@ def test_groups_are_of_examples_of_one_shape():
 def warnings(prediction=None, y=None, **changed):
     """The warnings of a fit of which all is well but for what is changed."""
     if prediction is None:
-        prediction, y = Prediction(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3)), None
+        prediction, y = Prediction.of(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3)), None
     well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0, "scale": 2.0}
     found = {name: torch.tensor(value) for name, value in (well | changed).items()}
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
@@ -206,8 +206,8 @@ def test_predictions_far_less_certain_than_right_are_noticed(spread, said):
     y = torch.arange(200) % 5
     centre = 4.0 * torch.nn.functional.one_hot(y, 5)
     deviations = spread * torch.randn(16, 200, 5, generator=generator)
-    assert bool(warnings(Prediction(Classification(), centre, deviations), y)) == said
-    labels = Prediction(Bernoulli(), centre - 2, deviations)
+    assert bool(warnings(Prediction.of(Classification(), centre, deviations), y)) == said
+    labels = Prediction.of(Bernoulli(), centre - 2, deviations)
     assert bool(warnings(labels, (centre > 0).float())) == said
 
 

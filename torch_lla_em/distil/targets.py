@@ -47,7 +47,7 @@ class Known(NamedTuple):
         parts = [last(prediction.epistemic)]
         if not prediction.likelihood.gives_probabilities:
             parts.append(last(prediction.aleatoric))
-        scores = prediction._ood_scores().to(expectation)
+        scores = prediction.scored.values.to(expectation)
         given = torch.full_like(scores[:, 0], is_given, dtype=torch.bool)
         return cls(x, given, last(expectation), torch.cat(parts, -1), scores)
 

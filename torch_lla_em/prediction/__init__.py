@@ -1,9 +1,9 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-A prediction is a mixture of ``functions``: ``conformal`` compares it with a validation set, ``neighbours``
-with training examples, and ``prediction`` has its public properties. ``pushforward`` makes it from the outputs and products of
-inputs. ``calibration``, ``passes``, ``metrics`` and ``validation`` use held-out data; ``reference`` has what
-``calibrate`` keeps of them. ``posterior`` is the frozen
+A prediction is a ``mixture`` of components, from which a ``distribution`` has moments and densities by the
+averages of ``functions`` and ``scores``; ``prediction`` compares it with a validation set by ``conformal`` and
+``neighbours``. ``pushforward`` makes it from the outputs and products of inputs. ``calibration``, ``passes``,
+``metrics`` and ``validation`` use held-out data; ``reference`` has what ``calibrate`` keeps of them. ``posterior`` is the frozen
 record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of
 one posterior (``fitted``) or several (``ensemble``); ``exports`` and ``export`` write programs, ``summary`` prints results.
 """
@@ -11,7 +11,7 @@ one posterior (``fitted``) or several (``ensemble``); ``exports`` and ``export``
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibrates import calibrated_on
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.conformal import Conformal, Interval, Score, chosen
+from torch_lla_em.prediction.conformal import Score, chosen
 from torch_lla_em.prediction.ensemble import Ensemble
 from torch_lla_em.prediction.export import program_of
 from torch_lla_em.prediction.fitted import PosteriorBase
@@ -40,6 +40,19 @@ from torch_lla_em.prediction.ranks import (
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
+from torch_lla_em.prediction.scores import (
+    Interval,
+    aligned,
+    conformal_interval,
+    conformal_set,
+    errors_of_classes,
+    errors_of_values,
+    gaussian_entropy,
+    gaussian_interval,
+    has_classes,
+    has_values,
+    require_share,
+)
 from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_examples
 from torch_lla_em.prediction.validation import (
@@ -54,7 +67,6 @@ __all__ = [
     "CALL",
     "Calibration",
     "Comparison",
-    "Conformal",
     "Ellipsoid",
     "Ensemble",
     "Interval",
@@ -71,13 +83,22 @@ __all__ = [
     "Setting",
     "Table",
     "advice",
+    "aligned",
     "auroc",
     "binned",
     "calibrated_on",
     "calibration_error",
     "chosen",
     "compare",
+    "conformal_interval",
+    "conformal_set",
     "covered",
+    "errors_of_classes",
+    "errors_of_values",
+    "gaussian_entropy",
+    "gaussian_interval",
+    "has_classes",
+    "has_values",
     "infinite_if_nan",
     "inputs_in",
     "likelihood_options",
@@ -90,6 +111,7 @@ __all__ = [
     "quantiles",
     "refuse_training_data",
     "require",
+    "require_share",
     "rounding",
     "scores",
     "stated_and_right",

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.conformal import errors_of, ood_scores
 from torch_lla_em.prediction.functions import MODE, NETWORK
 from torch_lla_em.prediction.pushforward import Pushforward, Tables
 from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
+from torch_lla_em.prediction.scores import has_classes
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -216,7 +218,7 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     kept = data.likelihood.labelled(data.y)
     data, stated = data.part(kept), stated.part(kept)
     by_class = isinstance(stated.groups, str)
-    if by_class and not data.network()._has_classes:
+    if by_class and not has_classes(data.likelihood, data.f):
         raise TypeError(
             'groups="classes" needs one class label per example: pass integers instead.'
         )
@@ -228,17 +230,17 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
         second = is_second(groups)
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
     data, stated = data.part(second), stated.part(second)
-    judged = data.prediction(table, noise)
+    judged = data.mixture(table, noise)
     own = None if groups is None else groups[second]
     if own is not None:
         warn_of_few(own, data.f.shape[-1] if by_class else None)
-    errors, joint = judged._errors(data.y), joint_errors(judged, data.y)
+    errors, joint = errors_of(judged, data.y), joint_errors(judged, data.y)
     if own is None and stated.weights is None:
         errors, joint = (e if e is None else e.sort(0).values for e in (errors, joint))
     return Reference(
         table,
         judged.likelihood.observation_noise,
-        judged._ood_scores(),
+        ood_scores(judged, *data.distances()).values,
         errors,
         joint=joint,
         groups=None if by_class else own,
@@ -250,14 +252,14 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
 def folds_as_reference(parts: Sequence[Pushforward], found: CalibratedComponents) -> Reference:
     """Return scores of the examples that each member of an ensemble was not trained on."""
     labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
-    judged = [part.prediction(found.table, found.noise) for part in labelled]
+    judged = [part.mixture(found.table, found.noise) for part in labelled]
     each = [joint_errors(by, part.y) for by, part in zip(judged, labelled)]
     joint = [errors for errors in each if errors is not None]
     return Reference(
         found.table,
         judged[0].likelihood.observation_noise,
-        torch.cat([by._ood_scores() for by in judged]),
-        torch.cat([by._errors(part.y) for by, part in zip(judged, labelled)]).sort(0).values,
+        torch.cat([ood_scores(by, *p.distances()).values for by, p in zip(judged, labelled)]),
+        torch.cat([errors_of(by, part.y) for by, part in zip(judged, labelled)]).sort(0).values,
         torch.tensor([len(part.y) for part in labelled], device="cpu"),
         joint=torch.cat(joint).sort(0).values if joint else None,
     )
@@ -314,7 +316,7 @@ def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
 
 def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
-    each = [piece.prediction(table, noise)._log_prob(piece.y) for piece in _pieces(parts)]
+    each = [piece.mixture(table, noise).log_prob(piece.y) for piece in _pieces(parts)]
     return torch.cat(each)
 
 
@@ -376,7 +378,7 @@ def _searched(
         total, theta.grad = 0.5 * apart.square().sum(), apart / deviations
         for piece in _pieces(parts):
             with torch.enable_grad():
-                loss = -piece.prediction(*numbers.at(theta))._log_prob(piece.y).sum()
+                loss = -piece.mixture(*numbers.at(theta)).log_prob(piece.y).sum()
             total += loss.detach()
             theta.grad += torch.autograd.grad(loss, theta)[0]
         return total

@@ -146,8 +146,8 @@ def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
         prediction = la._predicted(data)
-        judged = None if prediction.judge is None else prediction.judge()
-        by_group = judged is not None and judged[0].groups is not None
+        reference = prediction.reference
+        by_group = reference is not None and reference.groups is not None
         if by_group:
             prediction = replace(prediction, stated=stated)
         found = list(_groups(prediction, data.y, x, stated.groups, level))
@@ -209,7 +209,7 @@ def _groups(
 
 
 def _reference_of(prediction: Prediction) -> Reference:
-    return prediction._judged("check", by_labels=True)[0]
+    return prediction.judged("check", by_labels=True)[0]
 
 
 def _effective(reference: Reference, own: Tensor | None, label: int) -> float:

@@ -67,11 +67,11 @@ class Ensemble(PrintedResult, Exports, nn.Module):
 
     @property
     def _components(self) -> Components:
-        tables, known = tuple(member.mixture for member in self.members), self.reference
+        tables = tuple(member.mixture for member in self.members)
         return Components(
             tables if self.table is None else self.table,
             self.noise,
-            None if known is None else lambda: known,
+            self.reference,
             max(member._posterior.room for member in self.members),
         )
 

@@ -1,21 +1,14 @@
-"""A mixture of functions, and what follows from it: moments, averages and log-probabilities.
-
-The functions are computed from K posterior samples. The classes are last, wherever the model has them.
-"""
+"""Functions by which averages over a posterior are taken, made from its K samples, and averages over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import log
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood, average, mean_square
 from torch_lla_em.runtime import without_autocast
 
 FUNCTIONS = 64
@@ -39,201 +32,6 @@ of the posterior's variance. The first row has the samples' deviations, the othe
 _MANY_OUTPUTS = 2**10
 # largest number of samples for which a rotation is drawn, which takes K³ operations
 _ROTATED = 256
-# numbers that averages over functions hold at a time
-_NUMBERS = 2**23
-
-
-@dataclass(frozen=True, repr=False)
-class Functions:
-    """A distribution over functions at B inputs: that of a posterior, or a mixture of several."""
-
-    likelihood: Likelihood
-
-    centre: Tensor
-    """The mean over functions, (B, ..., C); in a mixture with weights that of the first member."""
-
-    deviations: Tensor
-    """Samples minus this mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 without uncertainty."""
-
-    class_dim: int = -1
-    """The axis of the classes in the network's outputs."""
-
-    members: tuple[Any, ...] = ()
-    """The distributions whose mixture this is; otherwise empty."""
-
-    weights: Tensor | None = None
-    """The weights of a posterior and of functions without uncertainty, whose sum is 1; None: equal."""
-
-    drift: Tensor | None = None
-    """The standard error of this mean relative to the posterior's deviations, (B or 1, 1, ...); None: 0."""
-
-    @property
-    def _parts(self) -> tuple[Functions, ...]:
-        """The components, which are no mixtures themselves."""
-        return self._flat if self.members else (self,)
-
-    @cached_property
-    def _flat(self) -> tuple[Functions, ...]:
-        """The components of a mixture; one without members would hold itself in memory."""
-        return tuple(part for member in self.members for part in member._parts)
-
-    @cached_property
-    def _shares(self) -> Tensor:
-        """The weight of each component, (parts,)."""
-        if not self.members:
-            return self.centre.new_ones(1)
-        equal = self.centre.new_full((len(self.members),), 1 / len(self.members))
-        weights = equal if self.weights is None else self.weights.to(equal.device)
-        return torch.cat([w * member._shares for w, member in zip(weights, self.members)])
-
-    def _averaged(self, of: Callable[[Functions], Tensor]) -> Tensor:
-        """Return the mean of a quantity over the components."""
-        if not self.members:
-            return of(self)
-        return average(torch.stack([of(part) for part in self._parts]), self._shares)
-
-    def _total_variance(
-        self, within: Callable[[Functions], Tensor], of: Callable[[Functions], Tensor]
-    ) -> Tensor:
-        """Return the mean of a variance over the components, plus the variance of a mean."""
-        mean = self._averaged(of)
-        return self._averaged(lambda part: within(part) + (of(part) - mean).square())
-
-    def _mean(self) -> Tensor:
-        return self._averaged(lambda part: part.centre)
-
-    def _variance_of_f(self) -> Tensor:
-        return self._total_variance(
-            lambda part: mean_square(part.deviations), lambda part: part.centre
-        )
-
-    def _samples(self) -> Tensor:
-        """Return K functions, (K, B, ..., C), of every component in proportion to its weight."""
-        if not self.members:
-            return self.centre + self.deviations
-        samples = torch.cat([member._samples() for member in self.members])
-        if self.weights is None:
-            return samples
-        count, certain = len(samples), [member.centre for member in self.members[1:]]
-        part, own = slots(self.weights, count), torch.arange(count, device="cpu")
-        chosen = torch.where(part > 0, count + part - 1, own)
-        return torch.cat([samples, torch.stack(certain)])[chosen.to(samples.device)]
-
-    def _functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
-        """Return S functions, (S, b, ..., C), those of the first component first."""
-        each = [
-            part.centre[rows] + functions_of(part.deviations[:, rows], at_least)
-            for part in self._parts
-        ]
-        return torch.cat(each) if len(each) > 1 else each[0]
-
-    @cached_property
-    def _weights(self) -> Tensor | None:
-        """The weight of each of these functions, (S,), or None if they are equal."""
-        if not self.members:
-            return None
-        counts = [number_of_functions(part.deviations) for part in self._parts]
-        return torch.cat([(share / n).expand(n) for share, n in zip(self._shares, counts)])
-
-    def _weighting(self) -> tuple[Tensor, ...]:
-        """Return the weights as further arguments: none if they are equal."""
-        return () if self._weights is None else (self._weights,)
-
-    def _over_rows(
-        self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
-    ) -> Tensor:
-        """Apply ``take`` to all functions (S, b, ..., C) of a few examples at a time."""
-        count = len(self.centre)
-        functions = sum(number_of_functions(part.deviations, at_least) for part in self._parts)
-        step = max(1, _NUMBERS // max(1, functions * self.centre[:1].numel()))
-        chunks = [slice(start, start + step) for start in range(0, count, step)]
-        if len(chunks) < 2:  # without a number of rows, so that exported programs take any
-            chunks = [slice(None)]
-        with without_autocast(self.centre.device):
-            parts = [take(self._functions(rows, at_least), rows) for rows in chunks]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-    def _expected(self) -> Tensor:
-        """Return E[y]."""
-        if self.likelihood.real_valued:
-            return self.likelihood.mean(self._mean())
-        weights = self._weights
-        return self._over_rows(lambda f, _: average(self.likelihood.mean(f), weights))
-
-    def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        """Return the aleatoric and the epistemic uncertainty."""
-        if self.likelihood.observation_noise is not None:
-            mean = self.likelihood.mean  # it is linear
-            aleatoric = self._averaged(lambda part: part.likelihood.variance(part.centre))
-            return aleatoric, self._total_variance(
-                lambda part: mean_square(mean(part.deviations)), lambda part: mean(part.centre)
-            )
-        weights = self._weighting()
-        both = self._over_rows(
-            lambda f, _: torch.stack(self.likelihood.uncertainties(f, *weights)), dim=1
-        )
-        return both[0], both[1]
-
-    def _variance(self) -> Tensor:
-        """Return the variance of y."""
-        aleatoric, epistemic = self._uncertainties()
-        return aleatoric + epistemic
-
-    def _squared_error(self) -> Tensor:
-        """Return the squared Monte Carlo error of E[y]: that of the covariance, and that of the mean."""
-        if self.members and self.weights is None:
-            each = torch.stack([member._squared_error() for member in self.members])
-            return each.mean(0) / len(each)
-        (first, *rest), weights = self._parts, self._shares
-        count, mean = len(first.deviations), self.likelihood.mean
-
-        def of(f: Tensor, rows: slice) -> Tensor:
-            above, below = _ends(mean(f), count)
-            moved = weights[0] * first._drift(rows) * 0.5 * (above - below)
-            for part, weight in zip(rest, weights[1:]):  # which move with the same mean
-                apart, centre = part._drift(rows) * first.deviations[:, rows], part.centre[rows]
-                moved = moved + weight * 0.5 * (mean(centre + apart) - mean(centre - apart))
-            return (weights[0] * pair_error(above, below)).square() + mean_square(moved)
-
-        return first._over_rows(of)
-
-    def _drift(self, rows: slice) -> Tensor | float:
-        """Return ``drift`` of some inputs."""
-        if self.drift is None:
-            return 0.0
-        return self.drift if len(self.drift) == 1 else self.drift[rows]
-
-    def _log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n), (B,)."""
-
-        def of(part: Functions) -> Tensor:
-            known = part.likelihood.predictive_log_prob(part.centre, part.deviations, y)
-            if known is not None:
-                return known
-            log_prob = part.likelihood.log_prob
-            return part._over_rows(lambda f, rows: log_mean_exp(log_prob(f, y[rows])))
-
-        return log_mean_exp(torch.stack([of(part) for part in self._parts]), self._shares)
-
-    def _joint_log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), ()."""
-
-        def of(part: Functions) -> Tensor:
-            likelihood = part.likelihood
-            known = likelihood.predictive_log_prob(part.centre, part.deviations, y, joint=True)
-            if known is not None:
-                return known
-            each = part._over_rows(lambda f, rows: likelihood.log_prob(f, y[rows]), 1, JOINT)
-            return log_mean_exp(each.sum(1))
-
-        return log_mean_exp(torch.stack([of(part) for part in self._parts]), self._shares)
-
-    def _site_values(self, values: Tensor) -> Tensor:
-        return self._out(values) if values.dim() == self.centre.dim() else values
-
-    def _out(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes back to their axis in the model's outputs."""
-        return values.movedim(-1, self.class_dim + leading * (self.class_dim >= 0))
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
@@ -280,11 +78,12 @@ def _rotations(count: int, sets: int) -> np.ndarray:
     return rotations
 
 
-def redrawn(deviations: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw K new Gaussian functions that have the samples' covariance."""
-    size = (len(deviations), len(deviations))
-    weights = torch.randn(size, generator=generator, device=generator.device)
-    weights = weights.to(deviations) / len(deviations) ** 0.5
+def redrawn(deviations: Tensor, generator: torch.Generator | None, count: int = 0) -> Tensor:
+    """Draw new Gaussian functions, K or ``count``, that have the samples' covariance."""
+    K = len(deviations)
+    device = deviations.device if generator is None else generator.device
+    weights = torch.randn(count or K, K, generator=generator, device=device)
+    weights = weights.to(deviations) / max(1, K) ** 0.5
     with without_autocast(deviations.device):
         drawn: Tensor = torch.tensordot(weights, deviations, dims=1)
     return drawn
@@ -325,7 +124,7 @@ def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
     return interpolated
 
 
-def _ends(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def ends(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the values at ``count`` samples and at their mirror images, of those at all functions."""
     half = len(values) // 2
     return values[:count], values[half : half + count]

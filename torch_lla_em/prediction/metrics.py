@@ -56,7 +56,7 @@ class Outcomes(NamedTuple):
 def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
     """Compare a prediction, classes last, with its targets as ``align`` returns them, (B, ...)."""
     likelihood = prediction.likelihood
-    log_prob = prediction._log_prob(y).double()[likelihood.labelled(y)]
+    log_prob = prediction.mixture.log_prob(y).double()[likelihood.labelled(y)]
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         labels = y.double().flatten() if likelihood.elementwise else None
@@ -183,7 +183,7 @@ def untrained(network: Prediction, y: Tensor) -> Iterator[str]:
         return
     count = stated_and_right(network, y)[0].numel()
     classes = 2 if network.likelihood.elementwise else network.probs.shape[network.class_dim]
-    nll = -network._log_prob(y).double().sum().item() / max(count, 1)
+    nll = -network.mixture.log_prob(y).double().sum().item() / max(count, 1)
     if count and nll >= log(classes):
         yield (
             f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,8 @@ class Components(NamedTuple):
     noise: Tensor | None = None
     """A factor of every member's σ, which ``calibrate`` of an ensemble has found."""
 
-    reference: Callable[[], Reference] | None = None
-    """Returns what inputs are compared with, if there is anything."""
+    reference: Reference | None = None
+    """What inputs are compared with, if there is anything."""
 
     room: float = 0.0
     """Relative difference up to which scores are ties, at least."""
@@ -156,23 +155,12 @@ class Posterior:
     @property
     def components(self) -> Components:
         """How predictions are made: as fitted or as calibrated."""
-        has_reference = self.reference is not None or self.training_distances is not None
-        return Components(
-            self.result.mixture, None, self._known if has_reference else None, self.room
-        )
-
-    def _known(self) -> Reference:
-        """Return scores of validation or, without a calibration, of training examples."""
-        return self._of_training if self.reference is None else self.reference
-
-    @cached_property
-    def _of_training(self) -> Reference:
-        return Reference(
-            self.result.mixture,
-            None,
-            self.training_distances.view(len(self.training_distances), -1),
-            None,
-        )
+        table, known = self.result.mixture, self.reference
+        if known is None and self.training_distances is not None:
+            known = Reference(
+                table, None, self.training_distances.view(len(self.training_distances), -1), None
+            )
+        return Components(table, None, known, self.room)
 
     def training(self, num_samples: int | None = None) -> TrainingExamples | None:
         """Return the training examples that the fit has kept, if there are any."""

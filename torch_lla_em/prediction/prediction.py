@@ -1,248 +1,230 @@
-"""Predictive distributions: of functions f + √τ J w_k, and of targets given them."""
+"""Predictions of a posterior, and their comparison with a validation set."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import pi
+from functools import cached_property
+from math import ceil
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import mean_square
-from torch_lla_em.prediction.conformal import Conformal, Interval
-from torch_lla_em.prediction.functions import Functions, log_mean_exp, quantile
+from torch_lla_em.prediction.conformal import Score, Scored, ood_scores, p_values, variance_of_error
+from torch_lla_em.prediction.distribution import Distribution
+from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.ranks import ROUNDING, rounding
+from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
+from torch_lla_em.prediction.scores import (
+    Interval,
+    conformal_interval,
+    conformal_set,
+    has_classes,
+    has_values,
+    require_share,
+)
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
-from torch_lla_em.runtime import without_autocast
+from torch_lla_em.runtime import report
 
-# largest number of functions of equal weight that stand for a mixture
-_ALIKE = 1024
+_UNCALIBRATED = (
+    "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
+    "not guaranteed. Call la.calibrate(validation_loader)."
+)
 
 
-@dataclass(frozen=True, repr=False)
-class Prediction(Printed, Conformal):
+class Origin(Protocol):
+    """What a prediction was made of, and others of the same inputs can be."""
+
+    def mixture(self, table: Any, noise: Tensor | None = None) -> Mixture:
+        """Return the mixture by a table of components, with σ times ``noise``."""
+
+    def distances(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the distances to the nearest training example, (B, 2), and their unit, if some are kept."""
+
+    def each(self) -> Sequence[Origin]:
+        """Return that of each posterior."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Prediction(Printed, Distribution):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
     It describes the network's function f, without observation noise, by ``mean``,
     ``variance``, ``covariance`` and ``samples``; and the targets y by ``expectation``,
-    ``probs``, ``predictive_variance``, ``credible_interval`` and ``log_prob``. After ``calibrate``,
+    ``probs``, ``predictive_variance``, ``credible_interval``, ``log_prob`` and ``sample``, continuous ones also
+    by ``cdf``, ``quantile`` and ``crps``. After ``calibrate``,
     ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs with the
     validation set. All shapes are those of the network's outputs, (B, ..., C).
 
-    The distribution is a mixture of ``members``, the posterior and further functions without
-    uncertainty; the members of a ``LaplaceEnsemble`` are such mixtures. ``print`` shows a table.
+    The distribution is a ``mixture`` of components: each posterior, and single functions such as the
+    network. ``print`` shows a table.
 
     Example:
         >>> prediction = la.predict(x)
         >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
 
-    @staticmethod
-    def averaged(members: Sequence[Prediction], class_dim: int = -1) -> Prediction:
-        """Return the equally weighted mixture of predictions at the same inputs.
+    origin: Origin | None = None
+    """What it was made of; None: it cannot be compared with a validation set."""
+
+    reference: Reference | None = None
+    """The scores of validation examples, or of training examples, that inputs are compared with."""
+
+    stated: Stated = Stated()
+    """The groups and weights of the inputs, if the reference has any."""
+
+    room: float = 0.0
+    """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
+
+    @property
+    def members(self) -> tuple[Prediction, ...]:
+        """The prediction of each posterior: of a single one, or of all members of an ensemble."""
+        each = self.mixture.posteriors
+        origins = [None] * len(each) if self.origin is None else self.origin.each()
+        return tuple(
+            replace(self, mixture=own, origin=origin) for own, origin in zip(each, origins)
+        )
+
+    @cached_property
+    def scored(self) -> Scored:
+        """The out-of-distribution scores that p-values compare, and their units."""
+        return ood_scores(self.mixture, *(self.origin.distances() if self.origin else (None, None)))
+
+    @property
+    def p_value(self) -> Tensor:
+        """Conformal p-value of each input for being from the validation set's distribution, (B,).
+
+        It is the share of reference examples that are at least as unusual as the input, the input
+        included. For inputs from that distribution, P(p_value <= rate) <= rate. Scores that differ by
+        rounding alone are equal, so that the p-value of an input is the same in every batch.
+
+        For each of several scores, the share of examples with larger ones is taken, and an example is
+        unusual if the harmonic mean of its shares is small. The scores are ``epistemic`` (for regression
+        relative to the observation noise), with twice the weight of all others, and the distances to the
+        nearest stored training example, where a distance is the posterior standard deviation of the
+        difference of outputs, and the same relative to the outputs' own. Where no training examples are
+        stored (regression, and other curvatures than the default), it is ``epistemic`` and the variance of
+        the centred outputs. ``p_values`` takes some of them alone.
+
+        If ``calibrate`` had ``groups``, the reference are the examples of the input's group. With
+        ``groups="classes"`` the input is compared with the examples of each class, and has the largest
+        p-value.
+
+        Before ``calibrate``, with the variational curvature, stored training examples are the
+        reference. The network was fitted to them, so false alarms are more frequent than stated.
+
+        Raises:
+            ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
+                not variational.
+        """
+        return self.p_values()
+
+    def p_values(self, score: Score = "all") -> Tensor:
+        """Return conformal p-values by some of the scores, (B,); see ``p_value``.
 
         Args:
-            members (sequence of Prediction): The predictions of several posteriors.
-            class_dim (int): The axis of the classes in the networks' outputs. Default -1.
-        """
-        members = tuple(replace(member, class_dim=class_dim) for member in members)
-        means = torch.stack([member._mean() for member in members])
-        centre = means.mean(0)
-        apart = torch.cat([m.deviations + (at - centre) for m, at in zip(members, means)])
-        mixture = Prediction(members[0].likelihood, centre, apart, class_dim, members)
-        if any(member.nearest is None for member in members):
-            return mixture
-
-        def mean_of(name: str) -> Tensor:
-            return torch.stack([getattr(member, name)() for member in members]).mean(0)
-
-        nearest, unit = partial(mean_of, "nearest"), partial(mean_of, "unit")
-        return replace(mixture, nearest=nearest, unit=unit)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of f, shape (B, ..., C)."""
-        return self._out(self._mean())
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of f, without observation noise, shape (B, ..., C)."""
-        return self._out(self._variance_of_f())
-
-    @property
-    def covariance(self) -> Tensor:
-        """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
-        mean = self._mean()
-
-        def of(part: Functions) -> Tensor:
-            apart = (part.centre - mean)[None]
-            rows = torch.cat([part.deviations / max(1, len(part.deviations)) ** 0.5, apart])
-            flat = self._out(rows, leading=1).flatten(1)
-            with without_autocast(flat.device):
-                return flat.T @ flat
-
-        return self._averaged(of)
-
-    @property
-    def samples(self) -> Tensor:
-        """K samples of f, (K, B, ..., C), joint over inputs: f + √τ J w_k for a single posterior.
-
-        Further functions of the mixture replace some of them in proportion to their weight. An
-        ensemble has the samples of all members.
-        """
-        return self._out(self._samples(), leading=1)
-
-    @property
-    def functions(self) -> Tensor:
-        """Functions of equal weight that averages such as ``probs`` are taken over, (S, B, ..., C).
-
-        They have the mean and the covariance of the samples, and S is at least 2 K: each has its
-        mirror image, and random rotations of the samples reduce the error of averages. Further
-        functions of the mixture are repeated in proportion to their weight.
-        """
-        each = [(part, part._functions()) for part in self._parts]
-        shares, found = self._shares.tolist(), []
-        counts = [len(functions) if len(part.deviations) else 0 for part, functions in each]
-        total = min(n / max(share, 1e-9) for n, share in zip(counts, shares) if n)
-        total = min(total, max(_ALIKE, sum(counts)))
-        for (part, functions), share in zip(each, shares):
-            if len(part.deviations):
-                pairs = functions.unflatten(0, (2, -1))
-                found.append(pairs[:, : round(0.5 * total * share)].flatten(0, 1))
-            else:
-                found.append(functions.expand(round(total * share), *part.centre.shape))
-        return self._out(torch.cat(found), leading=1)
-
-    @property
-    def weighted_functions(self) -> tuple[Tensor, Tensor]:
-        """The functions that averages are taken over, (S, B, ..., C), and the weight of each, (S,).
-
-        They are those of ``functions``, but every function of the mixture without uncertainty occurs
-        once. The weights add up to 1, and averages with them are exactly ``probs``, for example.
-        """
-        functions, weights = self._functions(), self._weights
-        if weights is None:
-            weights = functions.new_full((len(functions),), 1 / len(functions))
-        return self._out(functions, leading=1), weights.to(functions)
-
-    @property
-    def predictive_samples(self) -> Tensor:
-        """E[y | f_k]: the samples after the link function, such as softmax, (K, B, ..., C)."""
-        return self._out(self.likelihood.mean(self._samples()), leading=1)
-
-    @property
-    def expectation(self) -> Tensor:
-        """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        return self._out(self._expected())
-
-    @property
-    def predictive_variance(self) -> Tensor:
-        """The variance of y, with observation noise, shape (B, ..., C).
-
-        For regression it is ``variance`` + σ², the second value that ``la(x)`` returns. For
-        classes and labels it is p (1 - p), the variance of the indicator of each.
-        """
-        if self.likelihood.gives_probabilities:
-            return self.probs * (1 - self.probs)
-        return self._site_values(self._variance())
-
-    @property
-    def standard_error(self) -> Tensor:
-        """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
-
-        It has the errors of the samples' covariance and of the posterior mean, but not those of λ and of the
-        curvature. On seven tables, fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for
-        continuous targets and NaN for a single sample.
-        """
-        if self.likelihood.real_valued:
-            return torch.zeros_like(self.expectation)
-        return self._out(self._squared_error().sqrt())
-
-    @property
-    def probs(self) -> Tensor:
-        """The probability of every class or label, (B, ..., C).
+            score (str): "all" (default), "epistemic" alone, or "distance": all scores but that one, which
+                regressions do not have.
 
         Raises:
-            TypeError: If E[y] is not a probability; use ``expectation`` then.
-        """
-        self._require_probabilities("probs")
-        return self.expectation
-
-    @property
-    def log_probs(self) -> Tensor:
-        """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow.
-
-        Raises:
-            TypeError: If E[y] is not a probability.
-        """
-        self._require_probabilities("log_probs")
-        weights = self._weights
-        values = self._over_rows(lambda f, _: log_mean_exp(self.likelihood.log_mean(f), weights))
-        return self._out(values)
-
-    @property
-    def entropy(self) -> Tensor:
-        """The entropy of y in nats: one value per label for classes, (B, ...), else per output.
-
-        For regression it is that of a Gaussian with the same mean and variance.
-        """
-        if self.likelihood.real_valued:
-            return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
-        weights = self._weighting()
-        return self._site_values(self._over_rows(lambda f, _: self.likelihood.entropy(f, *weights)))
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self._site_values(self._uncertainties()[0])
-
-    @property
-    def epistemic(self) -> Tensor:
-        """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self._site_values(self._uncertainties()[1])
-
-    def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return an interval that contains y, or E[y | f], with probability ``level``.
-
-        For regression it is a prediction interval of y, with observation noise. Otherwise it is a
-        credible interval of the probability or rate E[y | f].
-
-        Args:
-            level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
-                guaranteed coverage use ``interval``, after ``calibrate``.
-
-        Returns:
-            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
-
-        Raises:
-            ValueError: If ``level`` does not lie between 0 and 1.
+            ValueError: If there are no reference examples, or none with this score.
 
         Example:
-            >>> lower, upper = la.predict(x).credible_interval(0.9)
+            >>> by_distance = la.predict(x).p_values("distance")
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, not {level}.")
-        tail = 0.5 - 0.5 * level
-        z = -torch.special.ndtri(torch.tensor(tail, dtype=torch.float64, device="cpu")).item()
-        if self.likelihood.real_valued:
-            centre, half = self._expected(), z * self._variance().sqrt()
-            lower, upper = centre - half, centre + half
-        elif self.likelihood.monotone and not self.members:
-            half = z * self._variance_of_f().sqrt()
-            lower = self.likelihood.mean(self.centre - half)
-            upper = self.likelihood.mean(self.centre + half)
-        else:
-            weights = self._weights
+        reference, prediction = self.judged("p_value")
+        members = (prediction,) if reference.folds is None else prediction.members
+        each = [member.scored for member in members]
+        return p_values(reference, each, score, self.stated, self._room)
 
-            def quantiles(f: Tensor, _: slice) -> Tensor:
-                values = self.likelihood.mean(f)
-                return torch.stack([quantile(values, q, weights) for q in (tail, 1 - tail)])
+    def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
+        """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
 
-            lower, upper = self._over_rows(quantiles, dim=1)
-        return Interval(self._out(lower), self._out(upper))
+        Args:
+            rate (float): The largest accepted share of false alarms among inputs from the
+                validation set's distribution. Default 0.05; it needs at least 1 / rate - 1
+                reference examples.
+            score (str): "all" (default), "epistemic" or "distance", as in ``p_values``.
+
+        Raises:
+            ValueError: If there are no reference examples (see ``p_value``), or too few.
+
+        Example:
+            >>> suspicious = la.predict(x).is_ood(rate=0.1)
+        """
+        require_share(rate, "rate")
+        reference, _ = self.judged("is_ood")
+        if reference.errors is None:
+            report("warn", _UNCALIBRATED)
+        reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", self.stated)
+        return self.p_values(score) <= rate
+
+    def prediction_set(self, level: float = 0.9) -> Tensor:
+        """Return a set of classes that contains the label with probability ``level`` or more.
+
+        It is an adaptive prediction set (APS) without randomisation: classes are added in the order
+        of falling probability until their probability exceeds a conformal quantile.
+
+        Args:
+            level (float): Coverage, between 0 and 1. Default 0.9.
+
+        Returns:
+            A boolean mask of shape (B, C). The most probable class is always in the set.
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+            TypeError: If the targets are not one class label per example. ``RiskControl`` has sets for
+                labels of pixels or tokens.
+
+        Example:
+            >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
+        """
+        if not has_classes(self.likelihood, self.mixture.f):
+            remedy = (
+                "use interval(level) for a regression"
+                if not self.likelihood.gives_probabilities or self.likelihood.elementwise
+                else "for a label at every pixel or token, use RiskControl(la, validation_loader)"
+            )
+            raise TypeError(f"prediction_set is for one class label per example; {remedy}.")
+        reference, prediction = self.judged("prediction_set", by_labels=True)
+        probs = prediction.mixture.expected()
+        threshold = reference.quantiles_by_class(level, self.stated, probs.shape[1])
+        return self._out(conformal_set(probs, threshold, self._room))
+
+    def interval(self, level: float = 0.9, joint: bool = False) -> Interval:
+        """Return conformal prediction intervals, which contain y with probability ``level`` or more.
+
+        They are centred at the mean and proportional to the predictive standard deviation.
+
+        Args:
+            level (float): Coverage for each output, between 0 and 1. Default 0.9.
+            joint (bool): Whether the level is that of all outputs of an example at once, which needs wider
+                intervals. Default False.
+
+        Returns:
+            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
+
+        Raises:
+            ValueError: If the posterior has not been calibrated, or with too few examples.
+            TypeError: If the targets are not continuous.
+
+        Example:
+            >>> lower, upper = regression.predict(x).interval(level=0.8)
+        """
+        if not has_values(self.likelihood, self.mixture.f):
+            raise TypeError(
+                "interval is for continuous targets of shape (B,) or (B, C); use "
+                "prediction_set(level) for classes, and credible_interval(level) otherwise."
+            )
+        reference, prediction = self.judged("interval", by_labels=True)
+        centre, errors = prediction.mixture.expected(), reference.errors
+        if joint and centre.shape[1:].numel() > 1:
+            errors = reference.joint_errors()[:, :1]
+        size = reference.quantiles(errors, level, self.stated)
+        variance = prediction._variance_by(reference)
+        ends = conformal_interval(centre, variance, size, self._room)
+        return Interval(*map(self._out, ends))
 
     def ellipsoid(self, level: float = 0.9) -> Ellipsoid:
         """Return conformal regions that contain all outputs of y together with probability ``level`` or more.
@@ -264,82 +246,63 @@ class Prediction(Printed, Conformal):
         Example:
             >>> region = several.predict(x).ellipsoid(level=0.8)  # doctest: +SKIP
         """
-        reference, prediction = self._judged("ellipsoid", by_labels=True)
-        centre = prediction._expected()
-        if not self._has_values or centre.shape[1:].numel() < 2:
+        reference, prediction = self.judged("ellipsoid", by_labels=True)
+        mixture = prediction.mixture
+        centre = mixture.expected()
+        if not has_values(self.likelihood, mixture.f) or centre.shape[1:].numel() < 2:
             raise TypeError("ellipsoid is for several continuous targets; use interval(level).")
         radius = reference.quantiles(reference.joint_errors()[:, 1:], level, self.stated)[:, 0]
-        covariance = covariance_of(prediction, prediction._variance_by(reference))
-        radius = radius.expand(len(centre)) * (1 + self._room())
+        covariance = covariance_of(mixture, prediction._variance_by(reference))
+        radius = radius.expand(len(centre)) * (1 + self._room)
         return Ellipsoid(centre.double(), covariance, radius)
 
-    def smoothed(self) -> Tensor:
-        """Return E[y] in closed form from mean and variance of f: the probit approximation.
-
-        Returns:
-            Probabilities or rates, shape (B, ..., C).
-        """
-
-        def of(part: Functions) -> Tensor:
-            return part.likelihood.smoothed_mean(part.centre, mean_square(part.deviations))
-
-        return self._out(self._averaged(of))
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n) of each example on its own, shape (B,).
-
-        Several continuous outputs count as independent given x; ``joint_log_prob`` includes their
-        covariance.
+    def judged(self, name: str, by_labels: bool = False) -> tuple[Reference, Prediction]:
+        """Return the reference, and the prediction by the numbers that its scores are of.
 
         Args:
-            y (Tensor): Targets, as in the training data.
+            name (str): What needs them, for an error.
+            by_labels (bool): Whether errors of labelled examples are needed. Default False.
 
         Raises:
-            ValueError: If the targets do not fit the outputs.
-
-        Example:
-            >>> nll = -la.predict(x).log_prob(y).mean()
+            ValueError: If there is no reference, or if groups or weights do not fit it.
         """
-        return self._log_prob(self._aligned(y))
-
-    def joint_log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), shape (): the samples are joint over inputs.
-
-        Under a Gaussian likelihood it is computed in closed form from the samples' covariance,
-        otherwise as an average over functions.
-
-        Args:
-            y (Tensor): Targets, as in the training data.
-
-        Raises:
-            ValueError: If the targets do not fit the outputs.
-        """
-        return self._joint_log_prob(self._aligned(y))
-
-    def _aligned(self, y: Tensor) -> Tensor:
-        """Move the outputs' axis of targets last, and check that they fit."""
-        y = self.likelihood.align(as_targets(y).to(self.centre.device), self.class_dim)
-        self.likelihood.check(self.centre, y)
-        return y
-
-    def _require_probabilities(self, name: str) -> None:
-        if not self.likelihood.gives_probabilities:
-            raise TypeError(
-                f"A prediction under {type(self.likelihood).__name__} has no .{name}: its E[y] is "
-                "not a probability. Use .expectation, or log_prob(y) for the density of a target."
+        reference = self.reference
+        if self.origin is None or reference is None or (by_labels and reference.errors is None):
+            several = self.mixture.components[-1].posterior > 0
+            la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
+            raise ValueError(
+                f"{name} compares inputs with a validation set, but this prediction has none. "
+                f"Call {la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean= and "
+                "num_samples=."
             )
+        reference.agree(self.stated)
+        return reference, self._by_reference
+
+    @cached_property
+    def _by_reference(self) -> Prediction:
+        reference, sigma, noise = self.reference, self.origin.likelihood.observation_noise, None
+        if reference.sigma is not None and sigma is not None:
+            noise = reference.sigma / sigma.to(reference.sigma)
+        return replace(self, mixture=self.origin.mixture(reference.table, noise), reference=None)
 
     def first(self, count: int) -> Prediction:
-        """Return the prediction of the first few inputs, detached.
+        """Return the prediction of the first few inputs, detached, without what they are compared with.
 
         Args:
             count (int): The number of inputs.
         """
-        centre, deviations = self.centre[:count].detach(), self.deviations[:, :count].detach()
-        members = tuple(member.first(count) for member in self.members)
-        drift = None if self.drift is None else self.drift[:count].detach()
-        found = replace(self, centre=centre, deviations=deviations, drift=drift, members=members)
-        return replace(found, judge=None)
+        rows = slice(count)
+        mixture = self.mixture.map(lambda part: part.part(rows).map(Tensor.detach))
+        return Prediction(mixture, self.class_dim)
+
+    @property
+    def _room(self) -> float:
+        return max(self.room, rounding(self.mixture.f.dtype))
+
+    def _variance_by(self, reference: Reference) -> Tensor:
+        """Return the expected squared error of the mean, (B, C), relative to which errors are measured."""
+        mixture = self.mixture
+        return mixture.variance() if reference.folds is None else variance_of_error(mixture)
 
     def _table(self) -> tuple[str, Cells]:
         return of_examples("Prediction", self)

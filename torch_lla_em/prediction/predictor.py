@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_lla_em.data import as_loader
 from torch_lla_em.prediction.calibrates import Calibrates
 from torch_lla_em.prediction.conformal import Score
-from torch_lla_em.prediction.functions import SCALE, redrawn
+from torch_lla_em.prediction.functions import SCALE
 from torch_lla_em.prediction.posterior import Components, Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
@@ -25,7 +24,7 @@ from torch_lla_em.prediction.pushforward import (
     push_forward,
     stack_members,
 )
-from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.runtime import check_choice, free_memory
 
 Mean = Literal["network", "linear"]
@@ -125,7 +124,7 @@ class Predictor(Calibrates):
         found = predict(at_inputs(posteriors, x, slice(num_samples)))
         if groups is None and weights is None:
             return found
-        stated = Stated(groups, weights).checked(len(found.centre), found.centre.device)
+        stated = Stated(groups, weights).checked(len(found.mixture.f), found.mixture.f.device)
         return replace(found, stated=stated)
 
     def predictions(
@@ -190,7 +189,7 @@ class Predictor(Calibrates):
             if generator is None:
                 return found
             generator.set_state(state)  # every batch gets the same functions
-            return _redrawn(found, generator)
+            return replace(found, mixture=found.mixture.redrawn(generator))
 
         return predict
 
@@ -319,20 +318,4 @@ def predicted(data: Pushforward, components: Components, judged: bool = True) ->
     prediction = data.prediction(components.tables, components.noise)
     if not judged or components.reference is None:
         return prediction
-
-    def judge() -> tuple[Reference, Prediction]:
-        noise, reference = None, components.reference()
-        sigma = data.likelihood.observation_noise
-        if reference.sigma is not None and sigma is not None:
-            noise = reference.sigma / sigma.to(reference.sigma)
-        return reference, data.prediction(reference.table, noise)
-
-    return replace(prediction, judge=cache(judge), room=components.room)
-
-
-def _redrawn(prediction: Prediction, generator: torch.Generator) -> Prediction:
-    """Return a prediction by new samples with the same covariance."""
-    members = tuple(_redrawn(member, generator) for member in prediction.members)
-    is_posterior = prediction.weights is not None  # with functions without uncertainty
-    drawn = members[0].deviations if is_posterior else redrawn(prediction.deviations, generator)
-    return replace(prediction, deviations=drawn, members=members)
+    return replace(prediction, reference=components.reference, room=components.room)

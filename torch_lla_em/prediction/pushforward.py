@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_d
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
+from torch_lla_em.prediction.mixture import Component, Mixture
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
 
@@ -96,40 +95,35 @@ class Products(NamedTuple):
     network_noise: Tensor | None = None
     """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin; None: 1."""
 
-    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
-        """Return the prediction by a table of components, for regression with σ times ``noise``.
+    def components(
+        self, table: Tensor, noise: Tensor | None = None, posterior: int = 0
+    ) -> list[Component]:
+        """Return the components of a table, for regression with σ times ``noise``.
 
         Predictions around the network alone have the σ of its own residuals.
         """
-        table, likelihood = table.to(self.f), self.likelihood
+        likelihood, around = self.likelihood, (1,) * self.f.dim()
         if self.network_noise is not None:
             own = torch.where(table[0, MODE] == 0, self.network_noise.to(table), 1)
             noise = own if noise is None else noise * own
         if noise is not None and likelihood.observation_noise is not None:
             likelihood = likelihood.with_noise(likelihood.observation_noise.to(noise) * noise)
-        columns = table.view(*table.shape, *(1,) * self.f.dim()).unbind(1)
+        columns = table.view(*table.shape, *around).unbind(1)
         centres = columns[MODE] * self.Jw[0] + columns[NETWORK] * self.f
-        deviations, nearest, unit = table[0, SCALE].sqrt() * self.Jw[1:], None, None
-        drifts = self._drifts(table).view(-1, *(1,) * self.f.dim())
-        none = [deviations[:0]] * (len(table) - 1)
-        if self.training is not None:
-            if likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
-                kept = self.training.kept_share(self.Jw[1:]).view(-1, *(1,) * (self.f.dim() - 1))
-                centres, drifts = centres * kept, drifts * kept
-            nearest, unit = partial(self.training.distances, self.Jw[1:]), self.training.unit
-        parts = [
-            Prediction(likelihood, centre, apart, self.class_dim, drift=drift)
-            for centre, apart, drift in zip(centres, (deviations, *none), drifts)
+        deviations = table[0, SCALE].sqrt() * self.Jw[1:]
+        drifts = None if self.mean_error is None else self._drifts(table).view(-1, *around)
+        if self.training is not None and likelihood.gives_probabilities:
+            # of counts, a mean of 0 would be a rate of 1
+            kept = self.training.kept_share(self.Jw[1:]).view(-1, *around[1:])
+            centres, drifts = centres * kept, None if drifts is None else drifts * kept
+        each = [None] * len(table) if drifts is None else drifts
+        return [
+            Component(likelihood, centre, deviations[: None if i == 0 else 0], drift, posterior)
+            for i, (centre, drift) in enumerate(zip(centres, each))
         ]
-        found = parts[0]
-        if len(parts) > 1:
-            found = replace(found, members=tuple(parts), weights=table[:, WEIGHT])
-        return replace(found, nearest=nearest, unit=unit)
 
     def _drifts(self, table: Tensor) -> Tensor:
         """Return the standard error of the mean of each component relative to the deviations, (components,)."""
-        if self.mean_error is None:
-            return table.new_zeros(len(table))
         size = self.mean_error.to(table) / table[0, SCALE].clamp_min(_LEAST_SCALE)
         return table[:, MODE] * size.sqrt()
 
@@ -151,11 +145,32 @@ class Pushforward(NamedTuple):
         """The outputs of the first member's network."""
         return self.members[0].f
 
+    def mixture(self, table: Tables, noise: Tensor | None = None) -> Mixture:
+        """Return the mixture by a table of components, for regression with σ times ``noise``."""
+        parts: list[Component] = []
+        weights, count = [], len(self.members)
+        for i, member in enumerate(self.members):
+            own = (table[i] if isinstance(table, tuple) else table).to(member.f)
+            parts += member.components(own, noise, i)
+            weights.append(own[:, WEIGHT] / count if len(own) > 1 else own.new_ones(1) / count)
+        return Mixture(tuple(parts), torch.cat(weights) if count > 1 else weights[0])
+
     def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
         """Return the prediction of the examples, for regression with σ times ``noise``."""
-        tables = table if isinstance(table, tuple) else (table,) * len(self.members)
-        each = [member.prediction(own, noise) for member, own in zip(self.members, tables)]
-        return each[0] if len(each) == 1 else Prediction.averaged(each, each[0].class_dim)
+        return Prediction(self.mixture(table, noise), self.members[0].class_dim, self)
+
+    def distances(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the distances to the nearest training example, (B, 2), and their unit, if some are kept."""
+        each = [(m.training, m.Jw[1:]) for m in self.members if m.training is not None]
+        if len(each) < len(self.members):
+            return None, None
+        found = [(training.distances(Jw), training.unit()) for training, Jw in each]
+        distances, units = (torch.stack(values).mean(0) for values in zip(*found))
+        return distances, units
+
+    def each(self) -> tuple[Pushforward, ...]:
+        """Return the examples under each posterior."""
+        return tuple(self._replace(members=(member,)) for member in self.members)
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from math import lgamma, log, pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import average
+from torch_lla_em.prediction.conformal import errors_of
+from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.scores import has_values
 
 
 class Ellipsoid(NamedTuple):
@@ -45,20 +48,20 @@ class Ellipsoid(NamedTuple):
         return found
 
 
-def length(errors: Tensor, covariance: Tensor) -> Tensor:
-    """Return (eᵀ covariance⁻¹ e)^½ of errors (B, C), (B,)."""
+def length(apart: Tensor, covariance: Tensor) -> Tensor:
+    """Return (eᵀ covariance⁻¹ e)^½ of errors e (B, C), (B,)."""
     root = torch.linalg.cholesky(covariance)
-    solved = torch.linalg.solve_triangular(root, errors[..., None], upper=False)
+    solved = torch.linalg.solve_triangular(root, apart[..., None], upper=False)
     found: Tensor = solved.square().sum((1, 2)).sqrt()
     return found
 
 
-def covariance_of(prediction: Any, variance: Tensor) -> Tensor:
+def covariance_of(mixture: Mixture, variance: Tensor) -> Tensor:
     """Return the covariance of the continuous outputs y of each input, (B, C, C), in double precision.
 
     Its correlations are those of the predictive distribution, and its diagonal is ``variance``.
     """
-    mean, weights = prediction.likelihood.mean, prediction._weights
+    mean, weights = mixture.likelihood.mean, mixture.function_weights
 
     def of_functions(f: Tensor, _: slice) -> Tensor:
         values = mean(f).double()
@@ -66,24 +69,22 @@ def covariance_of(prediction: Any, variance: Tensor) -> Tensor:
         each = values.new_full((len(f),), 1 / len(f)) if weights is None else weights.to(values)
         return torch.einsum("s,sbc,sbd->bcd", each, apart, apart)
 
-    epistemic = prediction._over_rows(of_functions)
-    aleatoric = prediction._uncertainties()[0].double()
+    epistemic = mixture.over_rows(of_functions)
+    aleatoric = mixture.uncertainties()[0].double()
     covariance = epistemic + torch.diag_embed(aleatoric.expand(epistemic.shape[:2]))
     scale = (variance.double() / covariance.diagonal(dim1=1, dim2=2)).sqrt()
     scaled: Tensor = covariance * scale[:, :, None] * scale[:, None, :]
     return scaled
 
 
-def joint_errors(prediction: Any, y: Tensor) -> Tensor | None:
+def joint_errors(mixture: Mixture, y: Tensor) -> Tensor | None:
     """Return the errors of several continuous outputs together, (B, 2); None for other targets.
 
     The first is the largest of an example, in predictive standard deviations; the second the length of all,
     in units of the covariance.
     """
-    each = prediction._errors(y)
-    if not prediction._has_values or each.shape[1] < 2:
+    each = errors_of(mixture, y)
+    if not has_values(mixture.likelihood, mixture.f) or each.shape[1] < 2:
         return None
-    apart = y.double() - prediction._expected().double()
-    return torch.stack(
-        [each.amax(1), length(apart, covariance_of(prediction, prediction._variance()))], 1
-    )
+    apart = y.double() - mixture.expected().double()
+    return torch.stack([each.amax(1), length(apart, covariance_of(mixture, mixture.variance()))], 1)

@@ -62,7 +62,7 @@ class _Held:
     def add(self, _: Any, part: Pushforward) -> None:
         """Add the examples of a batch."""
         found = outcomes(self._predicted(part), part.y)
-        network = part.network()._log_prob(part.y).double()[part.likelihood.labelled(part.y)]
+        network = part.network().mixture.log_prob(part.y).double()[part.likelihood.labelled(part.y)]
         rest, joint = self._rest, []
         if rest is not None and rest.f.shape[1:] != part.f.shape[1:]:
             rest, joint = None, [self._joint_of(rest)]
@@ -91,7 +91,7 @@ class _Held:
         return part.prediction(self._components.tables, self._components.noise)
 
     def _joint_of(self, some: Pushforward) -> Tensor:
-        return self._predicted(some)._joint_log_prob(some.y).double()
+        return self._predicted(some).mixture.joint_log_prob(some.y).double()
 
 
 def predicted_data(la: Predictor, loader: Iterable[Any]) -> PredictedData:

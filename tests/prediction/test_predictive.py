@@ -25,7 +25,7 @@ from torch_lla_em.prediction.functions import (
     number_of_functions,
     redrawn,
 )
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.prediction import Prediction
 
 K, B, C = 9, 4, 3
@@ -51,7 +51,7 @@ def with_certain(posterior, functions, weights=(0.5, 0.2, 0.3)):
     """A mixture of a posterior and of functions without uncertainty."""
     (part,) = posterior.mixture.components
     certain = (part._replace(centre=f, deviations=part.deviations[:0]) for f in functions)
-    mixture = Mixture((part, *certain), torch.tensor(weights).double())
+    mixture = FunctionMixture((part, *certain), torch.tensor(weights).double())
     return replace(posterior, mixture=mixture)
 
 
@@ -63,7 +63,7 @@ def together(*predictions):
         for part in p.mixture.components
     ]
     weights = torch.cat([p.mixture.weights for p in predictions]) / len(predictions)
-    return replace(predictions[0], mixture=Mixture(tuple(parts), weights))
+    return replace(predictions[0], mixture=FunctionMixture(tuple(parts), weights))
 
 
 def reweighted(p, *weights):
@@ -344,7 +344,7 @@ def test_the_standard_error_has_that_of_the_mean(make):
     parts, shares, d = plain.mixture.components, plain.mixture.weights, deviations_of(plain)
     drifts = 1e-3 * draw(len(parts), B, 1, seed=9)
     moved = tuple(part._replace(drift=drift) for part, drift in zip(parts, drifts))
-    both = replace(plain, mixture=Mixture(moved, shares))
+    both = replace(plain, mixture=FunctionMixture(moved, shares))
     # that of the posterior is read from the samples, which are the ends of large changes
     centre = parts[0].centre
     odd = 0.5 * ((centre + d).softmax(-1) - (centre - d).softmax(-1))
@@ -450,7 +450,7 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
         other = part._replace(centre=part.centre + 1, deviations=part.deviations[:0])
         if likelihood.observation_noise is not None:
             other = other._replace(likelihood=Regression(0.2))
-        p = together(p, replace(p, mixture=Mixture((other,), torch.ones(1).double())))
+        p = together(p, replace(p, mixture=FunctionMixture((other,), torch.ones(1).double())))
     outputs = p.expectation.shape[1]
     step = 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)

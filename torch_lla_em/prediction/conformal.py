@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.prediction.ranks import crossed, infinite_if_nan
 from torch_lla_em.prediction.reference import Reference, Stated
@@ -46,11 +46,11 @@ class Scored(NamedTuple):
     """The scale of each score, relative to which it is rounded, (S,)."""
 
 
-def ood_scores(mixture: Mixture, distances: Tensor | None, unit: Tensor | None) -> Scored:
+def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor | None) -> Scored:
     """Return the scores of inputs: of their predictions and, if they are known, their distances.
 
     Args:
-        mixture (Mixture): The predictive distribution.
+        mixture (FunctionMixture): The predictive distribution.
         distances (Tensor, optional): To the nearest training example, (B, 2).
         unit (Tensor, optional): The scale of the second distance, ().
     """
@@ -114,7 +114,7 @@ def chosen(score: Score, computed: int, known: int, real_valued: bool) -> list[i
     return [0] if score == "epistemic" else [i for i in columns if i or computed == 1]
 
 
-def variance_of_error(mixture: Mixture) -> Tensor:
+def variance_of_error(mixture: FunctionMixture) -> Tensor:
     """Return the expected squared error of the mean of all members, from those of the members.
 
     Let v be the mean of the members' variances, and D the variance of their means. The squared
@@ -126,7 +126,7 @@ def variance_of_error(mixture: Mixture) -> Tensor:
     return v / (1 + means.var(0, correction=0) / v)
 
 
-def errors_of(mixture: Mixture, y: Tensor) -> Tensor:
+def errors_of(mixture: FunctionMixture, y: Tensor) -> Tensor:
     """Return the error of each prediction, (B, outputs); no columns for other likelihoods.
 
     For classes it is the probability of all classes that are more probable than the label, for

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import log_mean_exp, quantile
-from torch_lla_em.prediction.mixture import Component, Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture, Part
 from torch_lla_em.prediction.scores import (
     Interval,
     aligned,
@@ -26,7 +26,7 @@ Own = TypeVar("Own", bound="Distribution")
 class Distribution:
     """The distribution of f and of y at B inputs: all that a ``Prediction`` is without a reference."""
 
-    mixture: Mixture
+    mixture: FunctionMixture
     """The components with their weights, classes last."""
 
     class_dim: int = -1
@@ -48,8 +48,8 @@ class Distribution:
             deviations (Tensor): Samples of f minus this mean, (K, B, ..., C).
             class_dim (int): The axis of the classes in the network's outputs. Default -1.
         """
-        part = Component(likelihood, centre, deviations)
-        return cls(Mixture((part,), centre.new_ones(1)), class_dim)
+        part = Part(likelihood, centre, deviations)
+        return cls(FunctionMixture((part,), centre.new_ones(1)), class_dim)
 
     @property
     def likelihood(self) -> Likelihood:

@@ -26,7 +26,7 @@ from torch_lla_em.prediction.functions import (
     redrawn,
     slots,
 )
-from torch_lla_em.prediction.scores import Gaussians
+from torch_lla_em.prediction.scores import GaussianTargets
 from torch_lla_em.runtime import without_autocast
 
 # numbers that averages over functions hold at a time
@@ -35,7 +35,7 @@ _NUMBERS = 2**23
 _ALIKE = 1024
 
 
-class Component(NamedTuple):
+class Part(NamedTuple):
     """A distribution over functions at B inputs."""
 
     likelihood: Likelihood
@@ -53,11 +53,11 @@ class Component(NamedTuple):
     posterior: int = 0
     """The number of the posterior that it belongs to. The first component of each has the samples."""
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Component:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """Return the component with every tensor of values changed, whose last axes are (B, ..., C)."""
         return self._replace(centre=change(self.centre), deviations=change(self.deviations))
 
-    def part(self, rows: slice | Tensor) -> Component:
+    def part(self, rows: slice | Tensor) -> Part:
         """Return the component at some inputs."""
         drift = self.drift if self.drift is None or len(self.drift) == 1 else self.drift[rows]
         return self._replace(
@@ -69,10 +69,10 @@ Taken = Callable[[Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Mixture:
+class FunctionMixture:
     """Components with their weights, of one posterior or of several."""
 
-    components: tuple[Component, ...]
+    components: tuple[Part, ...]
 
     weights: Tensor
     """The weight of each component, (components,), with sum 1."""
@@ -88,7 +88,7 @@ class Mixture:
         return self.components[0].centre
 
     @cached_property
-    def posteriors(self) -> tuple[Mixture, ...]:
+    def posteriors(self) -> tuple[FunctionMixture, ...]:
         """The mixture of each posterior."""
         count = 1 + self.components[-1].posterior
         if count == 1:
@@ -98,22 +98,22 @@ class Mixture:
             own = [i for i, c in enumerate(self.components) if c.posterior == number]
             weights = self.weights[own]
             parts = tuple(self.components[i]._replace(posterior=0) for i in own)
-            found.append(Mixture(parts, weights / weights.sum()))
+            found.append(FunctionMixture(parts, weights / weights.sum()))
         return tuple(found)
 
-    def alone(self) -> Mixture:
+    def alone(self) -> FunctionMixture:
         """Return a mixture with the same components, of which it holds no others."""
         return replace(self)
 
-    def map(self, change: Callable[[Component], Component]) -> Mixture:
+    def map(self, change: Callable[[Part], Part]) -> FunctionMixture:
         """Return the mixture with every component changed."""
         return replace(self, components=tuple(map(change, self.components)))
 
-    def double(self) -> Mixture:
+    def double(self) -> FunctionMixture:
         """Return it in double precision: small scores are differences of large numbers."""
         return self.map(lambda part: part.map(Tensor.double))
 
-    def redrawn(self, generator: torch.Generator) -> Mixture:
+    def redrawn(self, generator: torch.Generator) -> FunctionMixture:
         """Return it with new samples of the same covariance."""
         return self.map(lambda c: c._replace(deviations=redrawn(c.deviations, generator)))
 
@@ -129,7 +129,7 @@ class Mixture:
         """Return the covariance of f over all that ``flat`` makes of (rows, B, ..., C)."""
         mean = self.mean()
 
-        def of(part: Component) -> Tensor:
+        def of(part: Part) -> Tensor:
             size = max(1, len(part.deviations)) ** 0.5
             rows = flat(torch.cat([part.deviations / size, (part.centre - mean)[None]]))
             with without_autocast(rows.device):
@@ -246,7 +246,7 @@ class Mixture:
 
         return _over_rows((first,), of)
 
-    def gaussians(self) -> Gaussians:
+    def gaussians(self) -> GaussianTargets:
         """Return the distribution of continuous targets as a mixture of Gaussians."""
         likelihood = self.likelihood
         if likelihood.observation_noise is not None:
@@ -255,15 +255,15 @@ class Mixture:
                 mean_square(mean(c.deviations)) + c.likelihood.variance(c.centre) for c in parts
             ]
             means = torch.stack([mean(c.centre) for c in parts])
-            return Gaussians(self.weights, means, torch.stack(variances).sqrt())
+            return GaussianTargets(self.weights, means, torch.stack(variances).sqrt())
         f, weights = self.functions(), self.function_weights
         weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
-        return Gaussians(weights, likelihood.mean(f), likelihood.variance(f).sqrt())
+        return GaussianTargets(weights, likelihood.mean(f), likelihood.variance(f).sqrt())
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n), (B,)."""
 
-        def of(part: Component) -> Tensor:
+        def of(part: Part) -> Tensor:
             likelihood = part.likelihood
             known = likelihood.predictive_log_prob(part.centre, part.deviations, y)
             if known is not None:
@@ -277,7 +277,7 @@ class Mixture:
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), ()."""
 
-        def of(part: Component) -> Tensor:
+        def of(part: Part) -> Tensor:
             likelihood = part.likelihood
             known = likelihood.predictive_log_prob(part.centre, part.deviations, y, joint=True)
             if known is not None:
@@ -293,15 +293,13 @@ class Mixture:
             lambda c: c.likelihood.smoothed_mean(c.centre, mean_square(c.deviations))
         )
 
-    def _averaged(self, of: Callable[[Component], Tensor]) -> Tensor:
+    def _averaged(self, of: Callable[[Part], Tensor]) -> Tensor:
         """Return the mean of a quantity over the components."""
         if len(self.components) == 1:
             return of(self.components[0])
         return average(torch.stack(list(map(of, self.components))), self.weights)
 
-    def _total(
-        self, within: Callable[[Component], Tensor], of: Callable[[Component], Tensor]
-    ) -> Tensor:
+    def _total(self, within: Callable[[Part], Tensor], of: Callable[[Part], Tensor]) -> Tensor:
         """Return the mean of a variance over the components, plus the variance of a mean."""
         if len(self.components) == 1:
             return within(self.components[0])
@@ -309,13 +307,13 @@ class Mixture:
         return self._averaged(lambda part: within(part) + (of(part) - mean).square())
 
 
-def _functions(parts: Sequence[Component], rows: slice, at_least: int) -> Tensor:
+def _functions(parts: Sequence[Part], rows: slice, at_least: int) -> Tensor:
     each = [c.centre[rows] + functions_of(c.deviations[:, rows], at_least) for c in parts]
     return torch.cat(each) if len(each) > 1 else each[0]
 
 
 def _over_rows(
-    parts: Sequence[Component], take: Taken, dim: int = 0, at_least: int = FUNCTIONS
+    parts: Sequence[Part], take: Taken, dim: int = 0, at_least: int = FUNCTIONS
 ) -> Tensor:
     """Apply ``take`` to all functions (S, b, ..., C) of components, of a few examples at a time."""
     centre = parts[0].centre
@@ -329,5 +327,5 @@ def _over_rows(
     return torch.cat(found, dim) if len(found) > 1 else found[0]
 
 
-def _drift(part: Component) -> Tensor | float:
+def _drift(part: Part) -> Tensor | float:
     return 0.0 if part.drift is None else part.drift

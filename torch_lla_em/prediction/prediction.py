@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.prediction.conformal import Score, Scored, ood_scores, p_values, variance_of_error
 from torch_lla_em.prediction.distribution import Distribution
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.ranks import ROUNDING, rounding
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
@@ -36,7 +36,7 @@ _UNCALIBRATED = (
 class Origin(Protocol):
     """What a prediction was made of, and others of the same inputs can be."""
 
-    def mixture(self, table: Any, noise: Tensor | None = None) -> Mixture:
+    def mixture(self, table: Any, noise: Tensor | None = None) -> FunctionMixture:
         """Return the mixture by a table of components, with σ times ``noise``."""
 
     def distances(self) -> tuple[Tensor | None, Tensor | None]:

@@ -12,7 +12,7 @@ from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_d
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
-from torch_lla_em.prediction.mixture import Component, Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture, Part
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
 
@@ -97,7 +97,7 @@ class Products(NamedTuple):
 
     def components(
         self, table: Tensor, noise: Tensor | None = None, posterior: int = 0
-    ) -> list[Component]:
+    ) -> list[Part]:
         """Return the components of a table, for regression with σ times ``noise``.
 
         Predictions around the network alone have the σ of its own residuals.
@@ -118,7 +118,7 @@ class Products(NamedTuple):
             centres, drifts = centres * kept, None if drifts is None else drifts * kept
         each = [None] * len(table) if drifts is None else drifts
         return [
-            Component(likelihood, centre, deviations[: None if i == 0 else 0], drift, posterior)
+            Part(likelihood, centre, deviations[: None if i == 0 else 0], drift, posterior)
             for i, (centre, drift) in enumerate(zip(centres, each))
         ]
 
@@ -145,15 +145,15 @@ class Pushforward(NamedTuple):
         """The outputs of the first member's network."""
         return self.members[0].f
 
-    def mixture(self, table: Tables, noise: Tensor | None = None) -> Mixture:
+    def mixture(self, table: Tables, noise: Tensor | None = None) -> FunctionMixture:
         """Return the mixture by a table of components, for regression with σ times ``noise``."""
-        parts: list[Component] = []
+        parts: list[Part] = []
         weights, count = [], len(self.members)
         for i, member in enumerate(self.members):
             own = (table[i] if isinstance(table, tuple) else table).to(member.f)
             parts += member.components(own, noise, i)
             weights.append(own[:, WEIGHT] / count if len(own) > 1 else own.new_ones(1) / count)
-        return Mixture(tuple(parts), torch.cat(weights) if count > 1 else weights[0])
+        return FunctionMixture(tuple(parts), torch.cat(weights) if count > 1 else weights[0])
 
     def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
         """Return the prediction of the examples, for regression with σ times ``noise``."""

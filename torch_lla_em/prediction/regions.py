@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import average
 from torch_lla_em.prediction.conformal import errors_of
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.scores import has_values
 
 
@@ -56,7 +56,7 @@ def length(apart: Tensor, covariance: Tensor) -> Tensor:
     return found
 
 
-def covariance_of(mixture: Mixture, variance: Tensor) -> Tensor:
+def covariance_of(mixture: FunctionMixture, variance: Tensor) -> Tensor:
     """Return the covariance of the continuous outputs y of each input, (B, C, C), in double precision.
 
     Its correlations are those of the predictive distribution, and its diagonal is ``variance``.
@@ -77,7 +77,7 @@ def covariance_of(mixture: Mixture, variance: Tensor) -> Tensor:
     return scaled
 
 
-def joint_errors(mixture: Mixture, y: Tensor) -> Tensor | None:
+def joint_errors(mixture: FunctionMixture, y: Tensor) -> Tensor | None:
     """Return the errors of several continuous outputs together, (B, 2); None for other targets.
 
     The first is the largest of an example, in predictive standard deviations; the second the length of all,

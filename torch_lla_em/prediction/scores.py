@@ -87,7 +87,7 @@ def errors_of_values(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     return ((y - mean).abs() / variance.sqrt()).double().reshape(len(y), -1)
 
 
-class Gaussians(NamedTuple):
+class GaussianTargets(NamedTuple):
     """A mixture of P Gaussians for each output."""
 
     weights: Tensor

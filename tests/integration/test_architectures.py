@@ -222,7 +222,6 @@ OF_TWO_LAYERS = {
     "outputs assembled in place": assembled_in_place,
     "gated linear unit": lambda m, x: F.glu(m.b(m.a(x))),
     "detach": lambda m, x: m.b(m.a(x) * m.a(x).detach()),
-    "checkpointing": lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False).tanh()),
     "a branch on the data": lambda m, x: m.b(m.a(x)) * (2 if m.a(x).sum().item() > 0 else 3),
     "function with all derivatives": lambda m, x: m.b(FullSquare.apply(m.a(x))),
     "derivative inside": force,
@@ -271,6 +270,10 @@ FORWARD = {
 }
 DISAGREES = "disagrees with backward"
 REVERSE = {
+    "checkpointing": (
+        lambda: (two_layers(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False).tanh())), X),
+        "don't yet support saved tensor hooks",
+    ),
     "tied padding_idx": (lambda: (tied(True, padding_idx=0), IDS), "tied padding_idx"),
     "functional padding_idx": (lambda: (embedded(forward=functional_padding), IDS), DISAGREES),
     "no_grad inside": (lambda: (two_layers(gated_without_gradient), X), DISAGREES),

@@ -270,11 +270,6 @@ class ByFactors(Rows):
         parts = self.terms.parts
         return {name: _row_squares(parts, value, name, u) for name, value in self._values.items()}
 
-    def push(self, w: Tensor) -> Tensor:
-        """Return J w, shape (K, B, ..., C), of columns (K, P)."""
-        parts = [self._push(directions) for directions in self._chunks(w)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
         own = {name: directions[name].to(value) for name, value in self._values.items()}
         K, f = len(next(iter(own.values()))), self.f

@@ -157,7 +157,7 @@ class _Reference:
     def _plain(self, u: Tensor) -> Tensor:
         """Return Jᵀu, (K, P), by ``backward``, column by column."""
         total = self.v.new_zeros(len(u), self.v.shape[1])
-        ByAutodiff(self.weights, self.x, Path(columns=1)).pull(u, total)
+        ByAutodiff(self.weights, self.x, Path(forward=False, columns=1)).pull(u, total)
         return total
 
 

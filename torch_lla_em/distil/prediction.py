@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, pi
-from statistics import NormalDist
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
 from torch_lla_em.prediction import (
     Interval,
     Prediction,
     Printed,
     Score,
+    aligned,
     chosen,
+    conformal_interval,
+    conformal_set,
+    errors_of_classes,
+    errors_of_values,
+    gaussian_entropy,
+    gaussian_interval,
+    has_classes,
+    has_values,
     infinite_if_nan,
-    mass_above,
     of_examples,
     p_values,
     quantiles,
     require,
+    require_share,
     rounding,
 )
 
@@ -99,7 +106,7 @@ class StudentPrediction(Printed):
     def entropy(self) -> Tensor:
         """The entropy of y in nats; for regression that of a Gaussian."""
         if self.likelihood.real_valued:
-            return self._out(0.5 * (2 * pi * self._variance()).log() + 0.5)
+            return self._out(gaussian_entropy(self._variance()))
         self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
         return self._out(self.likelihood.entropy(self.centre[None]))
 
@@ -125,43 +132,40 @@ class StudentPrediction(Printed):
 
     def p_values(self, score: Score = "all") -> Tensor:
         """Return conformal p-values by all scores, by "epistemic" alone, or by "distance", (B,)."""
-        reference, room = self._compared("p_value")
-        scores = self.ood_score
-        count = scores.shape[1]
-        some = chosen(score, count, count, self.likelihood.real_valued)
-        return p_values(reference.unusual[:, some], scores[:, some], room)
+        (unusual, _, room), scores = self._compared("p_value"), self.ood_score
+        some = chosen(score, *2 * scores.shape[1:], self.likelihood.real_valued)
+        return p_values(unusual[:, some], scores[:, some], room)
 
     def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
         """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
-        if not 0 < rate < 1:
-            raise ValueError(f"rate must lie between 0 and 1, not {rate}.")
-        count = len(self._compared("is_ood")[0].unusual)
-        require(count, ceil(1 / rate - 1 - 1e-9), f"rate={rate}")
+        least = ceil(1 / require_share(rate, "rate") - 1 - 1e-9)
+        require(len(self._compared("is_ood").unusual), least, f"rate={rate}")
         return self.p_values(score) <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
         of_pixels = "RiskControl(la, validation_loader) for labels of pixels or tokens"
-        self._require(self._has_classes, "prediction_set", f"interval(level), or {of_pixels}")
-        reference, room = self._compared("prediction_set")
-        threshold = quantiles(reference.errors, level)
-        return self._out(mass_above(self._expected(), room) <= threshold + room)
+        is_possible = has_classes(self.likelihood, self.centre)
+        self._require(is_possible, "prediction_set", f"interval(level), or {of_pixels}")
+        _, errors, room = self._compared("prediction_set")
+        return self._out(conformal_set(self._expected(), quantiles(errors, level), room))
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
-        self._require(self._has_values, "interval", "prediction_set(level) for classes")
-        reference, room = self._compared("interval")
-        size, centre = quantiles(reference.errors, level), self._expected()
-        half = size.to(centre) * self._variance().sqrt()
-        # targets at the ends, as in discrete data, are inside whichever way they are rounded
-        return self._around(half * (1 + room) + 8 * torch.finfo(centre.dtype).eps * centre.abs())
+        is_possible = has_values(self.likelihood, self.centre)
+        self._require(is_possible, "interval", "prediction_set(level) for classes")
+        _, errors, room = self._compared("interval")
+        moments = self._expected(), self._variance()
+        return Interval(
+            *map(self._out, conformal_interval(*moments, quantiles(errors, level), room))
+        )
 
     def credible_interval(self, level: float = 0.95) -> Interval:
         """Return intervals of continuous targets with probability ``level`` under the student."""
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, not {level}.")
+        share = require_share(level)
         self._require(self.likelihood.real_valued, "credible_interval", "epistemic")
-        return self._around(NormalDist().inv_cdf(0.5 + 0.5 * level) * self._variance().sqrt())
+        ends = gaussian_interval(self._expected(), self._variance(), share)
+        return Interval(*map(self._out, ends))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
@@ -189,26 +193,19 @@ class StudentPrediction(Printed):
 
     def aligned(self, y: Tensor) -> Tensor:
         """Return targets with the axis of the outputs last; raise an error if they do not fit."""
-        y = self.likelihood.align(as_targets(y).to(self.centre.device), self.class_dim)
-        self.likelihood.check(self.centre, y)
-        return y
+        return aligned(self.likelihood, y, self.centre, self.class_dim)
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors.
-
-        The error of a class is the probability of all classes that are more probable than the label, that
-        of continuous targets the residual in predictive standard deviations.
-        """
+        """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
         y = self.aligned(y)
         kept = self.likelihood.labelled(y)
         some, y = self.part(kept), y[kept]
-        errors = some.centre.new_zeros(len(y), 0)
-        if some._has_classes:
-            above = mass_above(some._expected(), rounding(self.centre.dtype))
-            errors = above.gather(1, y.long()[:, None])
-        elif some._has_values:
-            errors = (y - some._expected()).abs() / some._variance().sqrt()
-        return some.ood_score, errors.double()[:, None].flatten(1)
+        errors = y.new_zeros(len(y), 0)
+        if has_classes(self.likelihood, self.centre):
+            errors = errors_of_classes(some._expected(), y)
+        elif has_values(self.likelihood, self.centre):
+            errors = errors_of_values(some._expected(), some._variance(), y)
+        return some.ood_score, errors.double()
 
     def part(self, rows: Tensor | slice) -> StudentPrediction:
         """Return the prediction of some of the inputs, given by their numbers, a mask or a slice."""
@@ -225,15 +222,6 @@ class StudentPrediction(Printed):
         if name in same:
             raise AttributeError(f"A student has no .{name}: use .{same[name]}.")
         raise AttributeError(lacking(name, Prediction, "la.predict(x)"))
-
-    @property
-    def _has_classes(self) -> bool:
-        likelihood, is_flat = self.likelihood, self.centre.dim() == 2
-        return likelihood.gives_probabilities and not likelihood.elementwise and is_flat
-
-    @property
-    def _has_values(self) -> bool:
-        return self.likelihood.real_valued and self.centre.dim() <= 2
 
     def _expected(self) -> Tensor:
         return self.likelihood.mean(self.centre)
@@ -253,18 +241,16 @@ class StudentPrediction(Printed):
         aleatoric, epistemic = self._uncertainties()
         return aleatoric + epistemic
 
-    def _around(self, half: Tensor) -> Interval:
-        return Interval(self._out(self._expected() - half), self._out(self._expected() + half))
-
-    def _compared(self, name: str) -> tuple[Scores, Tensor]:
-        """Return the scores of the validation set, and the relative difference up to which scores are ties."""
+    def _compared(self, name: str) -> Scores:
+        """Return the scores of the validation set; ties are up to the rounding of the coarsest dtype."""
         if self.reference is None:
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this student has none. Call "
                 "student.calibrate(validation_loader) first: the reference of la.calibrate is for "
                 "the posterior's own scores."
             )
-        return self.reference, self.reference.room.clamp_min(rounding(self.centre.dtype))
+        room = self.reference.room.clamp_min(rounding(self.centre.dtype))
+        return self.reference._replace(room=room)
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:

@@ -114,6 +114,7 @@ def test_ranks_together_have_the_identity_of_one_process():
     parts[1] = Identity.from_state(parts[1].state())
     together = Identity.of(parts)
     assert together.agrees(whole) and not Identity.of([*parts, parts[1]]).agrees(whole)
+    assert Identity.from_state(of(x, x[:, :1]).state()).agrees(of(x, x[:, :1]))
 
 
 def test_an_empty_batch_is_no_batch():
@@ -188,11 +189,3 @@ def test_no_order_is_taken_for_a_change(form, pad, most):
         data, drawn = Data(InAnyOrder(), CPU), random.Random(seed)
         for _ in range(6):
             list(data)
-
-
-def test_the_sums_of_a_pass_do_not_depend_on_its_batches():
-    x = torch.randn(6, 2, dtype=torch.float64)
-    assert of(*x.split(2)).agrees(of(*x.flip(0).split(3)))
-    assert not of(*x.split(2)).agrees(of(*(x + 1).split(2)))
-    state = of(x, x[:, :1]).state()
-    assert Identity.from_state(state).agrees(of(x, x[:, :1]))

@@ -94,13 +94,6 @@ def test_sgd_finds_the_same_samples(name):
     assert (error <= samples.certificate * (1 + 1e-9)).all()
 
 
-def test_sgd_may_average_its_iterates():
-    problem, noise, precision, *_ = setting("classification", True, False)
-    noise = noise._replace(xi=noise.xi[:2], eta=noise.eta[:2])
-    solver = SGD(1.0, epochs=60, averaging=0.05)
-    assert optimise_samples(problem, noise, precision, solver).error < 0.5
-
-
 def test_samples_that_miss_their_tolerance_warn():
     problem, noise, precision, *_ = setting("classification", True, False)
     few = noise._replace(xi=noise.xi[:8], eta=noise.eta[:8])

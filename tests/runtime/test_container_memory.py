@@ -31,17 +31,16 @@ def groups(tmp_path):
 
 def test_the_tightest_group_counts(tmp_path, groups):
     mount = tmp_path / "fs"
-    second(mount / "pods" / "one", 1000, 400, cached=100)
-    assert container_room(groups, mount) == 700
-    second(mount / "pods", 2000, 1500)
-    assert container_room(groups, mount) == 500
-    second(mount / "pods", "max", 1500)
-    assert container_room(groups, mount) == 700
-
-
-def test_a_group_seen_as_the_root(tmp_path, groups):
-    second(tmp_path / "fs", 300, 100)
-    assert container_room(groups, tmp_path / "fs") == 200
+    assert container_room(groups, mount) == container_room(tmp_path / "no", tmp_path) == inf
+    for folder, limit, used, cached, expected in (
+        ("pods/one", 1000, 400, 100, 700),
+        ("pods", 2000, 1500, 0, 500),
+        ("pods", "max", 1500, 0, 700),
+        (".", 300, 100, 0, 200),  # a group seen as the root
+        ("pods/one", 100, 150, 0, 0),  # more than is allowed
+    ):
+        second(mount / folder, limit, used, cached)
+        assert container_room(groups, mount) == expected
 
 
 def test_the_first_version(tmp_path):
@@ -51,16 +50,6 @@ def test_the_first_version(tmp_path):
     limits = {"memory__limit_in_bytes": "500\n", "memory__usage_in_bytes": "90\n"}
     write(mount / "memory" / "job", **limits, memory__stat=stat)
     assert container_room(groups, mount) == 440
-
-
-def test_more_than_is_allowed_is_no_room(tmp_path, groups):
-    second(tmp_path / "fs" / "pods" / "one", 100, 150)
-    assert container_room(groups, tmp_path / "fs") == 0
-
-
-def test_without_limits_there_is_no_end(tmp_path, groups):
-    assert container_room(groups, tmp_path / "nowhere") == inf
-    assert container_room(tmp_path / "nothing", tmp_path) == inf
 
 
 def test_a_limit_makes_less_memory_free(monkeypatch):

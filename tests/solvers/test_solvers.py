@@ -19,8 +19,7 @@ from torch_lla_em.solvers import (
 )
 
 P, K = 40, 5
-BLOCK_SOLVERS = [BlockCG, BlockKrylov]
-SOLVERS = [*BLOCK_SOLVERS, FunctionSpace]
+SOLVERS = [BlockCG, FunctionSpace]
 
 
 class Dense(Operator):
@@ -89,11 +88,10 @@ def test_the_solution_is_the_dense_one_up_to_its_certificate(solver, tolerance, 
         assert_close(x, exact(A, b))
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
 @pytest.mark.parametrize("decay", [1, 2, 3])
-def test_the_certificate_is_within_a_factor_of_30_of_the_truth(solver, decay):
+def test_the_certificate_is_within_a_factor_of_30_of_the_truth(decay):
     A, b = rooted(torch.logspace(decay, -2, P)), draw(K, P)
-    solution = solver(tolerance=0.1).solve(A, b)
+    solution = BlockCG(tolerance=0.1).solve(A, b)
     error = solution.x - exact(A, b)
     true = ((error @ (A.matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
     assert (solution.certificate <= 30 * true).all()
@@ -110,40 +108,31 @@ def test_dependent_duplicate_and_zero_columns(solver, A):
     assert nothing.converged and not nothing.x.any()
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_columns_of_very_different_sizes_converge_together(solver):
+def test_columns_of_very_different_sizes_converge_together():
     A = rooted(torch.logspace(3, -1, P))
     eigenvectors = torch.linalg.eigh(A.matrix).eigenvectors.T
     easy = eigenvectors[-1:]  # one product suffices
     b = torch.cat([1e-6 * draw(1, P), easy, 1e3 * draw(1, P, seed=3), draw(2, P, seed=4)])
-    solution = solver(tolerance=1e-9).solve(A, b)
+    solution = BlockCG(tolerance=1e-9).solve(A, b)
     assert solution.converged
     assert_close(solution.x, exact(A, b), atol=1e-8, rtol=1e-7)
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_the_solution_itself_as_start_costs_one_product(solver, A):
+def test_a_start_is_left_alone_and_saves_products(A):
     b = draw(K, P)
-    start = exact(A, b)
-    solution = solver(tolerance=1e-6).solve(A, b, start)
+    start, truth = exact(A, b), exact(A, b)
+    solution = BlockCG(tolerance=1e-6).solve(A, b, start)
     assert solution.converged and solution.passes == 1
-    assert_close(start, exact(A, b))  # and is left alone
-
-
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_a_start_that_leaves_a_residual_of_low_rank(solver, A):
-    b = draw(K, P)
-    start = exact(A, b)
-    start[2:] += draw(K - 2, 1, seed=3) * draw(1, P, seed=4)
-    solution = solver(tolerance=1e-10).solve(A, b, start)
+    assert_close(start, truth)
+    start[2:] += draw(K - 2, 1, seed=3) * draw(1, P, seed=4)  # which leaves a residual of low rank
+    solution = BlockCG(tolerance=1e-10).solve(A, b, start)
     assert solution.converged
-    assert_close(solution.x, exact(A, b))
+    assert_close(solution.x, truth)
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_more_columns_need_fewer_passes(solver):
+def test_more_columns_need_fewer_passes():
     A = rooted(torch.logspace(4, -4, P))
-    passes = [solver(tolerance=1e-3).solve(A, draw(k, P)).passes for k in (1, 4, 16)]
+    passes = [BlockCG(tolerance=1e-3).solve(A, draw(k, P)).passes for k in (1, 4, 16)]
     assert passes[0] > passes[1] > passes[2]
 
 
@@ -161,7 +150,7 @@ def test_float32_reaches_a_certificate_of_a_thousandth(solver, device):
     assert (error @ R.T).norm() <= 2e-3 * (truth @ R.T).norm()
 
 
-@pytest.mark.parametrize("solver", [SGD, *BLOCK_SOLVERS])
+@pytest.mark.parametrize("solver", [SGD, BlockCG])
 def test_too_few_passes_are_told_not_hidden(solver):
     A, b = rooted(torch.logspace(5, -1, P)), draw(1, P)
     options = {"epochs": 3} if solver is SGD else {"max_passes": 3}
@@ -171,18 +160,16 @@ def test_too_few_passes_are_told_not_hidden(solver):
         assert solution.passes <= 4
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_stagnation_is_logged_with_the_remedy(solver, caplog):
+def test_stagnation_is_logged_with_the_remedy(caplog):
     A = rooted(torch.logspace(6, 0, P))
     A.R = A.R.float()
     with caplog.at_level(logging.WARNING, "torch_lla_em"):
-        solution = solver(tolerance=1e-12, max_passes=2000).solve(A, draw(K, P).float())
+        solution = BlockCG(tolerance=1e-12, max_passes=2000).solve(A, draw(K, P).float())
     assert not solution.converged
     assert "stagnates" in caplog.text and "float64" in caplog.text
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_a_product_that_changes_from_call_to_call_is_not_believed(solver):
+def test_a_product_that_changes_from_call_to_call_is_not_believed():
     """Dropout left on: each call is another A, symmetric or not."""
     generator = torch.Generator().manual_seed(0)
 
@@ -191,7 +178,7 @@ def test_a_product_that_changes_from_call_to_call_is_not_believed(solver):
         return 50 * (x * kept).flip(1)
 
     with pytest.raises(FaultyProductError, match="changes? from call to call"):
-        solver(tolerance=1e-6).solve(Operator(product), draw(K, P))
+        BlockCG(tolerance=1e-6).solve(Operator(product), draw(K, P))
 
 
 POSITIVE = rooted(torch.linspace(1, 50, P)).matrix
@@ -207,21 +194,19 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
 @pytest.mark.parametrize("kind, columns", [*((kind, K) for kind in FAULTS), ("negative", 1)])
-def test_faulty_products_are_refused(solver, kind, columns):
+def test_faulty_products_are_refused(kind, columns):
     matrix, error, message = FAULTS[kind]
     with pytest.raises(error, match=message):
-        solver().solve(Operator(lambda x: x @ matrix), draw(columns, P))
+        BlockCG().solve(Operator(lambda x: x @ matrix), draw(columns, P))
 
 
-@pytest.mark.parametrize("solver", BLOCK_SOLVERS)
-def test_growth_is_found_before_it_is_nan(solver):
+def test_growth_is_found_before_it_is_nan():
     """Each product is ten times the last: the error grows though every number is finite."""
     calls = iter(range(10_000))
     A = rooted(torch.linspace(1, 30, P)).matrix
     with pytest.raises((DivergenceError, FaultyProductError)):
-        solver(tolerance=1e-9).solve(Operator(lambda x: 10.0 ** next(calls) * (x @ A)), draw(K, P))
+        BlockCG(tolerance=1e-9).solve(Operator(lambda x: 10.0 ** next(calls) * (x @ A)), draw(K, P))
 
 
 def test_sgd_comes_near_the_dense_solution():
@@ -232,29 +217,13 @@ def test_sgd_comes_near_the_dense_solution():
     assert error.norm() <= solution.error * (exact(A, b) @ A.R.T).norm() * 1.01
 
 
-def test_sgd_finds_a_step_size_by_itself():
+def test_sgd_finds_a_step_size_and_starts_no_further_than_the_solution_can_be():
     A, b = rooted(torch.linspace(1, 30, P), batches=2), draw(K, P)
     assert SGD(epochs=300).solve(A, b).error < 0.1
-
-
-def test_sgd_clips_by_the_norm_of_all_samples():
-    A, b = rooted(torch.linspace(1, 30, P)), draw(K, P)
-    moved = SGD(epochs=1, learning_rate=1e-3, clip=0.5, momentum=0.0).solve(A, b).x - b
-    gradient = A(b)
-    assert_close(moved, -1e-3 * gradient * (0.5 / gradient.norm()))
-
-
-def test_sgd_from_a_start():
-    A, b = rooted(torch.linspace(1, 30, P)), draw(K, P)
-    start = exact(A, b)
-    solution = SGD(epochs=2, learning_rate=1e-3).solve(A, b, start)
+    A, solver = rooted(torch.linspace(1, 30, P)), SGD(epochs=2, learning_rate=1e-3)
+    solution = solver.solve(A, b, exact(A, b))
     assert solution.converged
-    assert_close(solution.x, start)
-
-
-def test_sgd_takes_no_start_that_is_longer_than_the_solution_can_be():
-    A, b = rooted(torch.linspace(1, 30, P)), draw(K, P)
-    solver = SGD(epochs=2, learning_rate=1e-4)
+    assert_close(solution.x, exact(A, b))
     assert_close(solver.solve(A, b, 100 * b).x, solver.solve(A, b).x)
 
 
@@ -283,3 +252,7 @@ def test_options_are_checked_where_they_enter(solver, options):
         ValueError, match=f"{solver.__name__}: {next(iter(options))} must be above 0"
     ):
         solver(**options)
+
+
+def test_a_limit_of_memory_changes_nothing_for_one_precision():
+    assert BlockKrylov.solve is BlockCG.solve and BlockKrylov.roughly is BlockCG.roughly

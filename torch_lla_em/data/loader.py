@@ -55,6 +55,9 @@ class BatchCache:
         self.room = room
         """Number of bytes that are left."""
 
+        self.size = 0.0
+        """Number of bytes of all batches, also of those that are not stored."""
+
         self._batches: list[Batch] = []
 
     def __iter__(self) -> Iterator[Batch]:
@@ -62,8 +65,10 @@ class BatchCache:
 
     def add(self, batch: Batch, is_list: bool) -> None:
         """Store a batch; drop all batches if they need more memory than allowed."""
+        size = _bytes(batch.tensors())
+        self.size += size
         if self.room > 0:
-            self.room -= _bytes(batch.tensors())
+            self.room -= size
             # a loader may write the next batch to the same memory
             self._batches.append(batch if is_list or self.room <= 0 else batch.copied())
         if self.room <= 0:
@@ -156,16 +161,8 @@ class Data:
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         read = self._reader.begin(share, self.num_passes if in_step else None)
         ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
-        own, candidate, size = Identity(ordered), self._candidate(in_step), 0.0
+        own, candidate = Identity(ordered), self._candidate(in_step)
         tally = None if self.num_passes else Tally()
-
-        def counted(batches: Iterable[Batch]) -> Iterator[Batch]:
-            nonlocal size
-            for batch in batches:
-                size += _bytes(batch.tensors())
-                yield batch
-
-        read = counted(read)
         if in_step:
             yield from self._in_step(self._counted(read, own, candidate, tally))
         else:
@@ -180,7 +177,7 @@ class Data:
                 self._num_steps = self._reader.num_read
         whole, self._most = self.group.meet(own, _merged)
         self._end(whole, tally)
-        self._bytes = size
+        self._bytes = candidate.size
         if candidate.room > 0:
             self.cache = candidate
 

@@ -17,7 +17,7 @@ from torch_lla_em.runtime.memory import (
 )
 from torch_lla_em.runtime.messages import collected, or_float64, report
 from torch_lla_em.runtime.modes import tf32, without_autocast
-from torch_lla_em.runtime.noise import normal, normals, split_mix
+from torch_lla_em.runtime.noise import normal, normals
 from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
 from torch_lla_em.runtime.turns import Turns
 
@@ -48,7 +48,6 @@ __all__ = [
     "release_pinned",
     "report",
     "shortage_of",
-    "split_mix",
     "suppressed",
     "tf32",
     "without_autocast",

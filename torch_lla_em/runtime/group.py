@@ -73,7 +73,6 @@ class ProcessGroup(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Return ``merge`` of the list of all ranks' values."""
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, value)
         for rank, one in enumerate(every):
@@ -84,7 +83,6 @@ class ProcessGroup(Group):
         return merge(every)
 
     def agree(self, act: Callable[[], Own]) -> Own:
-        """Return this rank's ``act()``, or raise an error."""
         try:
             own = act()
         except Exception as error:
@@ -94,24 +92,20 @@ class ProcessGroup(Group):
         return own
 
     def fail(self, error: Exception) -> None:
-        """Raise an error on the other ranks where they meet next."""
         every: list[Any] = [None] * self.size
         fault = Fault(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # others may have died, but this rank's own error is raised
             dist.all_gather_object(every, fault)
 
     def sum(self, total: Tensor) -> Tensor:
-        """Return the sum over ranks."""
         total = total.contiguous()
         dist.all_reduce(total)
         return total
 
     def add(self, number: float, device: torch.device) -> float:
-        """Return the sum of every rank's number."""
         return self.sum(torch.tensor(number, dtype=torch.float64, device=device)).item()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, which may differ in number."""
         forms = self.meet((len(rows), rows.shape[1:], rows.dtype), list)
         counts = [count for count, *_ in forms]
         _, rest, dtype = next((form for form in forms if form[0]), forms[0])
@@ -124,20 +118,17 @@ class ProcessGroup(Group):
         return torch.cat([part[:n] for part, n in zip(every.split(len(padded)), counts)])
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor."""
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.broadcast(tensor, 0)
         return tensor
 
     def each(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the tensor of every rank."""
         for rank, shape in enumerate(self.meet(tuple(tensor.shape), list)):
             here = tensor.contiguous() if rank == self.rank else tensor.new_empty(shape)
             dist.broadcast(here, rank)
             yield here
 
     def joined(self) -> Group:
-        """Return this group once all ranks are here."""
         if dist.get_backend() == "gloo":
             dist.monitored_barrier()
         return self

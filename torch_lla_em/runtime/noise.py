@@ -27,7 +27,7 @@ def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entrie
     stream_key = _mix_int(_mix_int(seed) + stream)
     signed = [_signed(_mix_int(stream_key + sample)) for sample in samples]
     keys = torch.tensor(signed, device="cpu").to(rows.device, non_blocking=True)
-    row_keys = split_mix(split_mix(rows.long() * _signed(_GOLDEN) + keys[:, None])).view(-1, 1)
+    row_keys = _split_mix(_split_mix(rows.long() * _signed(_GOLDEN) + keys[:, None])).view(-1, 1)
     counters = torch.arange((entries + 1) // 2, device=rows.device) * _signed(_GOLDEN)
     per_chunk = max(1, _CHUNK // max(1, len(row_keys)))
     pieces = [_gaussian_pairs(row_keys + c) for c in counters.split(per_chunk)]
@@ -37,13 +37,13 @@ def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entrie
 
 def _gaussian_pairs(counters: Tensor) -> Tensor:
     """Map distinct 64-bit counters, (rows, n), to normals, (rows, 2 n), by Box and Muller."""
-    bits = split_mix(counters)
+    bits = _split_mix(counters)
     radius = (((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (_shift(bits, 32).double() + 0.5).mul_(2.0**-31 * pi)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)
 
 
-def split_mix(x: Tensor) -> Tensor:
+def _split_mix(x: Tensor) -> Tensor:
     """Return the finaliser of SplitMix64 of int64 numbers, whose products wrap around."""
     x = (x ^ _shift(x, 30)) * _signed(_MULTIPLIERS[0])
     x = (x ^ _shift(x, 27)) * _signed(_MULTIPLIERS[1])

@@ -12,6 +12,9 @@ from torch import Tensor
 from torch_lla_em.solvers.solution import DivergenceError, Product, Solution, check_positive
 from torch_lla_em.solvers.space import norm
 
+_DECAY = 1 / 330
+"""Final step size divided by the initial one, as in the paper."""
+
 
 class Minibatched(Protocol):
     """An operator that can also be computed batch by batch."""
@@ -46,15 +49,6 @@ class SGD:
     momentum: float = 0.9
     """Nesterov momentum. Default 0.9."""
 
-    averaging: float | None = None
-    """Weight of the newest iterate in a running (Polyak) average. Default None: no average."""
-
-    clip: float | None = None
-    """Largest norm of a gradient, of all samples together. Default None: no limit."""
-
-    decay: float = 1.0 / 330.0
-    """Final step size divided by the initial one; it falls linearly. Default 1/330."""
-
     def __post_init__(self) -> None:
         check_positive("SGD", tolerance=self.tolerance, epochs=self.epochs)
         if self.learning_rate is not None:
@@ -71,35 +65,29 @@ class SGD:
         Returns:
             X after the last epoch, with its true residual.
         """
-
         rate, passes = self._rate(product, b[:1])
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
         bound = norm(b)
         if start is None or norm(start) > bound:  # as a start for another λ can be
             start = b
         num_batches = product.num_steps() or sum(1 for _ in product.minibatches())
-        x, velocity, average, count = start.clone(), torch.zeros_like(b), start.clone(), 0
+        x, velocity, count = start.clone(), torch.zeros_like(b), 0
         last = max(1, self.epochs * num_batches - 1)
         for _ in range(self.epochs):
             for batch_product in product.minibatches():
                 # every batch is used once per epoch, so batches of different sizes have equal weights
                 ahead = x + self.momentum * velocity
                 gradient = num_batches * batch_product(ahead) + ahead - b
-                if self.clip is not None:
-                    gradient = gradient * (self.clip / max(norm(gradient), self.clip))
-                fade = 1 - (1 - self.decay) * count / last
+                fade = 1 - (1 - _DECAY) * count / last
                 velocity.mul_(self.momentum).sub_(gradient, alpha=rate * fade)
                 x.add_(velocity)
                 count += 1
-                if self.averaging is not None:
-                    average.lerp_(x, self.averaging)
             if not norm(x) <= 10 * bound + 1:
                 raise DivergenceError(
                     f"SGD diverged: from ‖x‖ = {norm(start):.1e} it went to {norm(x):.1e}, where the "
                     f"solution has at most {bound:.1e}. Lower its learning_rate (now {rate:.1e}), or "
                     "use the default solver, which needs none."
                 )
-        x = x if self.averaging is None else average
         found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 

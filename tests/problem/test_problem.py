@@ -6,8 +6,7 @@ from tiny import LOG_PROBS, draw, likelihood_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em.data.facts import Facts
-from torch_lla_em.data.loader import Data
+from torch_lla_em.data.loader import Data, Facts
 from torch_lla_em.data.share import Share
 from torch_lla_em.inference.prior import g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data.facts import Tally
 from torch_lla_em.data.trees import (
     copied,
     cut,
@@ -20,6 +19,9 @@ from torch_lla_em.data.trees import (
 )
 
 TargetFn = Callable[[Any], Tensor]
+
+Tally = dict[int, tuple[int, Tensor]]
+"""The outputs of each piece of the first pass, and its labelled examples, (), by the number of its first one."""
 
 _IGNORED = -100
 _UNSIGNED = torch.uint16, torch.uint32, torch.uint64
@@ -50,7 +52,7 @@ class Batch(NamedTuple):
     """The list of stored batches that contains this one; None if it is read again in every pass."""
 
     tally: Tally | None = None
-    """What counts outputs and labels, in the first pass."""
+    """Where outputs and labels are noted in the first pass, in which a piece that is repeated counts once."""
 
     @property
     def place(self) -> tuple[int, int]:

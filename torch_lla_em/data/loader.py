@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data.batch import Batch, TargetFn
-from torch_lla_em.data.facts import Facts, Tally
+from torch_lla_em.data.batch import Batch, Tally, TargetFn
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.reading import Reader, joined
 from torch_lla_em.data.trees import map_tensors
@@ -46,6 +45,22 @@ _OTHER_THAN_SAVED = (
 
 _SHARE = 0.25
 """Share of the free memory in which batches are kept, if there is no plan for it."""
+
+
+class Facts(NamedTuple):
+    """What the first pass has found about the data of all ranks; 0 before it."""
+
+    num_rows: int = 0
+    """N, the number of examples."""
+
+    num_targets: int = 0
+    """Entries of all targets, N C where every output has one."""
+
+    num_outputs: int = 0
+    """Entries of all outputs of the network, N C."""
+
+    num_labelled: int = 0
+    """Number of examples with a label and a weight other than 0."""
 
 
 class BatchCache:
@@ -162,7 +177,7 @@ class Data:
         read = self._reader.begin(share, self.num_passes if in_step else None)
         ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
         own, candidate = Identity(ordered), self._candidate(in_step)
-        tally = None if self.num_passes else Tally()
+        tally: Tally | None = None if self.num_passes else {}
         if in_step:
             yield from self._in_step(self._counted(read, own, candidate, tally))
         else:
@@ -297,10 +312,15 @@ class Data:
         if differ:
             raise ValueError(_CHANGED)
         if tally is not None:
-            self.facts = Facts(whole.num_rows, whole.num_targets, *tally.of_all(self.group))
+            own = [int(sum(each)) for each in zip(*tally.values())] or [0, 0]
+            self.facts = Facts(whole.num_rows, whole.num_targets, *self.group.meet(own, _added))
         if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_passes += 1
+
+
+def _added(every: list[list[int]]) -> list[int]:
+    return [sum(each) for each in zip(*every)]
 
 
 def _merged(parts: list[Identity]) -> tuple[Identity, int]:

@@ -356,7 +356,7 @@ class Problem:
             if not self._is_compared:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 self._is_compared = True
-            tally.add(batch.place[0], f.numel(), loss.labelled().sum())
+            tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:
             found = type(error)(f"Batch {batch.index}: {error}")
             raise self.sweep.fault() or found from None

@@ -22,14 +22,10 @@ def fitted(name, **options):
     return case, la, [(case.x[:11], case.y[:11]), (case.x[11:], case.y[11:])]
 
 
-def line(kind, x, outputs=1):
-    """The posterior of a linear network whose targets follow the first input, and the data."""
-    noise = 0.1 * torch.randn(len(x), 1, generator=torch.Generator().manual_seed(1)).double()
-    y = x[:, :1] + noise if kind == "regression" else (x[:, :1] > 0).double()
-    y = y[:, 0].long() if kind == "classification" else y
-    model = nn.Linear(x.shape[1], outputs).double()
-    _, la = tiny.fitted(kind, [(x[:50], y[:50])], model, em_steps=1)
-    return la, [(x, y)]
+def line(x):
+    """The posterior of a linear network, and data that follow a line."""
+    data = [(x, x + 0.1 * tiny.draw(*x.shape))]
+    return tiny.fitted("regression", data, nn.Linear(1, 1).double(), em_steps=1)[1], data
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +81,16 @@ def test_coverage_grows_with_the_level():
 
 
 def test_bands_are_over_one_input_or_over_predictions():
-    axes = plot.bands(*line("regression", torch.linspace(-1, 1, 20).double()[:, None]))
+    axes = plot.bands(*line(torch.linspace(-1, 1, 20).double()[:, None]))
     low, high = axes.get_lines()[0].get_xdata()[[0, -1]]
     assert (low, high) == pytest.approx((-1.6, 1.6)) and axes.get_xlabel() == "input"
     _, la, data = fitted("regression")
     assert plot.bands(la, data, output=1).get_xlabel() == "prediction"
-
-
-def test_outputs_without_an_axis_are_plotted():
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)).double()
+    data = [(x, x.sin().sum(1))]  # outputs without an axis
     model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
-    _, la = tiny.fitted("regression", [(x, x.sin().sum(1))], model, em_steps=1)
-    assert plot.bands(la, [(x, x.sin().sum(1))]).has_data()
+    _, la = tiny.fitted("regression", data, model, em_steps=1)
+    assert plot.bands(la, data).has_data()
 
 
 def test_two_data_sets_are_separated():
@@ -115,28 +109,20 @@ def test_the_path_shows_every_em_step_of_every_precision():
         assert all(len(line.get_xdata()) == len(la.history) for line in lines)
 
 
-@pytest.mark.parametrize(
-    "draw, name, instead",
-    [
-        (plot.coverage, "classification", "reliability"),
-        (plot.bands, "classification", "reliability"),
-        (plot.reliability, "regression", "coverage"),
-    ],
-)
-def test_plots_raise_for_other_likelihoods(draw, name, instead):
-    _, la, data = fitted(name)
-    with pytest.raises(TypeError, match=instead):
-        draw(la, data)
-
-
-def test_plots_are_of_posteriors():
+def test_what_cannot_be_plotted_raises():
     case, la, data = fitted("classification")
+    _, real, real_data = fitted("regression")
+    for draw in (plot.coverage, plot.bands):
+        with pytest.raises(TypeError, match="reliability"):
+            draw(la, data)
+    with pytest.raises(TypeError, match="coverage"):
+        plot.reliability(real, real_data)
     student = la.distil(case.x, steps=1, num_inputs=20, progress_bar=False)
-    for draw in (
-        lambda: plot.reliability(student, data),
-        lambda: plot.em_path(student),
-        lambda: plot.coverage(student, data),
-        lambda: plot.out_of_distribution(student, data, case.x),
+    for draw, more in (
+        (plot.reliability, (data,)),
+        (plot.em_path, ()),
+        (plot.coverage, (data,)),
+        (plot.out_of_distribution, (data, case.x)),
     ):
         with pytest.raises(TypeError, match="not of a Student.* it was distilled from"):
-            draw()
+            draw(student, *more)

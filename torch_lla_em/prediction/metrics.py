@@ -56,7 +56,7 @@ class Outcomes(NamedTuple):
 def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
     """Compare a prediction, classes last, with its targets as ``align`` returns them, (B, ...)."""
     likelihood = prediction.likelihood
-    log_prob = prediction.mixture.log_prob(y).double()[likelihood.labelled(y)]
+    log_prob = prediction.log_prob(y).double()[likelihood.labelled(y)]
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         labels = y.double().flatten() if likelihood.elementwise else None

@@ -129,8 +129,9 @@ class Rows:
 
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
-        layout, chunks = self._weights.layout, w.split(self.pushed or len(w))
-        parts = [self._push(layout.unflatten(chunk)) for chunk in chunks]
+        parts = []
+        for chunk in w.split(self.pushed or len(w)):
+            parts.append(self._push(self._weights.layout.unflatten(chunk)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pull(self, u: Tensor, total: Tensor) -> None:
@@ -216,18 +217,22 @@ class ByAutodiff(Rows):
             self._f = f if torch.is_grad_enabled() else f.detach()
         return self._f
 
-    def _push(self, directions: dict[str, Tensor]) -> Tensor:
+    def push(self, w: Tensor) -> Tensor:
+        """Return J w, shape (K, B, ..., C), of columns (K, P)."""
         if not self._path.forward:
-            return self._twice(directions)
-        jvp = partial(torch.func.jvp, self._function, (self._values,))
-        directions = self._weights.unpadded(directions)
-        # forward mode copies views that do not start at the beginning of their memory
-        directions = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
-        if len(next(iter(directions.values()))) > 1:
-            self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((directions,))[:2]
-            return Jw
-        self._f, Jw = jvp(({name: columns[0] for name, columns in directions.items()},))[:2]
-        return Jw[None]
+            return super().push(w)
+        jvp, parts = partial(torch.func.jvp, self._function, (self._values,)), []
+        for chunk in w.split(self.pushed or len(w)):
+            directions = self._weights.unpadded(self._weights.layout.unflatten(chunk))
+            # forward mode copies views that do not start at the beginning of their memory
+            directions = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
+            if len(chunk) > 1:
+                self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((directions,))[:2]
+            else:
+                self._f, Jw = jvp(({name: columns[0] for name, columns in directions.items()},))[:2]
+                Jw = Jw[None]
+            parts.append(Jw)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _reverse(self) -> tuple[Tensor, Callable[[Tensor], tuple[dict[str, Tensor]]]]:
         """Return f, and the map from u to Jᵀu."""
@@ -250,7 +255,7 @@ class ByAutodiff(Rows):
             )
         return f
 
-    def _twice(self, directions: dict[str, Tensor]) -> Tensor:
+    def _push(self, directions: dict[str, Tensor]) -> Tensor:
         """Return J w as the derivative of u -> Jᵀ u at u = 0, since this map is linear."""
         f, leaves = self.forward()
         if self._transposed is None and f.requires_grad:

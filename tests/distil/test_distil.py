@@ -159,6 +159,14 @@ def test_sites_and_tokens(quick):
     la = LinearisedLaplace(text, "classification", num_samples=4)
     la.fit(tokens, tokens[:, 0] % 2, progress_bar=False, em_steps=2)
     assert la.distil(tokens, **quick).error.held_out.kl < 0.1
+    text = nn.Sequential(
+        nn.Embedding(9, 4), nn.AdaptiveAvgPool2d((1, 4)), nn.Flatten(), nn.Linear(4, 2)
+    )
+    la = LinearisedLaplace(text.double(), "classification", num_samples=4)
+    batches = [(tokens, tokens[:, 0] % 2), (tokens[:12, :3], tokens[:12, 0] % 2)]
+    la.fit(batches, progress_bar=False, em_steps=2)
+    error = la.distil(batches, **quick).error  # each length is predicted on its own
+    assert error.held_out.number == 4 and error.held_out.kl < 0.2
 
 
 def test_inputs_are_made_from_others():
@@ -287,6 +295,7 @@ def test_what_does_not_fit_is_refused_before_the_work(quick, monkeypatch):
     monkeypatch.setattr(type(la), "predict", lambda la, x: sizes.append(len(x)) or predict(la, x))
     for words, change in (
         ("No targets found", {"validation": draw(30, 2)}),
+        ("The validation set is empty", {"validation": []}),
         ("Class labels", {"validation": (draw(30, 2), torch.full((30,), 9))}),
         ("with the outputs of the model", {"student": nn.Linear(2, 4).double()}),
     ):

@@ -83,6 +83,8 @@ def test_examples_without_label_are_no_reference(classified):
     y[:10] = -100
     student.calibrate(case.x, y)
     assert len(student.reference_scores) == 20
+    with pytest.raises(ValueError, match="The validation set is empty"):
+        student.calibrate([])
     with pytest.raises(ValueError, match="None of the validation examples has a label"):
         student.calibrate(case.x, torch.full_like(y, -100))
 

@@ -283,6 +283,8 @@ def test_unknown_file_endings_raise(tmp_path):
     for name in ("posterior", "posterior.pt", "posterior.onnx.txt"):
         with pytest.raises(ValueError, match=f"{name}' has no known ending.*.pt2.*.onnx"):
             la.export(case.x, tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="missing'$"):
+        la.export(case.x, tmp_path / "missing" / "posterior.pt2")
     assert not list(tmp_path.iterdir())
 
 

@@ -95,11 +95,14 @@ def split(given: list[Any], generator: torch.Generator) -> tuple[list[Any], list
 
 
 def labelled(loader: Any, target_fn: TargetFn | None) -> Iterator[tuple[Any, Tensor]]:
-    """Yield inputs and targets of each batch."""
+    """Yield inputs and targets of each batch; raise an error if there is none."""
+    batch = None
     for batch in as_loader(loader, target_fn):
         given = None if target_fn is None else target_fn(batch)
         y = default_targets(batch) if given is None else given
         yield inputs_of(batch, given), as_targets(y)
+    if batch is None:
+        raise ValueError("The validation set is empty: pass a loader with labelled examples.")
 
 
 def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:

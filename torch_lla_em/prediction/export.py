@@ -66,6 +66,7 @@ def program_of(
         raise ValueError(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
+    folder_of = Path(path or ".").parent.resolve(strict=True)
     x, reason = map_tensors(Tensor.detach, x), ""
     direct(x)  # an error for inputs that cannot be predicted; checks derivatives, draws rotations
     for answer in recorded:
@@ -86,7 +87,7 @@ def program_of(
     if path is None:
         return program
     # written beside the file, so that an earlier one remains if the disk is full
-    with TemporaryDirectory(prefix=".writing-", dir=Path(path).parent) as folder:
+    with TemporaryDirectory(prefix=".writing-", dir=folder_of) as folder:
         place = Path(folder) / Path(path).name
         if suffix == ".onnx":
             _save_onnx(program, place, direct, x)
@@ -95,7 +96,7 @@ def program_of(
             torch.export.save(program, buffer)
             place.write_bytes(buffer.getbuffer())
         for part in Path(folder).iterdir():
-            os.replace(part, Path(path).parent / part.name)
+            os.replace(part, folder_of / part.name)
     return program
 
 

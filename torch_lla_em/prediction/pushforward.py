@@ -20,6 +20,10 @@ Tables = Tensor | tuple[Tensor, ...]
 """A table of components, the same for all members of an ensemble, or one for each."""
 
 
+# entries of blocks that are copied into one, which takes 0.05 ms; each further product takes 0.4 ms
+_COPIED = 2**18
+
+
 def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
     """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x if required.
 
@@ -40,6 +44,8 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
                         f = linear_model.outputs(x)
                         return f, f.new_zeros(count, *f.shape)
                     rows = linear_model.at(x, count)
+                    if sum(block.numel() for block in w) <= _COPIED:
+                        w = (torch.cat(w),)
                     Jw = torch.cat([rows.push(block) for block in w])
                     f = rows.f
         except RuntimeError:  # possibly because x is a single example

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -14,12 +12,6 @@ from torch_lla_em.runtime import normals, report, suppressed
 _EXAMPLES, _NUMBERS = 64, 1 << 16
 _TOLERANCE = 1e-3
 _DRAWS = 256
-
-
-def _first(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first few outputs and targets."""
-    count = min(_EXAMPLES, max(2, _NUMBERS // max(1, f[:1].numel())))
-    return f[:count].detach().clone(), y[:count].detach().clone()
 
 
 def _direction(like: Tensor) -> Tensor:
@@ -48,15 +40,16 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     """
     if type(likelihood).__module__.startswith("torch_lla_em."):
         return
-    f, y = _first(f, y)
+    count = min(_EXAMPLES, max(2, _NUMBERS // max(1, f[:1].numel())))
+    f, y = f[:count].detach().clone(), y[:count].detach().clone()
     f, y = torch.cat([f, f / 10]), torch.cat([y, y])
     for dtype in (torch.float64, f.dtype):
         y = y.to(dtype) if y.is_floating_point() else y
         failures: list[Exception] = []
         with suppressed(failures):  # log_prob may not work in this precision, or not twice
-            derivatives = _Derivatives.of(likelihood, f.to(dtype), y)
+            expected, stated = _derivatives(likelihood, f.to(dtype), y)
         if not failures:
-            derivatives.check(likelihood)
+            _compare(likelihood, f.to(dtype), expected, stated)
             return
     reason = f"{type(failures[0]).__name__}: {failures[0]}".split("\n")[0]
     report(
@@ -66,69 +59,64 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     )
 
 
-class _Derivatives(NamedTuple):
-    """Derivatives of log_prob by autograd, and those that the likelihood states."""
+def _derivatives(
+    likelihood: Likelihood, f: Tensor, y: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return gradient and H u by autograd, and the gradient, H u and S Sᵀ u that the likelihood states."""
+    u, mask = _direction(f), likelihood.mask(y)
+    counts = 1 if mask is None else mask.unsqueeze(-1)
+    stated = (
+        likelihood.gradient(f, y),
+        likelihood.hessian_product(f, u),
+        Likelihood.hessian_product(likelihood, f, u),  # S Sᵀ u
+    )
+    return _by_autograd(likelihood, f, y), tuple(each.detach() * counts for each in stated)
 
-    f: Tensor
-    expected_gradient: Tensor
-    expected_Hu: Tensor
-    gradient: Tensor
-    Hu: Tensor
-    SSu: Tensor
 
-    @classmethod
-    def of(cls, likelihood: Likelihood, f: Tensor, y: Tensor) -> _Derivatives:
-        u, mask = _direction(f), likelihood.mask(y)
-        counts = 1 if mask is None else mask.unsqueeze(-1)
-        stated = (
-            likelihood.gradient(f, y),
-            likelihood.hessian_product(f, u),
-            Likelihood.hessian_product(likelihood, f, u),  # S Sᵀ u
+def _compare(
+    likelihood: Likelihood, f: Tensor, expected: tuple[Tensor, ...], stated: tuple[Tensor, ...]
+) -> None:
+    """Raise an error if derivatives differ."""
+    name, (gradient, Hu, SSu) = type(likelihood).__name__, stated
+    if off := _error(gradient, expected[0]):
+        raise ValueError(
+            f"{name}.gradient(f, y) is not the gradient of -log_prob in f: it is off by {off} "
+            "on the first batch. Correct it, or leave it out for the default by autograd."
         )
-        return cls(f, *_by_autograd(likelihood, f, y), *(each.detach() * counts for each in stated))
-
-    def check(self, likelihood: Likelihood) -> None:
-        """Raise an error if they differ."""
-        name = type(likelihood).__name__
-        if off := _error(self.gradient, self.expected_gradient):
-            raise ValueError(
-                f"{name}.gradient(f, y) is not the gradient of -log_prob in f: it is off by {off} "
-                "on the first batch. Correct it, or leave it out for the default by autograd."
-            )
-        if off := _error(self.SSu, self.Hu):
-            raise ValueError(
-                f"{name}: S Sᵀ u by hessian_sqrt_product is not H u by hessian_product: they differ "
-                f"by {off} on the first batch. Correct one of them, or leave hessian_product out "
-                "for the default S Sᵀ u."
-            )
-        off = _error(self.Hu, self.expected_Hu)
-        if not off or self._is_fisher(likelihood):
-            return
-        message = (
-            f"{name}: H u by hessian_product (or curvature, or S Sᵀ u) is neither the Hessian of "
-            f"-log_prob in f, from which it is off by {off} on the first batch, nor its "
-            "expectation over y"
+    if off := _error(SSu, Hu):
+        raise ValueError(
+            f"{name}: S Sᵀ u by hessian_sqrt_product is not H u by hessian_product: they differ "
+            f"by {off} on the first batch. Correct one of them, or leave hessian_product out "
+            "for the default S Sᵀ u."
         )
-        if likelihood.convex:
-            raise ValueError(
-                f"{message}. Correct it; if it is that expectation, define sample(f, generator) "
-                "for the check."
-            )
-        report("log", f"{message}: the posterior is that of the H given.")
+    off = _error(Hu, expected[1])
+    if not off or _is_fisher(likelihood, f, Hu):
+        return
+    message = (
+        f"{name}: H u by hessian_product (or curvature, or S Sᵀ u) is neither the Hessian of "
+        f"-log_prob in f, from which it is off by {off} on the first batch, nor its "
+        "expectation over y"
+    )
+    if likelihood.convex:
+        raise ValueError(
+            f"{message}. Correct it; if it is that expectation, define sample(f, generator) "
+            "for the check."
+        )
+    report("log", f"{message}: the posterior is that of the H given.")
 
-    def _is_fisher(self, likelihood: Likelihood) -> bool:
-        """Whether ⟨u, H u⟩ is the expectation over y of the Hessian, estimated by draws of y."""
-        f, u, draws = self.f, _direction(self.f), []
-        generator = torch.Generator(f.device).manual_seed(0)
-        try:
-            for _ in range(_DRAWS):
-                y = likelihood.sample(f, generator)
-                draws.append((_by_autograd(likelihood, f, y)[1] * u).sum())
-        except NotImplementedError:
-            return False
-        each = torch.stack(draws)
-        allowed = 5 * each.std() / _DRAWS**0.5 + _TOLERANCE * each.mean().abs()
-        return bool(((u * self.Hu).sum() - each.mean()).abs() <= allowed)
+
+def _is_fisher(likelihood: Likelihood, f: Tensor, Hu: Tensor) -> bool:
+    """Whether ⟨u, H u⟩ is the expectation over y of the Hessian, estimated by draws of y."""
+    u, draws, generator = _direction(f), [], torch.Generator(f.device).manual_seed(0)
+    try:
+        for _ in range(_DRAWS):
+            y = likelihood.sample(f, generator)
+            draws.append((_by_autograd(likelihood, f, y)[1] * u).sum())
+    except NotImplementedError:
+        return False
+    each = torch.stack(draws)
+    allowed = 5 * each.std() / _DRAWS**0.5 + _TOLERANCE * each.mean().abs()
+    return bool(((u * Hu).sum() - each.mean()).abs() <= allowed)
 
 
 def _by_autograd(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

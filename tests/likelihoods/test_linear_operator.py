@@ -115,7 +115,7 @@ def test_log_probabilities_are_those_of_measurements(setting, matrix):
     mean, variance = prediction.expectation, prediction.predictive_variance
     marginal = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1)
     assert_close(prediction.log_prob(y), marginal)
-    deviations = prediction.deviations.flatten(1) @ matrix.T
+    deviations = (prediction.samples - prediction.mean).flatten(1) @ matrix.T
     covariance = deviations.T @ deviations / 5 + SIGMA**2 * torch.eye(MEASURED)
     joint = torch.distributions.MultivariateNormal(mean[0], covariance).log_prob(y[0])
     assert_close(prediction.joint_log_prob(y), joint)

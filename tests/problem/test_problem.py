@@ -182,6 +182,7 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average():
     assert ((found / expected - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
 
 
+@pytest.mark.slow
 def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
     monkeypatch.setattr("torch_lla_em.problem.curvature._EXACT_OUTPUTS", 0)
     case, seeds, K = repeated("classification"), 100, 2

@@ -133,7 +133,8 @@ class StudentPrediction(Printed):
     def p_values(self, score: Score = "all") -> Tensor:
         """Return conformal p-values by all scores, by "epistemic" alone, or by "distance", (B,)."""
         (unusual, _, room), scores = self._compared("p_value"), self.ood_score
-        some = chosen(score, *2 * scores.shape[1:], self.likelihood.real_valued)
+        count = scores.shape[1]
+        some = chosen(score, count, count, self.likelihood.real_valued)
         return p_values(unusual[:, some], scores[:, some], room)
 
     def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:

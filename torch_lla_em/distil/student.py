@@ -91,8 +91,8 @@ class Student(Printed, nn.Module):
         if not isinstance(example, int):
             with torch.no_grad():
                 features = self._with_features(example)[1].shape[-1]
-        like = next(network.parameters())
-        self.head = _head(features, form.uncertainties + form.scores, like)
+        outputs = form.uncertainties + form.scores
+        self.head = _head(features, outputs, next(network.parameters()))
 
     @property
     def reference(self) -> Scores | None:
@@ -133,8 +133,9 @@ class Student(Printed, nn.Module):
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
         each = zip(*(self.heads(some) for some in self._batches(x, inputs)))
-        found = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in each)
-        return StudentPrediction(self.likelihood, *found, self.form.class_dim, self.reference)
+        f, uncertainty, scores = (p[0] if len(p) == 1 else torch.cat(p) for p in each)
+        more = self.form.class_dim, self.reference
+        return StudentPrediction(self.likelihood, f, uncertainty, scores, *more)
 
     def is_ood(
         self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any
@@ -274,8 +275,12 @@ class Student(Printed, nn.Module):
         """
         is_label = self.likelihood.gives_probabilities
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
-        names += ["epistemic", "aleatoric", "ood_score"]
-        names += ["p_value"] * (self.reference_scores is not None)
+        names += [
+            "epistemic",
+            "aleatoric",
+            "ood_score",
+            *["p_value"] * (self.reference is not None),
+        ]
 
         def answer(x: Any) -> dict[str, Tensor]:
             prediction = self.predict(x)

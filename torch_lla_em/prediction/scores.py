@@ -62,7 +62,9 @@ def gaussian_interval(mean: Tensor, variance: Tensor, level: float) -> Interval:
     return Interval(mean - half, mean + half)
 
 
-def conformal_interval(mean: Tensor, variance: Tensor, size: Tensor, room: float) -> Interval:
+def conformal_interval(
+    mean: Tensor, variance: Tensor, size: Tensor, room: float | Tensor
+) -> Interval:
     """Return intervals of a size in standard deviations.
 
     Targets at the ends, as in discrete data, are inside whichever way they are rounded.
@@ -72,7 +74,7 @@ def conformal_interval(mean: Tensor, variance: Tensor, size: Tensor, room: float
     return Interval(mean - half, mean + half)
 
 
-def conformal_set(probs: Tensor, threshold: Tensor, room: float) -> Tensor:
+def conformal_set(probs: Tensor, threshold: Tensor, room: float | Tensor) -> Tensor:
     """Return the classes that are less probable than classes of at most this mass, (B, C)."""
     return mass_above(probs, room) <= threshold + room
 

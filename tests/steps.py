@@ -1,36 +1,44 @@
-"""E-steps and EM of a problem, made as a fit makes them."""
+"""Fits of a problem with given random probes, made as a fit makes them."""
 
 import torch
 
-from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.em import em
-from torch_lla_em.inference.iterative_e_step import IterativeEStep
-from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.records import State
-from torch_lla_em.inference.span_e_step import SpanEStep
+from torch_lla_em.inference import FitOptions, Progress, Watch
+from torch_lla_em.inference.fit import by_solver, over_span
+from torch_lla_em.inference.options import choose_curvature
+from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.schedule import SpanFit
+from torch_lla_em.inference.span import Span
+from torch_lla_em.runtime import TensorList
+
+WATCH = Watch(lambda *_: False)
 
 
-def start_of(problem, precision):
-    return State(torch.tensor(precision, dtype=torch.float64), problem.sigma)
+def begin(problem, noise):
+    return Progress(TensorList.of(noise.eta), noise.prior.scale, problem.sigma, None)
 
 
-def iterative_e_step(problem, noise, solver, tolerance=1e-9, *, kind=IterativeEStep):
-    return kind(problem, noise, FitOptions(tolerance=tolerance, solver=solver))
+def posterior_at(problem, noise, precision, tolerance=1e-9, *, run=over_span, **options):
+    """Return the posterior at a given λ and σ."""
+    options = {
+        "curvature": "network",
+        "em_steps": 0,
+        "prior_precision": torch.tensor(precision),
+        **options,
+    }
+    return run(
+        problem, noise, FitOptions(tolerance=tolerance, **options), WATCH, begin(problem, noise)
+    )
 
 
-def span_e_step(problem, noise, tolerance=1e-9, *, moves=False, **options):
-    return SpanEStep(problem, noise, FitOptions(tolerance=tolerance, **options), moves)
+def solved_at(problem, noise, precision, tolerance=1e-9, **options):
+    """Return the posterior at a given λ and σ by an iterative solver."""
+    return posterior_at(problem, noise, precision, tolerance, run=by_solver, **options)
 
 
-def states_of_em(e_step, start, **options):
-    """Return the states of EM; ``options`` are those of a fit, such as em_steps."""
-    moves = isinstance(e_step, SpanEStep) and e_step.over.moves
-    controller = Controller(e_step.problem, e_step.noise.prior, FitOptions(**options), moves)
-    return em(e_step, controller, start)
-
-
-def posterior_at(problem, noise, start, tolerance=1e-9, *, moves=False, **options):
-    """Return the posterior over a span at given λ and σ."""
-    e_step = span_e_step(problem, noise, tolerance, moves=moves, em_steps=0, **options)
-    *_, last = states_of_em(e_step, start, em_steps=0)
-    return e_step.posterior(last)
+def complete_span(problem, noise, tolerance=1e-9, **options):
+    """Return the problem over a span of all directions, and the schedule of a fit."""
+    options = FitOptions(tolerance=tolerance, **{"curvature": "network", **options})
+    span = Span(problem, noise.prior, noise.xi, 1e12)
+    assert span.widen(torch.eye(problem.size).to(noise.xi))
+    over = OverSpan(problem, noise, span, choose_curvature(problem, options), tolerance)
+    return over, SpanFit(over, options.em_steps, tolerance, lambda: False)

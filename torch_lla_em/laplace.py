@@ -256,7 +256,7 @@ class LinearisedLaplace(Reports, PosteriorBase):
             problem.data.confirm_first()
             run_em = learn_cold if is_cold(problem, options) else learn
             learnt = run_em(problem, options, around.watch, around.begin())
-            around.end()
+            around.end(learnt.why)
             facts: dict[str, Any] = {"history": tuple(around.history)}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.data import Identity
-from torch_lla_em.inference import FitOptions, Progress, Statistics, Watch, memory_of, record_of
+from torch_lla_em.inference import FitOptions, Progress, Watch, memory_of
 from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import (
     Plan,
@@ -181,7 +181,7 @@ class Session:
         """What is called after the steps of the fit, and within them."""
         return Watch(self.on_step, lambda: self.budget.left() < 0)
 
-    def on_step(self, found: Statistics | None, progress: Progress, left: float) -> bool:
+    def on_step(self, found: dict[str, Any] | None, progress: Progress, left: float) -> bool:
         """Record an EM step, save the state, and return whether the budget ends."""
         if progress.state is None:
             if self._unseen is not None:
@@ -190,11 +190,7 @@ class Session:
         self._left, self._stepped = left, time.monotonic()
         self._record(found)
         self._save(progress)
-        ends = self.budget.ends()
-        if ends and not self.history and progress.state is not None:
-            # a step that does not count yet is the last one
-            self._record(progress.state.statistics)
-        return ends
+        return self.budget.ends()
 
     def trained_on(self) -> tuple[tuple[int, ...], int]:
         """Return hashes of some training examples, none if they are not known, and the number of all."""
@@ -202,11 +198,12 @@ class Session:
         known = () if identity is None else tuple(identity.least)
         return known, self.problem.data.facts.num_labelled
 
-    def _record(self, found: Statistics | None) -> None:
+    def _record(self, found: dict[str, Any] | None) -> None:
         """Append an EM step to the history, if there is one."""
         if found is not None:
-            number, data = len(self.history) + 1, self.problem.data
-            self.history.append(record_of(found, number, data.num_passes, self._seconds()))
+            passes, seconds = self.problem.data.num_passes, self._seconds()
+            own = {"data_passes": passes, "seconds": seconds}
+            self.history.append({"step": len(self.history) + 1, **found, **own})
 
     def _save(self, progress: Progress) -> None:
         """Save the state in the checkpoint folder, if there is one."""
@@ -247,10 +244,10 @@ class Session:
         self._bar.set_postfix_str(", ".join(known), refresh=False)
         self._bar.update(0)
 
-    def end(self) -> None:
-        """Raise an error if the data are not those of the checkpoint, or the weights have changed."""
+    def end(self, why: str) -> None:
+        """Note why the fit ended; raise an error if the data are not those of the checkpoint, or the weights have changed."""
         if self.history:  # the last record has the seconds of the whole fit
-            self.history[-1]["seconds"] = self._seconds()
+            self.history[-1].update(seconds=self._seconds(), why=why)
         if not self._bar.disable:
             self._bar.set_postfix_str("", refresh=False)
             self._bar.set_description_str("fitted")

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_lla_em import SGD, BlockCG, BlockKrylov, Compute, FunctionSpace, LinearisedLaplace
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
-from torch_lla_em.inference.evidence import Spectrum
-from torch_lla_em.inference.learn import learn
+from torch_lla_em.inference.fit import learn
+from torch_lla_em.inference.quadrature import Spectrum
 from torch_lla_em.runtime import TensorList, files
 
 CASES = {
@@ -177,7 +177,7 @@ def test_a_restart_tells_what_the_whole_fit_took(tmp_path, caplog):
 def test_states_come_back_from_what_a_file_holds(tmp_path):
     x = torch.arange(6.0)
     state = {
-        "spectrum": Spectrum(x, x[:2], x[2:]),
+        "spectrum": Spectrum(x, x, x[:2], x[2:]),
         "grown": TensorList("abc", [x, x + 1]),
         "numbers": [1, 2.5, float("nan"), float("inf"), 2**64 - 1, None, True, "words"],
         1.5: {"nested": (x, Estimate(Estimate(x, x), x))},

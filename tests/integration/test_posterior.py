@@ -7,13 +7,22 @@ import pytest
 import torch
 from daily import daily
 from dense import dense_fixed_point, dense_step, gaussian_log_prob
-from steps import iterative_e_step, span_e_step, states_of_em
-from tiny import LOG_PROBS, basis_noise, fitted, tiny
+from steps import complete_span
+from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton, Regression
-from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.iterative_e_step import IterativeEStep, starting_precision
+from torch_lla_em import (
+    SGD,
+    BlockCG,
+    BlockKrylov,
+    FunctionSpace,
+    LinearisedLaplace,
+    Newton,
+    Regression,
+)
+from torch_lla_em.inference import whole
+from torch_lla_em.inference.em import e_step
+from torch_lla_em.inference.fit import warn_of_noise
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
     em_noise,
@@ -21,9 +30,8 @@ from torch_lla_em.inference.mackay import (
     function_space_Mackay_update,
     mackay_noise,
 )
-from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.posterior_samples import optimise_samples
-from torch_lla_em.inference.records import State, Statistics
+from torch_lla_em.inference.whole import Whole, starting_precision
 
 NAMES = list(LOG_PROBS)
 SOLVERS = [BlockCG(1e-10), BlockKrylov(1e-10), FunctionSpace(1e-10)]
@@ -106,32 +114,34 @@ def test_samples_that_miss_their_tolerance_warn():
     daily(*EM_EVERY_DAY, rest=[case for case in CASES if case not in EM_EVERY_DAY]),
 )
 def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
-    monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.SAMPLE_TOLERANCE", 1e-9)
-    monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.MODE_TOLERANCE", 1e-9)
-    monkeypatch.setattr(Controller, "accelerated", lambda self, here, plain, state: plain)
+    monkeypatch.setattr(whole, "OF_SAMPLES", 1e-9)
+    monkeypatch.setattr(whole, "OF_MODE", 1e-9)
+    monkeypatch.setattr(
+        whole, "_accelerated", lambda q, last: q.precision * math.exp(last[1] - last[0])
+    )
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
     sigma, layout = problem.sigma, noise.prior.layout
-    e_step = iterative_e_step(problem, noise, BlockCG(), kind=_BasisEStep)
-    start = State(precision, sigma)
-    for state in states_of_em(e_step, start, em_steps=5):
+    model = _BasisModel(problem, noise, BlockCG())
+    for found, state in whole.steps(model, whole.first(model, precision), 5):
         precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
         # the mode is known to 1e-6, and pruned blocks are all but gone
         assert_close(state.precision, precision, rtol=1e-3, atol=0)
-        assert_close(state.statistics.effective_dim.value.sum(), gamma.sum(), rtol=1e-4, atol=0)
+        assert_close(found.gamma.mean(0).sum(), gamma.sum(), rtol=1e-4, atol=0)
         if sigma is not None:
             assert_close(state.sigma, sigma, rtol=1e-4, atol=0)
 
 
-class _BasisEStep(IterativeEStep):
+class _BasisModel(Whole):
     """Draws no noise when σ of an output changes, but takes the basis again."""
 
-    def _at_noise(self, sigma):
-        if sigma is None or not sigma.dim():
-            return super()._at_noise(sigma)
-        problem = self.problem.with_likelihood(Regression(sigma))
+    def at(self, q):
+        if q.sigma is None or not q.sigma.dim():
+            return super().at(q)
+        problem = self.problem.with_likelihood(Regression(q.sigma))
         g_prior = not (self.noise.prior.scale == 1).all()
         noise = basis_noise(problem, g_prior, self.noise.prior.layerwise)
-        return problem, noise._replace(prior=self.noise.prior)
+        other = _BasisModel(problem, noise._replace(prior=self.noise.prior), BlockCG())
+        return Whole.at(other, q)
 
 
 @pytest.mark.parametrize(
@@ -140,27 +150,22 @@ class _BasisEStep(IterativeEStep):
 @pytest.mark.parametrize("g_prior", [False, True])
 @pytest.mark.parametrize("solver", ["span", "block CG", "function space"])
 def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatch):
-    # a basis has no Monte Carlo error for λ to stop at
-    def allowed(self, gamma, num_samples, rises=False):
-        return torch.full_like(gamma, 0.01)
-
-    monkeypatch.setattr(Controller, "allowed", allowed)
-    # nor does it say how exact γ has to be
-    monkeypatch.setattr("torch_lla_em.inference.iterative_e_step.SAMPLE_TOLERANCE", 0.01)
     problem, noise, precision, exact, _ = setting(name, g_prior, False)
-    e_step = {
-        "span": lambda: span_e_step(problem, noise, 0.03),
-        "block CG": lambda: iterative_e_step(problem, noise, BlockCG()),
-        "function space": lambda: iterative_e_step(problem, noise, FunctionSpace()),
-    }[solver]()
-    sigma = problem.sigma
-    start = State(precision, sigma)
-    *_, last = states_of_em(e_step, start, em_steps=60)
-    aside = last.precision * 1.5, sigma  # from aside, to save steps
+    # nor does a basis say how exact γ has to be
+    monkeypatch.setattr(whole, "OF_SAMPLES", 0.01)
+    if solver == "span":
+        over, schedule = complete_span(problem, noise, 0.03, em_steps=60)
+        last = e_step(over, over.first(precision.item()))
+        for _ in range(20):
+            last = schedule.solved(last)
+    else:
+        model = Whole(problem, noise, BlockCG() if solver == "block CG" else FunctionSpace())
+        *_, (_, last) = whole.steps(model, whole.first(model, precision), 60)
+    aside = last.precision * 1.5, problem.sigma  # from aside, to save steps
     expected, sigma, gamma = dense_fixed_point(exact, *aside, noise.prior.layout, False)
     # EM stops once λ moves by less than one per cent
     assert_close(last.precision, expected, rtol=0.02, atol=0)
-    assert_close(last.statistics.effective_dim.value, gamma.sum(), rtol=0.02, atol=0)
+    assert_close(last.gamma.mean(), gamma.sum(), rtol=0.02, atol=0)
     if sigma is not None:
         assert_close(last.sigma, sigma, rtol=0.01, atol=0)
 
@@ -197,22 +202,26 @@ def test_updates_keep_within_their_bounds():
 
 
 @pytest.mark.parametrize(
-    "precision, residual, dims, words",
-    [
-        (1e20, 1.0, 5.0, "reached a bound"),
-        (2.0, 1e-16, 5.0, "lost to rounding"),
-        (2.0, 1.0, 89.0, "reaches the number of targets"),
-    ],
+    "residual, dims, words",
+    [(1e-16, 5.0, "lost to rounding"), (1.0, 89.0, "reaches the number of targets")],
 )
-def test_results_that_the_data_do_not_determine_warn(precision, residual, dims, words):
-    problem = tiny("regression").problem(7, 18)
-    problem.loss_and_gradient(problem.zeros(1)[0])
-    one, *sums = (torch.tensor(v).double() for v in (1.0, residual, 50.0, dims))
-    hyper = one * precision, one
-    found = Statistics(*hyper, one[None], one, 1.0, one[None], 0.0, 0.0, *sums)
-    state = State(*hyper, found, 3, one * precision, converged=True)
+def test_noise_that_the_data_do_not_determine_warns(residual, dims, words):
+    residual, least, dims, count = torch.tensor([residual, 1e-16, dims, 90.0]).double()
     with pytest.warns(UserWarning, match=words):
-        Controller(problem, None, FitOptions()).warn(state)
+        warn_of_noise((residual, least, dims, count), torch.float32)
+
+
+def test_a_precision_at_a_bound_warns():
+    x = torch.linspace(-1, 1, 20)[:, None]
+    model = torch.nn.Linear(1, 1)
+    with pytest.warns(UserWarning, match="reached a bound"):
+        LinearisedLaplace(model, "regression", num_samples=4).fit(
+            x,
+            0 * x + 1e-3 * draw(20, 1).float(),
+            prior_precision=1e20,
+            em_steps=1,
+            progress_bar=False,
+        )
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])

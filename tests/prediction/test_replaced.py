@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, laplace, session
-from torch_lla_em.inference import FitResult, span_e_step
+from torch_lla_em.inference import FitResult, result
 from torch_lla_em.prediction import calibrates, posterior
 
 POINTS = {
@@ -66,7 +66,7 @@ def test_a_load_that_fails_leaves_the_earlier_posterior():
 
 
 def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(monkeypatch):
-    monkeypatch.setattr(span_e_step, "_NUMBERS", 4 * 5 * 5 * 3 - 1)
+    monkeypatch.setattr(result, "NUMBERS", 4 * 5 * 5 * 3 - 1)
     torch.manual_seed(0)
     x, y = torch.randn(3, 1, 5, 5), torch.randint(3, (3, 5, 5))
     la = LinearisedLaplace(
@@ -97,7 +97,8 @@ def test_a_posterior_contains_the_result_of_the_fit(name):
     assert la.log_marginal_likelihood() == found.log_evidence
     other = LinearisedLaplace(case.model, tiny.likelihood_of(name), num_samples=4)
     other.load_state_dict(state)
-    assert_close(tuple(other._posterior.result), tuple(found))
+    assert_close(tuple(other._posterior.result)[:-1], tuple(found)[:-1])
+    assert other._posterior.result.why == found.why == "accurate"
     moved = copy.copy(la).to(torch.float32)._posterior.result
     assert {t.dtype for t in moved if torch.is_tensor(t)} == {torch.float32}
 

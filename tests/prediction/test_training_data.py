@@ -54,7 +54,7 @@ def test_a_fit_with_training_examples_for_validation_ends_after_its_first_pass(f
     def no_second(*arguments):
         raise AssertionError("an E-step was begun")
 
-    monkeypatch.setattr(sys.modules["torch_lla_em.inference.learn"], "SpanEStep", no_second)
+    monkeypatch.setattr(sys.modules["torch_lla_em.inference.fit"], "over_span", no_second)
     for unseen in (train, list(zip(x[:200].split(30), y[:200].split(30)))):
         with pytest.raises(ValueError, match="validation examples are training examples"):
             again.fit(train, validation=unseen, progress_bar=False)

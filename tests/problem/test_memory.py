@@ -299,7 +299,7 @@ def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(sys.modules["torch_lla_em.inference.learn"], "get_sto_samples", full)
+    monkeypatch.setattr(sys.modules["torch_lla_em.inference.fit"], "get_sto_samples", full)
     la = LinearisedLaplace(network(), "classification", num_samples=K)
     x, y = torch.randn(24, 20), torch.randint(0, 3, (24,))
     with pytest.raises(DoesNotFit) as caught:

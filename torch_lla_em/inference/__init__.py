@@ -1,12 +1,12 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.learn import Progress, Watch, is_cold, learn, learn_cold
+from torch_lla_em.inference.fit import Progress, Watch, is_cold, learn, learn_cold
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.memory import memory_of
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
-from torch_lla_em.inference.records import Estimate, FitResult, Statistics, record_of
+from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "FitResult",
     "Progress",
     "Solver",
-    "Statistics",
     "Watch",
     "function_space_Mackay_update",
     "get_sto_samples",
@@ -25,5 +24,4 @@ __all__ = [
     "memory_of",
     "optimise_MAP",
     "optimise_samples",
-    "record_of",
 ]

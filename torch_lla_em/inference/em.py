@@ -1,61 +1,177 @@
-"""The EM iteration, which is the same for every kind of E-step."""
+"""EM on a linear model: the posterior at given λ, σ and H (E-step), and the λ and σ that follow (M-step).
+
+The same two functions serve the whole problem, with iterative solvers (``whole.py``), and its restriction to a span of
+directions, with dense algebra (``over_span.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from math import inf, nan
+from typing import Any, NamedTuple, Protocol
 
-from torch_lla_em.inference.controller import Controller
-from torch_lla_em.inference.records import FitResult, State
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.inference.mackay import (
+    em_noise,
+    em_update,
+    function_space_Mackay_update,
+    mackay_noise,
+)
+from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
+from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import Problem
 
 
-class EStep(Protocol):
-    """One way to find the posterior at given λ and σ."""
+class State(NamedTuple):
+    """Where a fit stands. A checkpoint stores the first part, from which the second follows without a pass."""
 
-    problem: Problem
+    precision: Tensor
+    """λ, () or (blocks,)."""
+
+    sigma: Tensor | None = None
+    """σ, () or (C,); None if it is not learnt."""
+
+    H: Any = None
+    """H of this rank's examples; None if it is that at the network's outputs, for every example of a pass."""
+
+    mean: Tensor | None = None
+    """The mode m, (P,), or its coordinates in the span, (m,), in float64."""
+
+    outputs: Tensor | None = None
+    """J m, (N, ..., C), over a span."""
+
+    loss: float = nan
+    """E[-log p(y | J w)] under q; without draws that at the mode."""
+
+    number: int = 0
+    """Solutions for λ, σ and H so far: over a span, and by a solver steps."""
+
+    solved: int = 0
+    """Directions of the span at the last of them."""
+
+    last: tuple[float, float] | None = None
+    """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
+
+    moved: Tensor | float = inf
+    """Changes of log λ (and log σ²) by the last solution, relative to the Monte Carlo error of log λ."""
+
+    peak: float = -inf
+    """The highest bound on the log evidence at which a solution has ended."""
+
+    converged: bool = False
+    """Whether λ, σ and H stay fixed."""
+
+    why: str = ""
+    """What ended the fit; empty: it goes on."""
+
+    errors: tuple[float, float] = (inf, inf)
+    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
+
+    restarts: int = 0
+    """How often the span was restricted, since there was no memory for more directions."""
+
+    samples: Tensor | None = None
+    """w_k, (K, P), or their coordinates in the span."""
+
+    G: Tensor | None = None
+    """G over the span, (m, m), in float64."""
+
+    eta: Tensor | None = None
+    """Coordinates of η ~ N(0, G) in the span, (K, m), in float64."""
+
+    residuals: Tensor | None = None
+    """Residuals of samples and mean, (K + 1, P): the next directions."""
+
+    # what follows
+
+    gamma: Tensor | None = None
+    """γ of every sample, (K,) or (K, blocks)."""
+
+    bounds: Tensor | None = None
+    """The bound on the log evidence by γ and the log det of every sample, (K,)."""
+
+    certificate: Tensor | None = None
+    """The bound on the error of every sample, (K,)."""
+
+    norm: Tensor | None = None
+    """‖m‖² in scaled parameters, () or (blocks,)."""
+
+    curved: Any = None
+    """The problem restricted to the span at this H and σ."""
+
+
+class Search(Protocol):
+    """A minimiser of a convex loss(x) + ½ ‖x‖²."""
+
+    @property
+    def tolerance(self) -> float: ...
+
+    def exact(self) -> Any: ...
+
+    def minimise(self, loss: Any, start: Tensor) -> Any: ...
+
+
+class Equations(NamedTuple):
+    """The equations of mode and samples at one λ, σ and H, with their solvers."""
+
+    problem: Any
+    """What multiplies by G, and gives the loss and its gradient."""
+
     noise: StochasticPrior
+    precision: Tensor
+    solver: Solver
+    search: Search
 
-    def start(self, known: State | None = None) -> State:
-        """Return the state that EM begins with; ``known`` is that of ``saved``, in an earlier run."""
+
+class Model(Protocol):
+    """A linear model with its data and prior."""
+
+    @property
+    def prior(self) -> Prior: ...
+
+    def at(self, q: State) -> Equations:
+        """Return the equations at λ, σ and H of a state."""
         ...
 
-    def advance(self, state: State, controller: Controller) -> State:
-        """Return the state after a step, whose λ and σ the controller chooses."""
+    def expecting(self, equations: Equations, samples: PosteriorSamples) -> Any:
+        """Return the problem with the loss in expectation over the posterior, or as it is."""
         ...
 
-    def is_exact(self, state: State) -> bool:
-        """Return whether the posterior is exact enough once λ stays fixed."""
+    def found(self, q: State, samples: PosteriorSamples, mode: LinearMode, problem: Any) -> State:
+        """Return the state with the posterior."""
         ...
 
-    def saved(self, state: State) -> tuple[State, Any]:
-        """Return a state for a checkpoint, and what else belongs to it."""
-        ...
-
-    def posterior(self, state: State) -> FitResult:
-        """Return the posterior at the final λ and σ."""
-        ...
-
-    def cut_short(self, state: State) -> FitResult:
-        """Return the posterior of a state without further passes over the data."""
+    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
         ...
 
 
-def is_done(e_step: EStep, controller: Controller, state: State) -> bool:
-    """Return whether λ and σ have converged, or all steps are taken, and the E-step is exact."""
-    return controller.is_fixed(state) and (state.ended or e_step.is_exact(state))
+def e_step(model: Model, q: State) -> State:
+    """Return the posterior at λ, σ and H of a state: samples and mode."""
+    equations = model.at(q)
+    problem, noise, precision, solver, search = equations
+    samples = optimise_samples(problem, noise, precision, solver, q.samples)
+    problem = model.expecting(equations, samples)
+    mode = optimise_MAP(problem, noise.prior, precision, search, q.mean)
+    return model.found(q, samples, mode, problem)
 
 
-def em(e_step: EStep, controller: Controller, start: State) -> Iterator[State]:
-    """Yield the state after each step, until λ and σ have converged and the E-step is exact.
-
-    ``start`` may be the last state of an earlier run, whose steps count too.
-    """
-    state = start
-    while not is_done(e_step, controller, state):
-        after = e_step.advance(state, controller)
-        found = after.statistics._replace(columns=controller.problem.cost.columns)
-        state = after._replace(statistics=found, fresh=after.number > state.number)
-        yield state
-    controller.warn(state)
+def m_step(model: Model, q: State, update: str = "mackay") -> tuple[Tensor, Tensor | None]:
+    """Return λ and σ by MacKay's updates from a posterior, or by those of EM ("em"), which take more steps."""
+    gamma, sigma, by_mackay = q.gamma.mean(0), q.sigma, update == "mackay"
+    if by_mackay:
+        precision = function_space_Mackay_update(gamma, q.norm, q.precision)
+    else:
+        precision = em_update(gamma, q.norm, q.precision, model.prior.num_weights())
+    if sigma is not None:
+        residual, least, dims, count = model.noise_sums(q)
+        residual = torch.maximum(residual, least)
+        learnt = (
+            mackay_noise(residual, dims, count)
+            if by_mackay
+            else em_noise(residual, dims, count, sigma)
+        )
+        sigma = torch.where(learnt > 0, learnt, sigma)  # all targets are 0
+    return precision, sigma

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS
 
 LEAST_FREEDOM = 0.05
@@ -59,6 +60,18 @@ def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tens
 def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tensor) -> Tensor:
     """Return σ ← √((Σ(y - J w_lin)² + Tr Σ JᵀJ) / N), where Tr Σ JᵀJ = γ σ²."""
     return ((residual + effective_dim * sigma**2) / count).sqrt()
+
+
+def count_and_rounding(problem: Problem, sigma: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of targets and the rounding error of Σ(y - J w)², the shape of σ, from Σ y²."""
+    count, eps = (
+        torch.full_like(sigma, problem.data.facts.num_targets / sigma.numel()),
+        torch.finfo(problem.dtype).eps,
+    )
+    if problem.moments is not None:
+        means = problem.moments[0].square().to(sigma)
+        targets = targets + eps * count * (means if sigma.dim() else means.mean())
+    return count, eps * targets
 
 
 def _bounded(proposed: Tensor, current: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import math
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.inference.expectations import entries_of, takes_draws
-from torch_lla_em.inference.options import FitOptions, has_one_noise, has_too_large_blocks
-from torch_lla_em.inference.span_outputs import most_stored
+from torch_lla_em.inference.options import FitOptions, has_too_large_blocks
 from torch_lla_em.problem import KEPT_OUTPUTS, Memory, Plan, Problem
 
 _PASSES = {True: (2.0, 2.5), False: (3.4, 4.25)}
@@ -49,7 +48,7 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
     of_batch = (4 * activations if of_factors == math.inf else 2 * of_factors) * at_once
     kept = 0.0 if of_factors == math.inf else min(plan.factors, rows * of_factors)
     rest = min(plan.batches, of_batches) + kept + of_batch + _BASE
-    if not options.has_default_solver or options.layerwise or not has_one_noise(problem):
+    if options.against_span:
         return Memory(0.5 * plan.vectors + rest, plan.vectors + 2 * rest)
     quadratic, too_large = (
         problem.likelihood.is_quadratic,
@@ -62,7 +61,7 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
         if not model.is_last_layer:  # directions, and two copies of J V
             return size * (P + 2 * outputs) * itemsize
         # weights, their products with features up to a limit, and numbers for each sample and output
-        products = min(size * outputs, most_stored(room, itemsize))
+        products = min(size * outputs, room / 2 / itemsize)
         return (size * 3 * P + products + 6 * K * outputs) * itemsize
 
     constant, factor = _PASSES[moves]

@@ -49,8 +49,8 @@ class FitOptions:
         return free / 2 if given is None else min(free / 2, given)
 
     @property
-    def against_variational(self) -> list[str]:
-        """Why these options exclude the variational curvature; empty if they do not."""
+    def against_span(self) -> list[str]:
+        """Why these options exclude a span of directions; empty if they do not."""
         reasons = {
             "the prior has one precision per tensor": self.layerwise,
             "a solver was chosen": not self.has_default_solver,
@@ -61,25 +61,22 @@ class FitOptions:
     @property
     def allows_variational(self) -> bool:
         """Whether the variational curvature is possible."""
-        return not self.against_variational and self.curvature in (None, "variational")
-
-
-def allows_span(problem: Problem, options: FitOptions) -> bool:
-    """Whether a fit with a fixed curvature can use a span of directions.
-
-    It needs one λ, one σ, and the default solver.
-    """
-    return options.has_default_solver and not options.layerwise and has_one_noise(problem)
+        return not self.against_span and self.curvature in (None, "variational")
 
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:
-    """Return "variational" if the likelihood and the options allow it, otherwise "network"."""
+    """Return where H is evaluated: at the "network"'s outputs, the "linear" mode, or "variational", in expectation."""
     likelihood = problem.likelihood
-    against = ["H is constant for a Gaussian likelihood"] if likelihood.is_quadratic else []
-    against += options.against_variational
+    against = (
+        ["H is constant for a Gaussian likelihood"]
+        if likelihood.is_quadratic
+        else options.against_span
+    )
+    if options.curvature and not against:
+        return options.curvature
     classes = problem.data.facts.num_outputs // max(problem.data.facts.num_targets, 1)
     if has_too_large_blocks(likelihood, classes):
-        against.append("outputs are many")
+        against = [*against, "outputs are many"]
     curvature = "network" if against else "variational"
     logger.info(
         "Curvature %s: %s.",
@@ -87,12 +84,6 @@ def choose_curvature(problem: Problem, options: FitOptions) -> str:
         *against[:1] or ("its predictions are the best without calibration",),
     )
     return curvature
-
-
-def has_one_noise(problem: Problem) -> bool:
-    """Whether a change of the observation noise only scales G."""
-    sigma = problem.sigma
-    return sigma is None or not sigma.dim()
 
 
 def has_too_large_blocks(likelihood: Likelihood, classes: int) -> bool:

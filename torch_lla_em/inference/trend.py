@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from torch_lla_em.inference.records import State
+from torch_lla_em.inference.em import State
 
 _STEPS = 4
 """Number of the last steps whose pace is expected of the next ones."""
@@ -21,8 +21,7 @@ class ErrorTrend:
 
     def note(self, state: State) -> None:
         """Note the state after a step."""
-        error = math.inf if state.statistics is None else max(state.statistics.error, 1e-300)
-        self._points.append((time.monotonic(), error))
+        self._points.append((time.monotonic(), max(*state.errors, 1e-300)))
         self._converged = state.converged
 
     @property

@@ -47,6 +47,19 @@ class Classification(Labels):
         others = _softmax(f).scatter(-1, index, 0)
         return others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
 
+    def log_prob_and_gradient(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``log_prob`` and ``gradient`` by one softmax.
+
+        Args:
+            f (Tensor): Outputs of the network, (..., C).
+            y (Tensor): Targets.
+        """
+        kept, index = self._chosen(f, y)
+        log_p = _log_softmax(f)
+        chosen, others = log_p.gather(-1, index).squeeze(-1), log_p.exp().scatter(-1, index, 0)
+        gradient = others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
+        return sum_rows(chosen.where(kept, 0), y), gradient
+
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
         p = _softmax(f)
         # H annihilates constants; relative to the likeliest class nothing cancels where p is near 1

@@ -93,7 +93,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "calibration": posterior.calibration,
         "said": posterior.messages,
         "said_by_fit": posterior.replaced and posterior.replaced.messages,
-        "complete": posterior.result.complete,
+        "why": posterior.result.why,
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
     }
@@ -138,7 +138,7 @@ def posterior_of(
         effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
         log_evidence=Estimate(*tensor("_log_evidence")),
         examples=tensor("training_deviations"),
-        complete=record.get("complete", True),
+        why=record.get("why", "accurate"),
     )
     sigma, reference = result.sigma_noise, [tensor(name) for name in REFERENCE]
     replaced = None

@@ -263,7 +263,7 @@ def _members(la: Any) -> list[Any]:
 
 def _remedy(la: Any) -> str:
     """Return what makes samples more accurate that is not so already."""
-    if not la._posterior.result.complete:
+    if la._posterior.result.why == "budget":
         return "The budget ended the fit: call fit with a larger budget, or without one."
     if la.w_lin.dtype != torch.float64:
         return "Use a float64 model: model.double()."

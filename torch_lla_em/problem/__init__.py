@@ -1,5 +1,6 @@
 """Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
+from torch_lla_em.problem.hessian import Blocks, Diagonal, Draws, Hessian, functions, root_of
 from torch_lla_em.problem.loss import Loss
 from torch_lla_em.problem.operators import (
     Outputs,
@@ -27,6 +28,10 @@ from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
 __all__ = [
     "KEPT_OUTPUTS",
     "VECTORS",
+    "Blocks",
+    "Diagonal",
+    "Draws",
+    "Hessian",
     "Loss",
     "Memory",
     "NoiseFeatures",
@@ -37,6 +42,7 @@ __all__ = [
     "WhitenedGGN",
     "WhitenedLoss",
     "duration",
+    "functions",
     "gathered",
     "is_long",
     "output_noise",
@@ -44,6 +50,7 @@ __all__ = [
     "prepare",
     "pull_back",
     "room",
+    "root_of",
     "seconds_of_pass",
     "sites_of",
     "size_of",

@@ -58,7 +58,7 @@ class BFGS:
         most: int,
         precision: torch.dtype,
     ) -> Tensor:
-        """Return the minimum of an objective, (m,), from a point.
+        """Return the minimum of an objective, (m,), from a point: that tensor itself which the objective was given.
 
         The search is over once ``ends`` returns True for the point, the gradient there and its square in
         the metric of the inverse, after ``most`` evaluations, or when steps no longer lower the objective,
@@ -73,7 +73,8 @@ class BFGS:
             if idle == _PATIENCE or ends(point, slope, fall):
                 break
             step *= length
-            there, slope_there = objective(point + step)
+            new = point + step
+            there, slope_there = objective(new)
             rounding = torch.finfo(precision).eps * abs(value)
             idle = 0 if there < value - rounding else idle + 1
             lower = there < value
@@ -81,7 +82,7 @@ class BFGS:
                 lower = bool(slope_there @ self.times(slope_there) < fall)
             if lower:
                 self.learn(step, slope_there - slope)
-                point, value, slope, length = point + step, there, slope_there, 1.0
+                point, value, slope, length = new, there, slope_there, 1.0
             else:  # to where the gradient along the step vanishes, if it is linear
                 down, rise = length * fall, max((slope_there @ step).item(), 2 * (there - value))
                 share = down / max(down + rise, 1e-300)

@@ -1,0 +1,388 @@
+"""A fit: draws the random probes, chooses what EM runs on, and returns the posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference import whole
+from torch_lla_em.inference.em import State
+from torch_lla_em.inference.expectations import COPIES, entries_of, takes_draws
+from torch_lla_em.inference.mackay import LEAST_FREEDOM
+from torch_lla_em.inference.options import FitOptions, choose_curvature
+from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.posterior_samples import refuse_noise
+from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
+from torch_lla_em.inference.schedule import SpanFit
+from torch_lla_em.inference.span import NoSpan, Span
+from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
+from torch_lla_em.inference.trend import ErrorTrend
+from torch_lla_em.problem import VECTORS, Problem, room, sites_of, size_of
+from torch_lla_em.runtime import (
+    PRECISION_BOUNDS,
+    DoesNotFit,
+    TensorList,
+    release,
+    report,
+    shortage_of,
+)
+from torch_lla_em.solvers import is_accurate
+
+ROOM = 5
+"""Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or iterative solvers."""
+
+
+class Progress(NamedTuple):
+    """What a checkpoint stores of a fit: tensors, numbers and tuples."""
+
+    eta: TensorList
+    """η of the random probes, (K, P), as its only part, since it never changes."""
+
+    scale: Tensor
+    """The prior standard deviation of every weight at λ = 1, (P,)."""
+
+    sigma: Tensor | None
+    moments: Tensor | None
+    """σ at which η was drawn, and mean and variance of continuous targets, (2, C) or (2,)."""
+
+    network_noise: Tensor | None = None
+    """σ of the network's residuals, the shape of σ."""
+
+    state: State | None = None
+    """None if only the random probes have been drawn."""
+
+    span: Any = None
+    """The span of directions; None: EM runs on the whole problem."""
+
+    learnt: Tensor | None = None
+    """λ that was learnt with σ at another temperature."""
+
+
+class Watch(NamedTuple):
+    """What happens around a fit."""
+
+    on_step: Callable[[dict[str, Any] | None, Progress, float], bool]
+    """Called with the record of a step (None: no new λ), what a checkpoint stores, and the seconds that the fit still takes
+    if the error goes on falling (infinity if they are not known); returns whether its time is over."""
+
+    is_late: Callable[[], bool] = lambda: False
+    """Returns whether the time of the fit is over, on all ranks alike."""
+
+
+def learn(
+    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None = None
+) -> FitResult:
+    """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last state of an earlier run."""
+    K, seed, layerwise = options.num_samples, options.seed, options.layerwise
+    with _memory_explained(problem, K):
+        if start is None:
+            problem.cost.begin("random probes")
+            noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
+            _require_labels(problem)
+            sigma = problem.likelihood.observation_noise
+            start = Progress(
+                TensorList.of(noise.eta),
+                noise.prior.scale,
+                sigma,
+                problem.moments,
+                problem.network_noise,
+            )
+            watch.on_step(None, start, inf)
+        else:
+            problem.take(start.sigma, start.moments, start.network_noise)
+            noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
+        _check_start(options.prior_precision, options, len(noise.prior.layout.names))
+        problem.cost.begin("E-step")
+        found, by_passes = None, start.state is not None and start.span is None
+        if not options.against_span and not by_passes:
+            try:
+                found = over_span(problem, noise, options, watch, start)
+            except NoSpan:
+                release()  # what the failed attempt held
+                start = start._replace(state=None, span=None)
+                report(
+                    "log",
+                    "The span of directions cannot be stored: there is not enough memory, or the examples come in a "
+                    "different order in every pass. The fit continues with an iterative solver and H at the network's "
+                    "outputs, whose predictions are usually worse. Use a loader with a fixed order, fewer `parameters`, "
+                    "or more memory; otherwise call `calibrate`.",
+                )
+        if found is None:
+            found = by_solver(problem, noise, options, watch, start)
+    sigma = found.sigma_noise
+    if sigma is None:
+        found = found._replace(sigma_noise=problem.likelihood.observation_noise)
+    elif options.em_steps:
+        found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
+    constant = problem.constant
+    return found._replace(
+        constant=None if constant is None else constant.to(found.w_lin.device, copy=True)
+    )
+
+
+def is_cold(problem: Problem, options: FitOptions) -> bool:
+    """Return whether σ is to be learnt with a temperature below 1."""
+    return (
+        problem.temperature < 1
+        and options.em_steps > 0
+        and problem.at_temperature(1.0).sigma is not None
+    )
+
+
+def learn_cold(
+    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None = None
+) -> FitResult:
+    """Run ``learn`` for a regression with a temperature below 1, with λ and σ that are learnt at 1.
+
+    N / T counts of N targets would have interpolation win.
+    """
+    plain = problem.at_temperature(1.0)
+    if start is None or start.learnt is None:
+        found = learn(plain, options, watch, start)
+        late = found.why == "budget"
+        problem.take(found.sigma_noise, plain.moments, plain.network_noise)
+        noise = with_noise(
+            problem, found.w_samples, found.scale, options.seed, options.layerwise
+        ).drawn_again(problem)
+        of_targets = found.sigma_noise, plain.moments, plain.network_noise
+        start = Progress(
+            TensorList.of(noise.eta), found.scale, *of_targets, learnt=found.prior_precision
+        )
+    else:
+        late = False
+    held = problem.at_temperature(problem.temperature, holds_noise=True)
+    found = learn(held, replace(options, em_steps=0, prior_precision=start.learnt), watch, start)
+    own = held.network_noise.to(start.sigma) / start.sigma
+    found = found._replace(sigma_noise=start.sigma, network_noise=own)
+    return found._replace(why="budget") if late else found
+
+
+def over_span(
+    problem: Problem, noise: StochasticPrior, options: FitOptions, watch: Watch, start: Progress
+) -> FitResult:
+    """Return the posterior over a span of directions: EM on the restricted problem, and extensions."""
+    memory, sites = options.memory_of_span(room(problem)), sites_of(problem, options.seed)
+    span = Span(problem, noise.prior, noise.xi, memory, sites)
+    curvature = choose_curvature(problem, options)
+    if start.span is None:
+        noise = _that_fits(problem, noise, span, curvature == "variational")
+        span.keep(noise.xi)
+        _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
+        scale = noise.prior.scale
+        pulls = torch.stack([scale * gradient, noise.prior.unscaled(problem.w_MAP)])
+        if not span.widen(noise.xi, scale * noise.eta, pulls):
+            raise NoSpan
+    else:
+        span.restore(start.span)
+        noise = noise._replace(xi=span.noise, eta=noise.eta[: len(span.noise)])
+    over = OverSpan(problem, noise, span, curvature, options.tolerance)
+    state = known = None if start.state is None else over.restored(start.state)
+    has_ended = known is not None and known.why not in ("", "budget")
+    schedule = SpanFit(over, options.em_steps, options.tolerance, watch.is_late)
+    given, trend = options.prior_precision, ErrorTrend(options.tolerance)
+    number = 0 if known is None else known.number
+    for state in () if has_ended else schedule.run(known, None if given is None else float(given)):
+        trend.note(state)
+        new, number = state.number > number, state.number
+        told = (
+            {**record(state), "columns": problem.cost.columns}
+            if new or state.why == "budget" or (state.why and not number)
+            else None
+        )
+        saved = start._replace(state=over.saved(state), span=span.state())
+        late = watch.on_step(told, saved, trend.seconds_left() if number > 1 else inf)
+        if (late and not state.why) or state.why == "budget":
+            state = state._replace(why="budget")
+            report("log", str(trend))
+            break
+    if state.why != "budget":
+        _tell(state, options, problem.dtype)
+        if state.sigma is not None and options.em_steps:
+            warn_of_noise(over.noise_sums(state), problem.dtype)
+    columns = span.weights(torch.cat([state.mean[None], state.samples]))
+    q = state._replace(mean=columns[0], samples=columns[1:].clone())
+    if over.expected.number:
+        found = _result(q, noise)._replace(
+            mixture=average(problem.likelihood, over, state).to(columns.device)
+        )
+        if sites is not None:  # examples are not sites
+            return found
+        examples, leverages = (part.to(columns.device) for part in at_examples(over, state))
+        return found._replace(examples=examples, leverages=leverages)
+    if state.why != "budget" and not (span.is_complete or over.expected.number):
+        q = q._replace(bounds=over.with_evidence(state).bounds)
+    return _result(q, noise)
+
+
+def by_solver(
+    problem: Problem, noise: StochasticPrior, options: FitOptions, watch: Watch, start: Progress
+) -> FitResult:
+    """Return the posterior of the loop of the paper: EM on the whole problem."""
+    solver: Any = options.solver if not options.has_default_solver else whole.choose_solver(problem)
+    model = whole.Whole(problem, noise, solver, options.curvature == "linear")
+    state, trend = start.state, ErrorTrend(options.tolerance)
+    if state is None:
+        precision = options.prior_precision
+        if precision is None:
+            precision = noise.eta.new_tensor(
+                whole.starting_precision(problem, noise, options.layerwise)
+            )
+        precision = precision.to(device=noise.eta.device, dtype=torch.float64)
+        if options.layerwise and not precision.dim():
+            precision = precision.expand(len(noise.prior.layout.names)).clone()
+        state = whole.first(model, precision)
+    found = None
+    for found, after in whole.steps(model, state, options.em_steps, options.update):
+        state = after
+        trend.note(found)
+        told = {**record(found), "columns": problem.cost.columns}
+        saved = start._replace(state=state)
+        if watch.on_step(told, saved, trend.seconds_left() if state.number > 1 else inf):
+            report("log", str(trend))
+            return _result(found._replace(why="budget"), noise)
+    _warn_of_bounds(state.precision, state.why == "all steps" and options.em_steps > 0, options)
+    if found is not None and found.sigma is not None:
+        warn_of_noise(model.noise_sums(found), problem.dtype)
+    found = model.final(state, options.tolerance)
+    why = (
+        "accurate"
+        if is_accurate(max(found.errors), options.tolerance)
+        else "the solver has not converged"
+    )
+    return _result(
+        found._replace(why=why if state.converged or not options.em_steps else "all steps"), noise
+    )
+
+
+def _result(q: State, noise: StochasticPrior) -> FitResult:
+    """Return the posterior of a state."""
+    gamma, bounds = Estimate.of(q.gamma), Estimate.of(q.bounds)
+    own = q.precision, q.sigma, q.mean, q.samples, noise.prior.scale
+    return FitResult(*own, gamma, q.certificate, bounds, why=q.why)
+
+
+def _that_fits(
+    problem: Problem, noise: StochasticPrior, span: Span, moves: bool
+) -> StochasticPrior:
+    """Return random probes for as many samples as memory allows, next to H, if it moves."""
+    facts, K = problem.data.facts, len(noise.xi)
+    every = facts.num_outputs if span.sites is None else span.sites.outputs
+    classes = facts.num_outputs // max(1, facts.num_targets)
+    outputs = every * problem.data.largest_share * noise.xi.element_size()
+    many = takes_draws(problem.likelihood, classes, outputs, span.memory)
+    blocks = outputs * entries_of(problem.likelihood, classes, every / classes, many)
+    left = span.memory - (COPIES * blocks if moves else 0)
+    fits = int(left / span.bytes_of(ROOM)) - 1
+    if fits >= K:
+        return noise
+    if fits < min(K, 4):
+        raise NoSpan
+    report(
+        "log",
+        f"There is memory for {fits} posterior samples instead of {K}. The fit continues with {fits}. For more "
+        "samples free memory, or choose fewer `parameters`.",
+    )
+    return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
+
+
+def _tell(state: State, options: FitOptions, dtype: torch.dtype) -> None:
+    """Warn if λ has not converged, or the posterior is not accurate."""
+    unsettled = options.em_steps > 0 and not state.converged
+    _warn_of_bounds(state.precision, unsettled and state.number >= options.em_steps, options)
+    error, tolerance = max(state.errors), options.tolerance
+    if is_accurate(error, tolerance):
+        return
+    refuse_noise(error, state.precision, dtype, 10.0)
+    remedy = "" if dtype == torch.float64 else ", or convert the model and its data to float64"
+    report(
+        "warn",
+        f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
+        f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase `tolerance`{remedy}.",
+    )
+
+
+def _warn_of_bounds(precision: Tensor, unsettled: bool, options: FitOptions) -> None:
+    """Warn if more EM steps are needed, or λ has reached a bound."""
+    if unsettled:
+        report(
+            "log",
+            f"The prior precision has not converged after {options.em_steps} EM steps. Increase em_steps, or pass a "
+            "prior_precision closer to the result.",
+        )
+    low, high = PRECISION_BOUNDS
+    if options.em_steps and not ((low < precision) & (precision < high)).all():
+        report(
+            "warn",
+            f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
+            "model without these parameters, or without a prior. Check that the network is "
+            "trained, and on these targets.",
+        )
+
+
+def warn_of_noise(sums: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Warn if σ is lost to rounding, or the data do not determine it, from the sums of its update."""
+    residual, rounding, dims, count = sums
+    if (residual < 10 * rounding).any():
+        remedy = (
+            ""
+            if dtype == torch.float64
+            else " If it really is that small, convert the model and its data to float64."
+        )
+        report(
+            "warn",
+            "The linear model reproduces the targets so closely that their observation noise may "
+            f"be lost to rounding: sigma_noise is held above {torch.finfo(dtype).eps ** 0.5:.0e} of their root mean "
+            f"square. Check that the targets are not constant or without noise.{remedy}",
+        )
+    if (count - dims < LEAST_FREEDOM * count).any():
+        report(
+            "warn",
+            "The effective dimension reaches the number of targets, so the data cannot separate "
+            "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
+            "the number of targets. Use more data, or fewer `parameters` in the posterior.",
+        )
+
+
+def _require_labels(problem: Problem) -> None:
+    """Raise an error if the first pass has found no example that counts."""
+    if not problem.data.facts.num_labelled:
+        raise ValueError(
+            f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
+            "-100, or all weights are 0. Check the targets of the loader, `target_fn` and `weights`."
+        )
+
+
+def _check_start(start: Tensor | None, options: FitOptions, blocks: int) -> None:
+    shapes = ((), (blocks,)) if options.layerwise else ((),)
+    if start is not None and start.shape not in shapes:
+        raise ValueError(
+            f"prior_precision has shape {tuple(start.shape)}, but the prior has "
+            f"{f'{blocks} tensors' if options.layerwise else 'one precision'}: pass one number"
+            f"{', or one per tensor' if options.layerwise else ''}."
+        )
+
+
+@contextmanager
+def _memory_explained(problem: Problem, num_samples: int) -> Iterator[None]:
+    """Raise an out-of-memory error that names the sizes and a remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        shortage = shortage_of(error)
+    else:
+        return
+    block = num_samples * problem.size * problem.dtype.itemsize
+    raise DoesNotFit(
+        f"Out of memory on {problem.device}, outside of the passes over the data ({shortage}). "
+        f"{num_samples} samples of {problem.size:,} parameters need {size_of(block)}; a fit needs "
+        f"up to {VECTORS} times as much, and a span of directions. Use fewer samples (num_samples); "
+        'fewer parameters in the posterior (parameters="last_layer", or name patterns); vectors on '
+        'the CPU (compute=Compute(vectors="cpu")); a smaller span '
+        "(solver=BlockKrylov(memory=bytes)); or BlockCG() instead of FunctionSpace()."
+    )

@@ -1,0 +1,152 @@
+"""The result of a fit, a step of its history, and what predictions need to know of the training examples."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import Likelihood
+
+if TYPE_CHECKING:
+    from torch_lla_em.inference.em import State
+    from torch_lla_em.inference.over_span import OverSpan
+
+EXAMPLES, NUMBERS = 512, 2**21
+"""Most training examples that are stored for predictions, and most of their values."""
+
+POINTS, SURE, WARMEST = 0.9, 0.15, 2.0
+"""Of predictions as fitted, chosen on ten tables (docs/curvature.md): see ``average``."""
+
+
+class Estimate(NamedTuple):
+    """A Monte Carlo mean and its standard error over samples."""
+
+    value: Tensor
+    standard_error: Tensor
+
+    @classmethod
+    def of(cls, samples: Tensor) -> Estimate:
+        """Return the mean over the first axis; the error is NaN for one sample."""
+        if len(samples) < 2:
+            return cls(samples.mean(0), torch.full_like(samples[0], float("nan")))
+        return cls(samples.mean(0), samples.std(0) / math.sqrt(len(samples)))
+
+
+class FitResult(NamedTuple):
+    """The result of a fit, which a ``Posterior`` contains."""
+
+    prior_precision: Tensor
+    """λ, () or (blocks,)."""
+
+    sigma_noise: Tensor | None
+    """σ of a regression."""
+
+    w_lin: Tensor
+    """The mode of the linear model, (P,)."""
+
+    w_samples: Tensor
+    """The posterior samples, with mean zero, (K, P)."""
+
+    scale: Tensor
+    """The prior standard deviation of every parameter at λ = 1, (P,)."""
+
+    effective_dim: Estimate
+    """γ, () or (blocks,), with its Monte Carlo error."""
+
+    certificate: Tensor
+    """The numerical error of each sample, in posterior standard deviations, (K,)."""
+
+    log_evidence: Estimate
+    """log p(y | λ, σ) with its standard error."""
+
+    mixture: Tensor | None = None
+    """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin,
+    share of f, and scale of the posterior variance; None: the samples around J w_lin if σ was
+    learnt from it, otherwise around f."""
+
+    examples: Tensor | None = None
+    """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
+
+    leverages: Tensor | None = None
+    """(J w_k)ᵀ H J w_l / K at these examples, (n, K, K): how much each determines of its own outputs."""
+
+    mean_error: Tensor | None = None
+    """Always None."""
+
+    network_noise: Tensor | None = None
+    """σ of the network's residuals relative to ``sigma_noise``, the shape of σ; None: σ is not that of J w_lin,
+    since it was not learnt."""
+
+    constant: Tensor | None = None
+    """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
+
+    why: str = "accurate"
+    """What ended the fit: "accurate", "all directions", "all steps", "budget", or what else prevented accuracy."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the fit ended by itself, and not because its budget was spent."""
+        return self.why != "budget"
+
+
+def record(q: State) -> dict[str, Any]:
+    """Return the entry of a step in ``history``: plain numbers, and lists for several blocks."""
+    gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
+    return {
+        "prior_precision": q.precision.tolist(),
+        "sigma_noise": None if q.sigma is None else q.sigma.tolist(),
+        "effective_dim": gamma.value.tolist(),
+        "effective_dim_error": gamma.standard_error.tolist(),
+        "squared_norm": q.norm.tolist(),
+        "loss": q.loss,
+        "mode_residual": q.errors[1],
+        "sample_residual": q.errors[0],
+        "log_evidence": evidence.value.item(),
+        "log_evidence_error": evidence.standard_error.item(),
+    }
+
+
+def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
+    """Return the components of predictions: q, its mean alone, and the network.
+
+    Where labels can be predicted surely, q is less certain than it should be, and its mean and the network
+    correct it. Their weight decreases with the share of the loss of uniform predictions that q leaves,
+    since they are overconfident of labels that are noisy, and with the share of the network's f that
+    the mean of q loses, since this is large if the network has overfitted. Of noisy labels q is overconfident
+    too, since its features and its mean were learnt from the same noise, and its variance is scaled up. For
+    targets other than classes or labels, q alone is better.
+    """
+    f, expected = over.f, over.expected
+    curved = q.H.product(f.reshape(-1, 1)).view(f.shape)
+    of_mean, of_f = over.share.sum(torch.stack([(curved * q.outputs).sum(), (curved * f).sum()]))
+    points, scale = 0.0, 1.0
+    if likelihood.gives_probabilities:
+        left = q.loss / max(expected.loss(torch.zeros_like(f), None), 1e-30)
+        kept = (of_mean / of_f.clamp_min(1e-30)).clamp(0, 1).item()
+        points = POINTS * kept * math.exp(-left / SURE)
+        scale = min(WARMEST, max(1.0, left / SURE))
+    if q.gamma.mean() < 4 / len(q.gamma):  # collapsed to a prior that keeps nothing
+        points = 2 / 3
+    parts = [[1 - points, 1, 0, scale], [points / 2, 1, 0, 0], [points / 2, 0, 1, 0]]
+    return torch.tensor(parts, dtype=torch.float64, device="cpu")
+
+
+def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
+    """Return J w_k at up to 512 training examples spread evenly over the data, (n, K, ..., C), and their leverages.
+
+    The leverages are (J w_k)ᵀ H J w_l / K, (n, K, K).
+    """
+    (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total
+    number = min(N, EXAMPLES, NUMBERS // max(1, K * math.prod(outputs)))
+    chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
+    pushed = over.span.outputs.push(q.samples)
+    places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
+    Jw = pushed[rows]
+    curved = q.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
+    found = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
+    every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in found]
+    examples, leverages = map(over.share.sum, every)
+    return examples, leverages

@@ -1,0 +1,262 @@
+"""Every decision of a fit over a span about λ, σ and H, and when and why it ends: solve small, check large, extend.
+
+The linear model h = J w has the prior N(0, Λ⁻¹), Λ = λ diag(scale)⁻², and the fit seeks the Gaussian
+q = N(m, A⁻¹) and the λ that maximise
+
+    L(m, A, λ) = E_q[log p(y | J w)] - KL(q ‖ N(0, Λ⁻¹)).
+
+**Mean and covariance.** For Gaussian q, Bonnet's theorem d E_q[g] / d m = E_q[∇g] and Price's theorem
+d E_q[g] / d Σ = ½ E_q[∇²g] turn the derivatives of E_q[loss] into expectations of derivatives. With
+KL = ½ (‖m‖²_Λ + Tr Λ Σ - P + log det A - log det Λ), the two conditions of a maximum are
+
+    Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0   and   A = G + Λ,  G = Σ_n J_nᵀ E_q[H_n] J_n.
+
+So the mean is found by Newton's method with expected gradients, and H moves towards E_q[H_n]
+(``Expectations``). If H stays fixed at given outputs and m is the mode, q is Laplace's approximation and
+L, up to a constant, its log evidence. For a Gaussian likelihood both are exact.
+
+**The bound.** There Tr Λ A⁻¹ = P - γ with γ = Tr G A⁻¹, so KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)).
+γ is the mean of ½ (⟨w, G w⟩ + ‖Λ^{-½} ξ - w‖²_Λ) over samples A w = Λ^½ ξ + η, η ~ N(0, G). The log det
+is the mean of ξᵀ log(I + Λ^{-½} G Λ^{-½}) ξ, and of a like function of η. Over a span that is extended for the
+sum Λ^½ ξ + η alone, the half from ξ is too large and that from η too small, by 10 to 15 % each, and their mean
+is right to a few per cent. The same mean has -γ as its derivative in log λ. (The half from ξ alone, which
+does not change with H, is at its largest at a λ that is up to 1.7 times too large.)
+
+**λ.** G and m are stationary, so dL / d log λ = ½ (γ - λ ‖m‖²), where the norm is in scaled parameters.
+MacKay's update λ ← γ / ‖m‖² has this fixed point, and so has λ ← λ (γ / (λ ‖m‖²))^stride. **σ** follows in the same way:
+σ² ← Σ (y - J m)² / (N - γ).
+
+**The first H** is the average of H(0) and H(f). H(f) alone is nearly 0 where a network has overfitted, and
+G, γ and then λ with it; H(0), that of uniform predictions, is far too large for a trained network.
+
+**The schedule.** A fit alternates between two things. (1) It *solves* for λ, σ, H and m over the present span, which takes no
+pass: blocks of three steps, each a step of H half-way to E_q[H], one of λ, and the mean that belongs to both. A block begins at the
+λ where a secant through MacKay's updates at the beginnings of the last two blocks expects none. (2) It *extends* the span by the
+residuals of the K samples and of m at a fixed λ and H, by one pass and a half, for which G only grows. It solves again once the
+span has grown by half or is accurate, and not more exactly than the span allows: the relative error of γ is that of the samples
+squared. λ has converged once a whole solution over an accurate span moves it by no more than its Monte Carlo error. From then on the span
+grows until samples and mean are within the tolerance. If H is fixed, all of this is the same, and steps of H do nothing.
+
+Three measures prevent that λ collapses, as it does otherwise: every example has draws of its own, λ falls by at most ``FALL`` in a
+solution, since small spans overestimate γ, and a block that lowers L is taken back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.em import State, e_step, m_step
+from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.problem import Hessian
+from torch_lla_em.runtime import PRECISION_BOUNDS
+
+# Of seven networks, values within a factor of two change neither NLL nor columns by more than 2 %, unless told otherwise.
+
+START = 0.1
+"""λ at the start, relative to the mean variance of the prior's outputs at λ = 1 in units of their size."""
+
+FALL = 3.0
+"""Largest factor by which λ falls in a solution, unless the span has all directions. 1.5: 12 % more columns; 6: 5 % fewer."""
+
+STEPS, MOST = 3, 5
+"""Steps in a block, and blocks in a solution. With two steps H lags behind λ, and some fits do not end."""
+
+DAMPING = 0.55
+"""Share of the change of H in a step. With 1, H of some examples alternates; .3 and .8 move λ by 10 %."""
+
+STEEP = 0.9
+"""Largest slope of MacKay's update in log λ that a secant takes for real. .95: λ of single networks moves by 10 %."""
+
+GROWTH = 1.5
+"""Growth of the span after which λ, σ and H are found anew. 2.25: 11 % more columns."""
+
+LEARNT = 0.2
+"""Errors of samples and mean below which the span is accurate enough for λ. .1: 10 % more columns."""
+
+RESTS = 2.0
+"""Multiple of the Monte Carlo error of log λ by which a solution may move it if it has converged."""
+
+NATS, SHARE = 2.0, 0.1
+"""What a block may lower the bound by: nats, its standard error, or a share of γ for each unit of log λ, as its log
+det may be wrong. With a share of .05 one network ended at another λ."""
+
+GAIN = 0.1
+"""Nats that a solution must raise the bound by to go on, where it is computed without samples."""
+
+
+class SpanFit:
+    """A fit over a span that grows."""
+
+    def __init__(
+        self, over: OverSpan, em_steps: int, tolerance: float, is_late: Callable[[], bool]
+    ):
+        self.over, self.span, self._tolerance, self._is_late = over, over.span, tolerance, is_late
+        self._learns = em_steps > 0
+        """Whether λ and σ are learnt."""
+
+        self._most = em_steps or (0 if over.expected.kind == "network" else 20)
+        """Largest number of solutions; if λ is given, for H."""
+
+    def run(self, known: State | None, precision: float | None) -> Iterator[State]:
+        """Yield the state after every extension of the span, until it says why the fit ended.
+
+        ``known`` is a state that an earlier run has yielded.
+        """
+        over, grew = self.over, True
+        if known is None:
+            q = over.first(START * over.prior_variance() if precision is None else precision)
+            q = e_step(over, q)
+        else:
+            q = self._extended(known)[0]
+        while True:
+            if self._is_due(q, grew):
+                q = self.solved(q)
+            q = self.judged(over.measured(q), grew)
+            yield q
+            if q.why:
+                return
+            q, grew = self._extended(q)
+
+    def _extended(self, q: State) -> tuple[State, bool]:
+        """Return the state over the span with the residuals of mean and samples, and whether any was new."""
+        over, grew = self.over, True
+        if not self.span.is_complete:
+            if not self.span.has_room(len(q.residuals)):
+                q = over.restarted(q)
+            grew = self.span.widen(q.residuals)
+            q = over.widened(q)
+        return e_step(over, q), grew
+
+    def solved(self, start: State) -> State:
+        """Return the state with λ, σ, H and m at rest over the present span."""
+        q, last, moved = start, start.last, math.inf
+        least = PRECISION_BOUNDS[0] if self.span.is_complete else float(start.precision) / FALL
+        for number in range(MOST):
+            new, last = self._block(q, last, least)
+            change = abs(_log_ratio(new.precision, q.precision))
+            loss = max(NATS, self.over.bound_error(new), SHARE * change * new.gamma.mean().item())
+            loss = GAIN if self.over.is_exact else loss
+            if self.over.expected.kind != "linear" and not _bound(new) > _bound(q) - loss:
+                if not number:  # no block is better, but H may be
+                    q = e_step(
+                        self.over,
+                        self.over.moved(q, q.precision, q.sigma, self._towards(q, DAMPING / 2)),
+                    )
+                moved = math.inf
+                break
+            gained, q = _bound(new) - _bound(q), new
+            precision, sigma = self._update(q)
+            moved = max(
+                abs(_log_ratio(q.precision, start.precision)), _of_noise(q.sigma, start.sigma)
+            )
+            left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
+            rest = max(self.allowed(q), min(1.0, start.errors[0]) ** 2)
+            at_rest = left < rest or (self.over.is_exact and gained < GAIN)
+            if self._is_late() or (self._learns and at_rest):
+                break
+        if self.span.is_complete:  # nothing else brings the mean to the tolerance
+            q = e_step(self.over, q._replace(converged=True))._replace(converged=q.converged)
+        moved /= self.allowed(q, _log_ratio(q.precision, start.precision) > 0)
+        if self.over.is_exact and _bound(q) - _bound(start) < GAIN:
+            moved = 0.0
+        q = q._replace(peak=max(q.peak, _bound(q)))
+        return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
+
+    def _block(
+        self, q: State, last: tuple[float, float] | None, least: float
+    ) -> tuple[State, tuple[float, float]]:
+        """Return the state after a few steps, of which the first goes where a secant expects λ, and the next secant's point."""
+        over, precision = self.over, q.precision * math.exp(self._way(q, last))
+        last = math.log(q.precision), math.log(self._update(q)[0])
+        for _ in range(STEPS):
+            sigma, H = self._update(q)[1], self._towards(q, DAMPING)
+            q = e_step(over, over.moved(q, precision.clamp_min(least), sigma, H))
+            if self._is_late():
+                break
+            precision = self._update(q)[0]
+        return q, last
+
+    def judged(self, q: State, grew: bool) -> State:
+        """Return the state with whether λ has converged, and why the fit ends: the only place where it does."""
+        rests = max(
+            RESTS, q.number / 2
+        )  # where H follows its own noise, solutions do not come to rest
+        if q.solved == self.span.size and self._is_accurate(q) and q.moved < rests:
+            q = q._replace(converged=True)
+        fixed, why = q.converged or q.number >= self._most, ""
+        if fixed and max(q.errors) <= self._tolerance:
+            why = "accurate"
+        elif fixed and self.span.is_complete:
+            why = "all directions"
+        elif not grew:
+            why = "rounding leaves no new direction"
+        elif q.restarts > 3:
+            why = "no memory for more directions"
+        elif self._is_late():
+            why = "budget"
+        return q._replace(why=why)
+
+    def allowed(self, q: State, rises: bool = False) -> float:
+        """Return the Monte Carlo error of log λ, which counts as 1 % or more; 0.3 % where it is computed without samples.
+
+        A γ below 1 counts as 1, unless λ ``rises``: where the data determine nothing, λ grows without bound, and its
+        value does not matter.
+        """
+        gamma = max(1e-12 if rises else 1.0, q.gamma.mean().item())
+        if self.over.is_exact and gamma >= 1:
+            return 0.003
+        return float(max(0.01, (len(q.samples) * gamma) ** -0.5))
+
+    def _is_due(self, q: State, grew: bool) -> bool:
+        """Return whether λ, σ and H are to be found anew over the present span."""
+        if q.converged or q.number >= self._most:
+            return False
+        enough = self.span.size >= GROWTH * q.solved or self.over.expected.kind != "variational"
+        if enough and _bound(q) < q.peak - max(NATS, self.over.bound_error(q)):
+            enough = False  # λ would follow it to 0
+        return enough or self._is_accurate(q) or self.span.is_complete or not grew
+
+    def _is_accurate(self, q: State) -> bool:
+        return max(q.errors) < (self._tolerance if self.over.expected.kind == "linear" else LEARNT)
+
+    def _towards(self, q: State, share: float) -> Hessian | None:
+        """Return H after a share of the way to that of q; None if H is fixed."""
+        H = self.over.expected.next(q.outputs, q.curved.deviations)
+        if H is None or self.over.expected.kind == "linear":  # whose mean does not depend on H
+            return H
+        moved: Hessian = q.H.towards(H, share)
+        return moved
+
+    def _way(self, q: State, last: tuple[float, float] | None) -> float:
+        """Return the change of log λ after which a secant through MacKay's updates expects none; at most a factor of two."""
+        here, there, slope = math.log(q.precision), math.log(self._update(q)[0]), 0.0
+        if last is not None and here != last[0]:
+            slope = (there - last[1]) / (here - last[0])
+            slope = min(slope, STEEP) if slope > -1 else 0.0
+        return max(-math.log(2), min(math.log(2), (there - here) / (1 - slope)))
+
+    def _update(self, q: State) -> tuple[Tensor, Tensor | None]:
+        """Return λ and σ by MacKay's updates, λ a factor of e away at most."""
+        if not self._learns:
+            return q.precision, q.sigma
+        precision, sigma = m_step(self.over, q)
+        return torch.minimum(
+            torch.maximum(precision, q.precision / math.e), q.precision * math.e
+        ), sigma
+
+
+def _log_ratio(new: Tensor, old: Tensor) -> float:
+    return math.log(new / old)
+
+
+def _of_noise(new: Tensor | None, old: Tensor | None) -> float:
+    """Return the largest change of log σ²; 0 without σ."""
+    return 0.0 if new is None else 2 * (new / old).log().abs().max().item()
+
+
+def _bound(q: State) -> float:
+    return q.bounds.mean().item()

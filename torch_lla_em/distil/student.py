@@ -91,8 +91,8 @@ class Student(Printed, nn.Module):
         if not isinstance(example, int):
             with torch.no_grad():
                 features = self._with_features(example)[1].shape[-1]
-        outputs = form.uncertainties + form.scores
-        self.head = _head(features, outputs, next(network.parameters()))
+        like = next(network.parameters())
+        self.head = _head(features, form.uncertainties + form.scores, like)
 
     @property
     def reference(self) -> Scores | None:
@@ -133,9 +133,8 @@ class Student(Printed, nn.Module):
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
         each = zip(*(self.heads(some) for some in self._batches(x, inputs)))
-        f, uncertainty, scores = (p[0] if len(p) == 1 else torch.cat(p) for p in each)
-        more = self.form.class_dim, self.reference
-        return StudentPrediction(self.likelihood, f, uncertainty, scores, *more)
+        three: Any = (p[0] if len(p) == 1 else torch.cat(p) for p in each)
+        return StudentPrediction(self.likelihood, *three, self.form.class_dim, self.reference)
 
     def is_ood(
         self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any
@@ -363,12 +362,10 @@ class Student(Printed, nn.Module):
         """
         known = self.reference
         super()._apply(fn, recurse)
-        for name, tensor in zip(_REFERENCE, known or ()):
-            setattr(self, name, tensor.to(self._device))
-        if self.reference_room is not None:
-            self.reference_room = self.reference_room.clamp_min(
-                rounding(next(self.head.parameters()).dtype)
-            )
+        if known is not None:
+            room = known.room.clamp_min(rounding(next(self.head.parameters()).dtype))
+            for name, tensor in zip(_REFERENCE, known._replace(room=room)):
+                setattr(self, name, tensor.to(self._device))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
@@ -382,9 +379,9 @@ class Student(Printed, nn.Module):
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = sum(p.numel() for p in self.parameters())
         words = "to do", "Call student.calibrate(validation_loader) for p-values and sets."
-        if self.reference_scores is not None:
-            examples = f"{len(self.reference_scores):,} examples"
-            words = "reference of p-values and sets", examples
+        if self.reference is not None:
+            number = len(self.reference.unusual)
+            words = "reference of p-values and sets", f"{number:,} examples"
         network = f"{type(self.network).__name__}, {count:,} parameters with its head"
         rows: list[tuple[str, ...]] = [("network", network), *self.error.rows(), words]
         return f"Student of a posterior under {type(self.likelihood).__name__}", rows

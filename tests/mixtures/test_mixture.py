@@ -38,9 +38,6 @@ def log_joint(x, parameters, structure):
     return normal.log_prob(x[:, None]) + parameters.weights.log()
 
 
-# Closed forms.
-
-
 @EVERY_STRUCTURE
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_density_and_responsibilities(structure, dtype):
@@ -50,9 +47,6 @@ def test_density_and_responsibilities(structure, dtype):
     assert mixture.log_prob(x).dtype == mixture.responsibilities(x).dtype == dtype
     torch.testing.assert_close(mixture.log_prob(x), expected.logsumexp(1).to(dtype))
     torch.testing.assert_close(mixture.responsibilities(x), expected.softmax(1).to(dtype))
-
-
-# The bound.
 
 
 @EVERY_KIND
@@ -74,9 +68,6 @@ def test_the_bound_never_falls(seed, kind, structure, dtype):
     assert torch.isfinite(bounds).all()
     assert (bounds.diff() >= -1e-8 * bounds[1:].abs().clamp(min=1)).all()
     assert torch.isfinite(mixture.log_prob(x)).all()
-
-
-# MAP: the prior, written with torch.distributions.
 
 
 def log_posterior(x, parameters, structure, prior):
@@ -137,9 +128,6 @@ def test_a_component_without_examples_keeps_the_weight_zero(structure):
     assert all(torch.isfinite(t).all() for t in (path(mixture), *mixture.parameters))
 
 
-# Data that do not fit, and starts.
-
-
 @EVERY_STRUCTURE
 def test_streaming_equals_the_fit_in_memory(structure):
     x = draw()
@@ -171,9 +159,6 @@ def test_the_seed_determines_the_fit():
     assert torch.equal(before, torch.get_rng_state())
 
 
-# Labels.
-
-
 def test_a_fit_by_label_is_one_mixture_for_each_class():
     x, generator = draw(n=400), torch.Generator().manual_seed(0)
     labels = torch.randint(2, (400,), generator=generator) * 4 + 1
@@ -199,9 +184,6 @@ def test_a_fit_by_label_is_one_mixture_for_each_class():
     torch.testing.assert_close(joint.log_prob(x), torch.stack(log_prob, 1).logsumexp(1))
     again = pickle.loads(pickle.dumps(joint))
     torch.testing.assert_close(again.class_log_prob(x), joint.class_log_prob(x))
-
-
-# Degenerate data.
 
 
 DEGENERATE = {
@@ -235,9 +217,6 @@ def test_units_do_not_matter():
     large = GaussianMixture(3, max_steps=500).fit(x * 1e6)
     torch.testing.assert_close(small.parameters.means * 1e6, large.parameters.means)
     torch.testing.assert_close(small.parameters.covariances * 1e12, large.parameters.covariances)
-
-
-# Errors.
 
 
 def one_row(value):

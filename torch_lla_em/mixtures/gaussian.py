@@ -194,13 +194,12 @@ class Family:
         posterior = self.prior.updated(counts, means, scatter)
         return posterior if self.kind == "variational" else posterior.mode()
 
-    def log_prior(self, parameters: Any) -> Tensor:
+    def log_prior(self, parameters: Gaussians | NormalWishart) -> Tensor:
         """Return what the objective adds to log p(X | θ), shape ()."""
-        if self.kind == "likelihood":
-            return self.unit.new_zeros(())
-        if self.kind == "map":
-            return self.prior.log_density(parameters)
-        return -parameters.divergence(self.prior)
+        if isinstance(parameters, NormalWishart):
+            return -parameters.divergence(self.prior)
+        is_map = self.kind == "map"
+        return self.prior.log_density(parameters) if is_map else self.unit.new_zeros(())
 
     def leave(self, parameters: Any) -> Any:
         """Return parameters in the user's coordinates."""

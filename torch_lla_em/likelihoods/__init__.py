@@ -5,7 +5,7 @@ The base class is in ``base``. The likelihoods are in ``classes``, ``elementwise
 should be able to choose it by name.
 """
 
-from torch_lla_em.likelihoods.base import Likelihood
+from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
 from torch_lla_em.likelihoods.checks import compare_with_log_prob
 from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compare, preferred
 from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
@@ -13,7 +13,6 @@ from torch_lla_em.likelihoods.gaussian import (
     HeteroscedasticRegression,
     Regression,
 )
-from torch_lla_em.likelihoods.sums import average, mean_square, sum_rows
 
 LIKELIHOODS = {
     "classification": Classification,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
-from torch_lla_em.likelihoods.base import Labels
-from torch_lla_em.likelihoods.sums import sum_rows
+from torch_lla_em.likelihoods.base import Labels, sum_rows
 
 # number of examples all of whose outputs sum to 1 only if they are probabilities
 _SURELY = 4

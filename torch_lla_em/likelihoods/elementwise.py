@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from torch_lla_em.likelihoods.base import Labels, Likelihood, require_real
-from torch_lla_em.likelihoods.sums import average, sum_rows
+from torch_lla_em.likelihoods.base import Labels, Likelihood, average, require_real, sum_rows
 
 _MOST_COUNTS = 100_000
 

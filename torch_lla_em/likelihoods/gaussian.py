@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal
 
-from torch_lla_em.likelihoods.base import Likelihood, require_real
+from torch_lla_em.likelihoods.base import Likelihood, mean_square, require_real, sum_rows
 from torch_lla_em.likelihoods.elementwise import ElementwiseLikelihood
-from torch_lla_em.likelihoods.sums import mean_square, sum_rows
 from torch_lla_em.runtime import check_options
 
 

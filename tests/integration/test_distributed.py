@@ -23,25 +23,9 @@ from torch_lla_em.prediction import NotFittedError
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import current_group
 
-# each way to share the work and each form of loader once; the others are slow
-DAILY = {
-    *("krylov", "cg, layerwise", "sampler", "shuffled"),
-    *("variational", "bernoulli, variational", "variational, one batch", "some sites"),
-}
 # cases whose shares differ where a rank is neither the first nor the last
-OF_THREE = {
-    *(
-        "krylov",
-        "variational",
-        "last layer, variational",
-        "some sites",
-        "weights",
-        "cg, layerwise",
-        "function space, regression",
-        "sampler",
-        "shuffled",
-    ),
-}
+OF_THREE = "krylov", "variational", "last layer, variational", "some sites", "weights", "sampler"
+OF_THREE += "cg, layerwise", "function space, regression", "shuffled"
 
 
 def sampled(case):
@@ -104,16 +88,7 @@ CASES = {
     "sampler": ("classification", sampled, PLAIN),
     "shuffled": ("regression", shuffled, {}),
 }
-assert CASES.keys() >= OF_THREE | DAILY
-
-
-def cases_of(size, is_daily):
-    names = [name for name in CASES if size < 3 or name in OF_THREE]
-    return [name for name in names if (size == 2 and name in DAILY) == is_daily]
-
-
-EVERY_DAY = [(2, name, True) for name in cases_of(2, True)]
-OTHERS = [(size, name, False) for size in (2, 3) for name in cases_of(size, False)]
+EVERY_FIT = [(2, name) for name in CASES] + [(3, name) for name in OF_THREE]
 
 
 def fit(name):
@@ -177,16 +152,18 @@ def by_an_estimator():
     return model.fit(X, X[:, 0] > 0).predict_proba(X)
 
 
-def every_case(rank, is_daily):
-    found = {name: fitted(name) for name in cases_of(current_group().size, is_daily)}
-    if is_daily:
-        found["passes"] = {loader.__name__: one_pass(loader) for loader in LOADERS}
-        found["sgd"] = by_sgd(batches(tiny.tiny("classification")))
-        found["stored"] = stored_by_a_fit()
-        found["tensors"] = {kind: by_tensors(kind) for kind in ("classification", "regression")}
-        found["a change"] = after_a_change_on_one_rank(rank)
-        found["estimator"] = by_an_estimator()
-    return found
+def every_case(rank, of_fits):
+    if of_fits:
+        size = current_group().size
+        return {name: fitted(name) for ranks, name in EVERY_FIT if ranks == size}
+    return {
+        "passes": {loader.__name__: one_pass(loader) for loader in LOADERS},
+        "sgd": by_sgd(batches(tiny.tiny("classification"))),
+        "stored": stored_by_a_fit(),
+        "tensors": {kind: by_tensors(kind) for kind in ("classification", "regression")},
+        "a change": after_a_change_on_one_rank(rank),
+        "estimator": by_an_estimator(),
+    }
 
 
 LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
@@ -248,18 +225,18 @@ alone, one_pass_alone = functools.cache(fitted), functools.cache(one_pass)
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """size, is_daily -> what every case returned on each rank of a group of that size."""
+    """size, of_fits -> what every case returned on each rank of a group of that size."""
 
-    def run(size, is_daily):
-        return ranks.run(size, every_case, tmp_path_factory.mktemp("ranks"), is_daily)
+    def run(size, of_fits=False):
+        return ranks.run(size, every_case, tmp_path_factory.mktemp("ranks"), of_fits)
 
     return functools.cache(run)
 
 
-@pytest.mark.parametrize("size, name, is_daily", daily(*EVERY_DAY, rest=OTHERS))
+@pytest.mark.parametrize("size, name", EVERY_FIT)
 @pytest.mark.slow
-def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
-    expected, every_rank = alone(name), together(size, is_daily)
+def test_ranks_fit_what_one_process_fits(size, name, together):
+    expected, every_rank = alone(name), together(size, True)
     for found in every_rank:
         assert found[name]["num_data"] == expected["num_data"]
         for key, tensor in expected["state"].items():
@@ -275,7 +252,7 @@ def test_ranks_fit_what_one_process_fits(size, name, is_daily, together):
 def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
     """A rank may have no examples; together the ranks have each example once."""
     expected, counts, alone = one_pass_alone(loader)
-    passes = [found["passes"][loader.__name__] for found in together(size, True)]
+    passes = [found["passes"][loader.__name__] for found in together(size)]
     shares = [share for share, *_ in passes]
     assert sum(map(len, shares)) == len(expected)
     assert {n: x for share in shares for n, x in share.items()} == expected
@@ -293,7 +270,7 @@ def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_tensors_are_shared_out_too(kind, size, together):
     expected = by_tensors(kind)
-    for found in (found["tensors"][kind] for found in together(size, True)):
+    for found in (found["tensors"][kind] for found in together(size)):
         assert found.keys() == expected.keys()
         assert_close(found.pop("check"), expected["check"])
         for name, (state, p_values) in found.items():
@@ -305,13 +282,13 @@ def test_tensors_are_shared_out_too(kind, size, together):
 
 
 def test_an_error_of_one_rank_is_raised_on_all(together):
-    first, second = (found["a change"] for found in together(2, True))
+    first, second = (found["a change"] for found in together(2))
     assert isinstance(second, NotFittedError) and "weights have changed" in str(second)
     assert str(first).startswith("Rank 1 failed") and str(second) in str(first)
 
 
 def test_estimators_train_the_same_network_on_every_rank(together):
-    one, two = (found["estimator"] for found in together(2, True))
+    one, two = (found["estimator"] for found in together(2))
     assert (one == two).all()
 
 
@@ -319,7 +296,7 @@ def test_estimators_train_the_same_network_on_every_rank(together):
 def test_a_rank_stores_rows_of_its_own_examples_only(size, together):
     """J V, H and all others with a row for each example; what crosses ranks has none."""
     whole, _ = stored_by_a_fit()
-    every = [found["stored"] for found in together(size, True)]
+    every = [found["stored"] for found in together(size)]
     for name, entries in whole.items():
         parts = [stored[name] for stored, _ in every]
         assert max(parts) <= entries * math.ceil(40 / size) / 40
@@ -333,6 +310,6 @@ def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
     steps = [every[i : i + size] for i in range(0, len(every), size)]
     unions = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in steps]
     expected = by_sgd(unions)["state"]
-    for found in together(size, True):
+    for found in together(size):
         for name, tensor in expected.items():
             assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)

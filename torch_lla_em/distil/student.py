@@ -91,8 +91,7 @@ class Student(Printed, nn.Module):
         if not isinstance(example, int):
             with torch.no_grad():
                 features = self._with_features(example)[1].shape[-1]
-        like = next(network.parameters())
-        self.head = _head(features, form.uncertainties + form.scores, like)
+        self.head = _head(features, form.uncertainties + form.scores, next(network.parameters()))
 
     @property
     def reference(self) -> Scores | None:
@@ -154,8 +153,7 @@ class Student(Printed, nn.Module):
 
         The network is not changed, so all examples are the reference, and error rates hold whatever
         the student's error. They are guaranteed for examples that neither ``la.calibrate`` nor
-        ``la.distil`` has seen. Examples of ``la.calibrate``, which fits six numbers, change them
-        little.
+        ``la.distil`` has seen; those of ``la.calibrate``, which fits six numbers, change them little.
 
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The validation set.

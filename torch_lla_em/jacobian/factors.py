@@ -75,8 +75,8 @@ class Factored:
             return known._replace(is_limited=self.example_bytes is not None)
         names = self.weights.layout.names
         f, calls, others = recorded(self.weights.network, names, x, self.shared)
-        known = all(call.is_kept and set(call.names) <= set(self.names) for call in calls)
-        if others or not f.requires_grad or not known:
+        as_before = all(call.is_kept and set(call.names) <= set(self.names) for call in calls)
+        if others or not f.requires_grad or not as_before:
             return None
         B, D = len(f), f[0].numel()
         terms = [_Gathered(call, B, D, keep, call.is_output(f)) for call in calls]

@@ -243,7 +243,7 @@ class ByAutodiff(Rows):
                 # forward mode would go on, without the weights that a no_grad hides from training
                 return self._require(f)
 
-            self._f, self._pullback = torch.func.vjp(function, self._values)
+            self._f, self._pullback = torch.func.vjp(function, self._values)[:2]
         return self._f, self._pullback
 
     def _require(self, f: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from torch_lla_em.distil import distil as train_student
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Ensemble
-from torch_lla_em.report import Reports
+from torch_lla_em.report import report
 
 
-class LaplaceEnsemble(Reports, Ensemble):
+class LaplaceEnsemble(Ensemble):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
@@ -39,7 +39,7 @@ class LaplaceEnsemble(Reports, Ensemble):
         >>> probabilities = ensemble.calibrate(x, y)(x)
     """
 
-    distil = train_student
+    distil, report = train_student, report
 
     @classmethod
     def from_folds(

@@ -42,7 +42,7 @@ from torch_lla_em.prediction import (
     warn_of_collapse,
 )
 from torch_lla_em.problem import Plan, Problem
-from torch_lla_em.report import Reports
+from torch_lla_em.report import report
 from torch_lla_em.runtime import (
     Compute,
     Group,
@@ -63,7 +63,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(Reports, PosteriorBase):
+class LinearisedLaplace(PosteriorBase):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
@@ -171,7 +171,7 @@ class LinearisedLaplace(Reports, PosteriorBase):
         self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
 
-    distil = train_student
+    distil, report = train_student, report
 
     def fit(
         self,

@@ -22,7 +22,6 @@ from torch_lla_em.distil import Student
 from torch_lla_em.prediction import (
     CALL,
     PredictedData,
-    Predictor,
     Table,
     advice,
     outcomes,
@@ -44,51 +43,48 @@ _EDGE = 2.0
 """Number of standard errors above which a posterior is reported as worse than its network."""
 
 
-class Reports(Predictor):
-    """Predictions, and a page about them."""
+def report(
+    la: Any,
+    loader: Any,
+    path: str | PathLike[str] = "report.html",
+    other: Any = None,
+    student: Student | None = None,
+) -> None:
+    """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
 
-    def report(
-        self,
-        loader: Any,
-        path: str | PathLike[str] = "report.html",
-        other: Any = None,
-        student: Student | None = None,
-    ) -> None:
-        """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.report(loader)`` passes it.
+        loader (DataLoader, Dataset or list of batches): Held-out data with targets.
+        path (str): Name of the file. Default "report.html".
+        other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
+        student (Student, optional): A student of this posterior, whose error and scores are shown
+            beside those of the posterior.
 
-        Args:
-            loader (DataLoader, Dataset or list of batches): Held-out data with targets.
-            path (str): Name of the file. Default "report.html".
-            other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
-            student (Student, optional): A student of this posterior, whose error and scores are shown
-                beside those of the posterior.
+    Raises:
+        TypeError: If ``student`` is something else.
 
-        Raises:
-            TypeError: If ``student`` is something else.
-
-        Example:
-            >>> la.report(validation_loader)  # doctest: +SKIP
-        """
-        if not isinstance(student, Student | None):
-            raise TypeError(f"student must be what la.distil has returned, not {student!r}.")
-        la: Any = self
-        rows, printed = predicted_data(la, loader), [la] if student is None else [la, student]
-        title, _ = la._table()
-        to_do = _list([*to_do_for(la, rows), *(student.error.warnings if student else ())])
-        parts = [
-            *(each._repr_html_() for each in printed),
-            _scored(rows, student)._repr_html_(),
-            f"<h2>What to do</h2>{to_do or '<p>Nothing: no problem was found.</p>'}",
-            *_by_group(la, loader),
-            f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>",
-            f"<h2>All numbers of the fit</h2>{la.details()._repr_html_()}",
-        ]
-        page = (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-            '<meta name="viewport" content="width=device-width">'
-            f"<style>{_STYLE}</style><h1>{escape(title)}</h1>{''.join(parts)}</html>\n"
-        )
-        Path(path).write_text(page, encoding="utf-8")
+    Example:
+        >>> la.report(validation_loader)  # doctest: +SKIP
+    """
+    if not isinstance(student, Student | None):
+        raise TypeError(f"student must be what la.distil has returned, not {student!r}.")
+    rows, printed = predicted_data(la, loader), [la] if student is None else [la, student]
+    title, _ = la._table()
+    to_do = _list([*to_do_for(la, rows), *(student.error.warnings if student else ())])
+    parts = [
+        *(each._repr_html_() for each in printed),
+        _scored(rows, student)._repr_html_(),
+        f"<h2>What to do</h2>{to_do or '<p>Nothing: no problem was found.</p>'}",
+        *_by_group(la, loader),
+        f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>",
+        f"<h2>All numbers of the fit</h2>{la.details()._repr_html_()}",
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width">'
+        f"<style>{_STYLE}</style><h1>{escape(title)}</h1>{''.join(parts)}</html>\n"
+    )
+    Path(path).write_text(page, encoding="utf-8")
 
 
 def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:

@@ -27,7 +27,7 @@ from torch_lla_em.prediction.metrics import (
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import Predictor
+from torch_lla_em.prediction.predictor import Predictor, Records
 from torch_lla_em.prediction.pushforward import inputs_in
 from torch_lla_em.prediction.ranks import (
     infinite_if_nan,
@@ -77,6 +77,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "Printed",
+    "Records",
     "Reference",
     "RiskControl",
     "Score",

@@ -1,4 +1,4 @@
-"""The public methods that use a validation set, the same for a posterior and for an ensemble."""
+"""The functions that use a validation set, of a posterior or of an ensemble: they are methods of both."""
 
 from __future__ import annotations
 
@@ -9,131 +9,102 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import paired
-from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, calibrated, half_as_reference
 from torch_lla_em.prediction.check import Check, checked
 from torch_lla_em.prediction.passes import unseen_under_all
-from torch_lla_em.prediction.posterior import Components, Posterior
-from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushforward import Pushforward
+from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import collected, first, group_of
 
-Own = TypeVar("Own", bound="Calibrates")
+Own = TypeVar("Own", bound=Any)
 
 
-class Calibrates:
-    """Fits numbers of predictions to a validation set, and checks predictions on held-out data."""
+def calibrate(
+    la: Own,
+    loader: Any,
+    targets: Tensor | None = None,
+    *,
+    groups: Any = None,
+    weights: Any = None,
+) -> Own:
+    """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
-    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
-        """Return the posteriors; raise an error if one is not fitted or its network has changed."""
-        raise NotImplementedError
+    For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
+    network: the numbers are a scale of the posterior's variance, factors of the logits of the
+    latter two (temperature scaling), and the weights. For regression they are the scale, the
+    observation noise σ, and the share of the linear mode in the mean. If the validation NLL does
+    not improve, predictions are kept as they were. The members of an ensemble share these
+    numbers, and are not changed.
 
-    def _as_fitted(self) -> tuple[Posterior, ...]:
-        """Return the posteriors from which ``calibrate`` starts: those of an ensemble as they are."""
-        return self._members()
+    The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
+    ``interval`` they are fitted a second time, to every other example; the others are the
+    reference. Their guarantees hold on average over all inputs, or for each group.
 
-    @property
-    def _components(self) -> Components:
-        """How products become predictions."""
-        raise NotImplementedError
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.calibrate(...)`` passes it.
+        loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
+            not have been used in training.
+        targets (Tensor, optional): The targets, if ``loader`` are inputs.
+        groups ("classes" or integers, optional): "classes": prediction sets contain the label with
+            the stated probability for each class, and false alarms of ``is_ood`` are below their rate
+            for each class. Or an integer for each validation example, in the order of the
+            dataset: sets, intervals and p-values hold for each group, and
+            ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many
+            examples as a validation set without groups. Default None: one group.
+        weights (sequence, optional): A weight for each validation example, if the distribution of
+            new inputs differs from that of the validation set: the ratio of their densities, up to a
+            factor. Guarantees then hold for the new inputs. The numbers are fitted without
+            weights. Default None: no shift.
 
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood, with the observation noise that was learnt; members may differ in the noise."""
-        return self._members()[0].likelihood
+    Returns:
+        The object itself; ``la.calibration`` holds the improvement. In a distributed run all
+        ranks have to call this method; an ensemble is calibrated by each process on its own.
 
-    def _predicted(self, data: Pushforward, judged: bool = True) -> Prediction:
-        """Return the prediction, with its comparison with reference examples if ``judged``."""
-        raise NotImplementedError
+    Raises:
+        ValueError: If no example has a label, if most are training examples, or if groups or
+            weights do not fit the examples.
+        NotFittedError: Before ``fit``, or if the model has changed since.
 
-    def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
-        """Store what ``calibrate`` has found, and its warnings."""
-        raise NotImplementedError
+    Example:
+        >>> improvement = str(la.calibrate(x, y).calibration)
+        >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
+    """
+    stated = Stated(groups, weights)
+    data = paired(loader, targets)
+    la._keep(*calibrated_on(la._as_fitted(), data, stated))
+    return la
 
-    def calibrate(
-        self: Own,
-        loader: Any,
-        targets: Tensor | None = None,
-        *,
-        groups: Any = None,
-        weights: Any = None,
-    ) -> Own:
-        """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
-        For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
-        network: the numbers are a scale of the posterior's variance, factors of the logits of the
-        latter two (temperature scaling), and the weights. For regression they are the scale, the
-        observation noise σ, and the share of the linear mode in the mean. If the validation NLL does
-        not improve, predictions are kept as they were. The members of an ensemble share these
-        numbers, and are not changed.
+def check(
+    la: Any,
+    loader: Any,
+    targets: Tensor | None = None,
+    level: float = 0.9,
+    groups: Any = None,
+) -> Check:
+    """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
-        The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
-        ``interval`` they are fitted a second time, to every other example; the others are the
-        reference. Their guarantees hold on average over all inputs, or for each group.
+    Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
+    noise or entropy, and quarters by the features with the most extreme values. For images and tables it
+    also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
 
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
-                not have been used in training.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            groups ("classes" or integers, optional): "classes": prediction sets contain the label with
-                the stated probability for each class, and false alarms of ``is_ood`` are below their rate
-                for each class. Or an integer for each validation example, in the order of the
-                dataset: sets, intervals and p-values hold for each group, and
-                ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many
-                examples as a validation set without groups. Default None: one group.
-            weights (sequence, optional): A weight for each validation example, if the distribution of
-                new inputs differs from that of the validation set: the ratio of their densities, up to a
-                factor. Guarantees then hold for the new inputs. The numbers are fitted without
-                weights. Default None: no shift.
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.check(...)`` passes it.
+        loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
+            ``fit`` nor for ``calibrate``.
+        targets (Tensor, optional): The targets, if ``loader`` are inputs.
+        level (float): Level of the sets or intervals. Default 0.9.
+        groups (integers, optional): The group of each example, in the order of the dataset. Default
+            None: no groups of yours.
 
-        Returns:
-            The object itself; ``la.calibration`` holds the improvement. In a distributed run all
-            ranks have to call this method; an ensemble is calibrated by each process on its own.
+    Raises:
+        ValueError: Before ``calibrate``, or with too few validation examples for the level.
 
-        Raises:
-            ValueError: If no example has a label, if most are training examples, or if groups or
-                weights do not fit the examples.
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> improvement = str(la.calibrate(x, y).calibration)
-            >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
-        """
-        stated = Stated(groups, weights)
-        data = paired(loader, targets)
-        self._keep(*calibrated_on(self._as_fitted(), data, stated))
-        return self
-
-    def check(
-        self,
-        loader: Any,
-        targets: Tensor | None = None,
-        level: float = 0.9,
-        groups: Any = None,
-    ) -> Check:
-        """Return the coverage of sets or intervals within groups of held-out examples; print it.
-
-        Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
-        noise or entropy, and quarters by the features with the most extreme values. For images and tables it
-        also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
-                ``fit`` nor for ``calibrate``.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            level (float): Level of the sets or intervals. Default 0.9.
-            groups (integers, optional): The group of each example, in the order of the dataset. Default
-                None: no groups of yours.
-
-        Raises:
-            ValueError: Before ``calibrate``, or with too few validation examples for the level.
-
-        Example:
-            >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
-        """
-        data = paired(loader, targets)
-        return checked(self, data, level, groups)
+    Example:
+        >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
+    """
+    data = paired(loader, targets)
+    return checked(la, data, level, groups)
 
 
 def calibrated_on(

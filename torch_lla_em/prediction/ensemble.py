@@ -16,10 +16,10 @@ from torch_lla_em.prediction.calibration import (
     folds_as_reference,
     restored,
 )
-from torch_lla_em.prediction.exports import Exports
 from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.passes import pushed
-from torch_lla_em.prediction.posterior import Components, Posterior
+from torch_lla_em.prediction.posterior import Components, Posterior, mixed
+from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.prediction.stored import without_prefix
@@ -27,7 +27,7 @@ from torch_lla_em.prediction.summary import PrintedResult
 from torch_lla_em.runtime import collected, files
 
 
-class Ensemble(PrintedResult, Exports, nn.Module):
+class Ensemble(PrintedResult, Predictor, nn.Module):
     """The equally weighted mixture of the posteriors of several networks: ``LaplaceEnsemble``."""
 
     def __init__(self, members: Iterable[PosteriorBase]):
@@ -67,13 +67,9 @@ class Ensemble(PrintedResult, Exports, nn.Module):
 
     @property
     def _components(self) -> Components:
-        tables = tuple(member.mixture for member in self.members)
-        return Components(
-            tables if self.table is None else self.table,
-            self.noise,
-            self.reference,
-            max(member._posterior.room for member in self.members),
-        )
+        each = mixed(member._posterior for member in self.members)
+        tables = each.tables if self.table is None else self.table
+        return each._replace(tables=tables, noise=self.noise, reference=self.reference)
 
     def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
         self.calibration, self.table, self.noise = found.calibration, None, None

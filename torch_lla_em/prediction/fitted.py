@@ -17,9 +17,9 @@ from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
 from torch_lla_em.prediction.calibration import CalibratedComponents
-from torch_lla_em.prediction.exports import Exports
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT, slots
 from torch_lla_em.prediction.posterior import Components, NotFittedError, Posterior, Setting
+from torch_lla_em.prediction.predictor import Predictor
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.summary import PrintedPosterior
 from torch_lla_em.runtime import Compute, files, report
@@ -40,7 +40,7 @@ def _result(name: str, meaning: str) -> Any:
     return property(value, doc=f"{meaning} None before ``fit``.")
 
 
-class PosteriorBase(PrintedPosterior, Exports, nn.Module):
+class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
     """A posterior that is fitted or loaded; the base class of ``LinearisedLaplace``.
 
     The network is not a submodule: its weights are the user's, and not part of this state.

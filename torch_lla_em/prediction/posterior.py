@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -223,3 +223,10 @@ class Posterior:
 
 _MOVED = "result", "largest_variance", "training_distances", "reference", "replaced"
 """Fields that hold tensors."""
+
+
+def mixed(posteriors: Iterable[Posterior]) -> Components:
+    """Return how products with the vectors of several posteriors become predictions of their mixture."""
+    posteriors = tuple(posteriors)
+    tables = tuple(posterior.result.mixture for posterior in posteriors)
+    return Components(tables, room=max(posterior.room for posterior in posteriors))

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader
-from torch_lla_em.prediction.calibrates import Calibrates
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.calibrates import calibrate, check
 from torch_lla_em.prediction.conformal import Score
+from torch_lla_em.prediction.exports import export
 from torch_lla_em.prediction.functions import SCALE
-from torch_lla_em.prediction.posterior import Components, Posterior
+from torch_lla_em.prediction.posterior import Components, Posterior, mixed
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
     Pushforward,
@@ -31,8 +33,28 @@ Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit"]
 
 
-class Predictor(Calibrates):
-    """The public methods that a posterior and an ensemble have in common."""
+class Predictor:
+    """The public methods that a posterior and an ensemble have in common: they hold records, and forward."""
+
+    calibrate, check, export = calibrate, check, export
+
+    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
+        """Return the posteriors; raise an error if one is not fitted or its network has changed."""
+        raise NotImplementedError
+
+    def _as_fitted(self) -> tuple[Posterior, ...]:
+        """Return the posteriors from which ``calibrate`` starts: those of an ensemble as they are."""
+        return self._members()
+
+    @property
+    def _components(self) -> Components:
+        """How products become predictions."""
+        raise NotImplementedError
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with the observation noise that was learnt; members may differ in the noise."""
+        return self._members()[0].likelihood
 
     def forward(
         self,
@@ -266,6 +288,46 @@ class Predictor(Calibrates):
     def _predicted(self, data: Pushforward, judged: bool = True) -> Prediction:
         """Return the prediction, with its comparison with reference examples if ``judged``."""
         return predicted(data, self._components, judged)
+
+
+class Records(Predictor):
+    """The predictions of one posterior or several, given as records: without a fit, files or a module.
+
+    Args:
+        posteriors (Posterior or sequence of Posterior): The records; several are an equally weighted mixture.
+
+    Example:
+        >>> predictions = Records(posterior).predict(x)  # doctest: +SKIP
+    """
+
+    def __init__(self, posteriors: Posterior | Sequence[Posterior]):
+        """Take the records; the class documents the argument."""
+        one = isinstance(posteriors, Posterior)
+        self.posteriors: tuple[Posterior, ...] = (posteriors,) if one else tuple(posteriors)
+        if not self.posteriors:
+            raise ValueError("There are no posteriors: pass one record or more.")
+
+    def _members(self, surely: bool = False) -> tuple[Posterior, ...]:
+        for posterior in self.posteriors:
+            posterior.setting.require(surely)
+        return self.posteriors
+
+    def _as_fitted(self) -> tuple[Posterior, ...]:
+        if len(self.posteriors) > 1:
+            raise ValueError(
+                "Several records are not calibrated together: use LaplaceEnsemble, or calibrate each of them."
+            )
+        return tuple(posterior.as_fitted() for posterior in self.posteriors)
+
+    @property
+    def _components(self) -> Components:
+        if len(self.posteriors) == 1:
+            return self.posteriors[0].components
+        return mixed(self.posteriors)
+
+    def _keep(self, *found: Any) -> None:
+        (posterior,) = self._as_fitted()
+        self.posteriors = (posterior.calibrated(*found),)
 
 
 def _is_loader(x: Any) -> bool:

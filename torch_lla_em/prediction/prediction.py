@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.conformal import Score, Scored, ood_scores, p_values, variance_of_error
 from torch_lla_em.prediction.distribution import Distribution
 from torch_lla_em.prediction.mixture import FunctionMixture
@@ -35,6 +36,10 @@ _UNCALIBRATED = (
 
 class Origin(Protocol):
     """What a prediction was made of, and others of the same inputs can be."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the posterior; that of the first of several."""
 
     def mixture(self, table: Any, noise: Tensor | None = None) -> FunctionMixture:
         """Return the mixture by a table of components, with σ times ``noise``."""

@@ -302,8 +302,8 @@ class Records(Predictor):
 
     def __init__(self, posteriors: Posterior | Sequence[Posterior]):
         """Take the records; the class documents the argument."""
-        one = isinstance(posteriors, Posterior)
-        self.posteriors: tuple[Posterior, ...] = (posteriors,) if one else tuple(posteriors)
+        several = (posteriors,) if isinstance(posteriors, Posterior) else tuple(posteriors)
+        self.posteriors: tuple[Posterior, ...] = several
         if not self.posteriors:
             raise ValueError("There are no posteriors: pass one record or more.")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.likelihoods import Likelihood, average
 from torch_lla_em.prediction.ranks import mass_above, rounding
 
 # halvings of an interval, after which its ends are equal in double precision
@@ -124,7 +124,7 @@ class GaussianTargets(NamedTuple):
         return found
 
     def _mean(self, values: Tensor) -> Tensor:
-        return (self.weights.view(-1, *(1,) * (values.dim() - 1)) * values).sum(0)
+        return average(values, self.weights)
 
 
 def _mean_size(mean: Tensor, deviation: Tensor) -> Tensor:

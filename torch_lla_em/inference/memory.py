@@ -40,7 +40,9 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
     joined = max(len(first.rows), problem.data.merge_rows)
     at_once = min(rows, joined, limits.batch_rows, limits.rows)
     of_batches = (
-        rows * sum(tensor.nbytes for tensor in tensors_in(first.tensors())) / len(first.rows)
+        rows
+        * sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
+        / len(first.rows)
     )
     activations, each, classes, of_factors = plan.example
     outputs = min(rows * each, KEPT_OUTPUTS) if each > classes else rows * each

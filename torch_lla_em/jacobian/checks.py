@@ -109,7 +109,7 @@ def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
     if not f.isfinite().all():
         raise ValueError(
             "The outputs are not finite on the first batch, first in "
-            f"{first_layer(network, x, lambda a, _: not a.isfinite().all())}. Check the inputs "
+            f"{first_layer(network, x, lambda a, _: not a.to_dense().isfinite().all())}. Check the inputs "
             "and the weights of that layer."
         )
 

@@ -217,17 +217,25 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     """
     kept = data.likelihood.labelled(data.y)
     data, stated = data.part(kept), stated.part(kept)
+    if len(data.y) < 2:
+        raise ValueError(
+            "calibrate needs two labelled examples or more: half of them are the reference."
+        )
     by_class = isinstance(stated.groups, str)
     if by_class and not has_classes(data.likelihood, data.f):
         raise TypeError(
             'groups="classes" needs one class label per example: pass integers instead.'
         )
     groups = data.y.long() if by_class else stated.groups
-    if groups is None:
-        second = is_second(torch.zeros_like(kept[kept], dtype=torch.long))
-    else:
+    labels = groups
+    if labels is None:
+        labels = torch.zeros(len(data.y), dtype=torch.long, device=data.y.device)
+    if groups is not None:
         require_two(groups, "class" if by_class else "group")
-        second = is_second(groups)
+    if stated.weights is None:
+        second = is_second(labels)
+    else:  # each half has every other one of those that count
+        second = is_second(2 * labels + (stated.weights > 0).long())
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
     data, stated = data.part(second), stated.part(second)
     judged = data.mixture(table, noise)

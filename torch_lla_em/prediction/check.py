@@ -142,6 +142,8 @@ def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in parts}
     x = torch.cat(parts) if len(shapes) == 1 and None not in shapes else None
     known = data.likelihood.labelled(data.y)
+    if not known.any():
+        raise ValueError("No example has a label, so no coverage can be measured.")
     stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():

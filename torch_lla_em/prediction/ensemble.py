@@ -52,6 +52,9 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         self.messages: list[str] = []
         """The warnings of ``calibrate``."""
 
+        self._calibrated_for: Tensor | None = None
+        """Numbers of the members to which those of ``calibrate`` belong."""
+
         for name in ("table", "noise", *REFERENCE):
             self.register_buffer(name, None)
 
@@ -67,15 +70,29 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
 
     @property
     def _components(self) -> Components:
+        if self._calibrated_for is not None and not _agree(self._calibrated_for, self._numbers()):
+            raise RuntimeError(
+                "A member was fitted or calibrated again after the ensemble was calibrated, whose numbers belong to "
+                "the members as they were: call ensemble.calibrate(validation_loader) again."
+            )
         each = mixed(member._posterior for member in self.members)
         tables = each.tables if self.table is None else self.table
         return each._replace(tables=tables, noise=self.noise, reference=self.reference)
+
+    def _numbers(self) -> Tensor:
+        """Return numbers that change where a member is fitted or calibrated again."""
+        found = []
+        for member in self.members:
+            norm = member.w_lin.double().norm()
+            numbers = member.prior_precision, member.sigma_noise, member.mixture, norm
+            found += [n.detach().flatten().cpu().double() for n in numbers if n is not None]
+        return torch.cat(found)
 
     def _keep(self, found: CalibratedComponents, reference: Reference, messages: list[str]) -> None:
         self.calibration, self.table, self.noise = found.calibration, None, None
         for name, tensor in zip(REFERENCE, reference):
             setattr(self, name, tensor)
-        self.messages = messages
+        self.messages, self._calibrated_for = messages, self._numbers()
         if found.calibration.applied:
             self.table = found.table
             sigma = self.members[0].likelihood.observation_noise
@@ -108,7 +125,9 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
             keep_vars (bool): Ignored: no tensor requires gradients.
         """
         state = {name: t for name, t in self._buffers.items() if t is not None}
-        state["record"] = files.to_bytes({"calibration": self.calibration})
+        state["record"] = files.to_bytes(
+            {"calibration": self.calibration, "messages": self.messages}
+        )
         state["torch_lla_em_version"] = torch.tensor(files.VERSION, device="cpu")
         if destination is not None:
             destination.update({f"{prefix}{name}": tensor for name, tensor in state.items()})
@@ -155,7 +174,10 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         for name in self._buffers:
             tensor = state.get(name)
             setattr(self, name, None if tensor is None else tensor.to(self.members[0]._device))
-        self.calibration = restored(files.from_bytes(state["record"])["calibration"])
+        record = files.from_bytes(state["record"])
+        self.calibration = restored(record["calibration"])
+        self.messages = list(record.get("messages", ()))  # version 0.4 stored none
+        self._calibrated_for = None if self.reference is None else self._numbers()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all posteriors to one file, without the networks.
@@ -180,3 +202,8 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         ensemble = cls(members)
         ensemble.load_state_dict(files.read(path, "ensemble"))
         return ensemble
+
+
+def _agree(known: Tensor, now: Tensor) -> bool:
+    """Return whether numbers are the same but for the rounding of another dtype."""
+    return known.shape == now.shape and torch.allclose(known, now, rtol=1e-3, atol=0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader
+from torch_lla_em.data import as_loader, in_order
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibrates import calibrate, check
 from torch_lla_em.prediction.conformal import Score
@@ -93,6 +93,13 @@ class Predictor:
 
         if _is_loader(x) and not inputs:
             each = zip(*map(answer, self.predictions(x, generator=generator)))
+            each = list(each)
+            shapes = {part.shape[1:] for parts in each[:1] for part in parts}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"Outputs of batches have the shapes {sorted(map(tuple, shapes))} beside the batch dimension: "
+                    "predict batch by batch, with la.predictions(loader)."
+                )
             first, *more = map(torch.cat, each)
         else:
             first, *more = answer(self.predict(x, generator=generator, **inputs))
@@ -122,7 +129,8 @@ class Predictor:
             generator (torch.Generator, optional): Used to draw new samples with the same covariance.
             num_samples (int, optional): Number of samples to use; fewer are faster and less
                 accurate. Default None: all.
-            groups (integers, optional): The group of each input, if ``calibrate`` had groups.
+            groups (integers, optional): The group of each input, if ``calibrate`` had groups. A loader that shuffles
+                is then read in the order of its dataset, as ``calibrate`` reads it, and so it is with weights.
             weights (sequence, optional): The weight of each input, if ``calibrate`` had weights. Default
                 None: the largest of a reference example.
 
@@ -142,6 +150,8 @@ class Predictor:
         if inputs and x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x, posteriors = inputs if x is None else x, self._members()
+        if not (groups is None and weights is None) and _is_loader(x):
+            x = in_order(x)
         predict = self._predict_by(posteriors, mean, generator, num_samples)
         found = predict(at_inputs(posteriors, x, slice(num_samples)))
         if groups is None and weights is None:

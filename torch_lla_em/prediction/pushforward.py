@@ -217,6 +217,13 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
     parts = list(parts)
     if len(parts) == 1:
         return parts[0]
+    shapes = {tuple(part.f.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"The outputs of batches have the shapes {sorted(shapes)} beside the batch dimension, so their "
+            "examples cannot be put together: pad the inputs to one length, with targets of -100 there, or "
+            "predict batch by batch: la.predictions(loader)."
+        )
 
     def whole(*batches: Products) -> Products:
         f, Jw = torch.cat([b.f for b in batches]), torch.cat([b.Jw for b in batches], 1)
@@ -228,4 +235,10 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
+    shapes = {tuple(pushed.f.shape[1:]) for pushed in each}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"The members have outputs of the shapes {sorted(shapes)}: an ensemble needs networks with the same "
+            "classes, or the same targets, in the same order."
+        )
     return Pushforward(tuple(member for pushed in each for member in pushed.members), each[0].y)

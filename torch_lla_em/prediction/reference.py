@@ -50,13 +50,7 @@ class Stated(NamedTuple):
             if groups != CLASSES:
                 raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
         elif groups is not None:
-            groups = torch.as_tensor(groups, device=device)
-            if groups.is_floating_point() or groups.is_complex():
-                raise TypeError(
-                    f"groups must be integers, not {groups.dtype}: pass the number of each example's group, "
-                    "for example numpy.unique(names, return_inverse=True)[1]."
-                )
-            groups = groups.long()
+            groups = _integers(groups, device)
         if weights is not None:
             weights = torch.as_tensor(weights, dtype=torch.float64, device=device)
             if not (weights.isfinite() & (weights >= 0)).all() or not weights.any():
@@ -212,15 +206,30 @@ class Reference(NamedTuple):
         if self.groups is None:
             return of(_ALL, _ALL, "")
         found: Tensor | None = None
-        for label in inputs.groups.unique().tolist():
+        every = rows_of(self.groups)
+        for label in inputs.groups.unique().tolist() or [*every][:1]:  # without inputs any will do
             own = inputs.groups == label
-            values = of(rows_of(self.groups)[label], own, f" of group {label}")
+            values = of(every[label], own, f" of group {label}")
             if found is None:
                 found = values.new_empty(len(own), *values.shape[1:])
             found[own] = values
-        if found is None:
-            raise ValueError("There are no inputs.")
+        assert found is not None
         return found
+
+
+def _integers(groups: Any, device: torch.device) -> Tensor:
+    """Return the groups of examples as a tensor; raise an error if they are no integers."""
+    try:
+        found = torch.as_tensor(groups, device=device)
+        wrong = found.dtype if found.is_floating_point() or found.is_complex() else None
+    except (TypeError, ValueError, RuntimeError):  # names, or None among them
+        found, wrong = torch.zeros(0), f"a {type(groups).__name__} of something else"
+    if wrong is not None:
+        raise TypeError(
+            f"groups must be integers, not {wrong}: pass the number of each example's group, "
+            "for example numpy.unique(names, return_inverse=True)[1]."
+        )
+    return found.long()
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)

@@ -64,6 +64,11 @@ class RiskControl:
         total, self.num_images = torch.zeros(_STEPS, dtype=torch.float64, device="cpu"), 0
         for inputs, labels in loader:
             for chosen, counts in _chosen(predict(inputs), labels, classes, class_dim):
+                if (chosen[counts] < 0).any():
+                    raise ValueError(
+                        f"Probabilities of image {self.num_images} are NaN, so no threshold bounds the loss: "
+                        "mend the network, or set the labels of such pixels to -100."
+                    )
                 total += _below(chosen[counts])
                 self.num_images += 1
         n = self.num_images
@@ -114,7 +119,8 @@ def _chosen(
         )
     known = (labels >= 0) & (labels < p.shape[-1])
     index = labels.where(known, 0).long().to(p.device).unsqueeze(-1)
-    own = p.gather(-1, index).squeeze(-1).double().cpu().flatten(1)
+    # NaN is in no set, also not in that of all classes
+    own = p.gather(-1, index).squeeze(-1).double().cpu().flatten(1).nan_to_num(nan=-1.0)
     if classes is not None:
         known &= torch.isin(labels, torch.as_tensor(list(classes), device=labels.device))
     return list(zip(own, known.cpu().flatten(1)))

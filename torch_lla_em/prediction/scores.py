@@ -69,6 +69,7 @@ def conformal_interval(
 
     Targets at the ends, as in discrete data, are inside whichever way they are rounded.
     """
+    size = size.flatten() if mean.dim() == 1 else size
     half = size.to(mean) * variance.sqrt() * (1 + room)
     half = half + 8 * torch.finfo(mean.dtype).eps * mean.abs()
     return Interval(mean - half, mean + half)

@@ -326,7 +326,9 @@ class Sweep:
         fine = _all_finite(f)
         for x in tensors_in(batch.inputs):
             if x.is_floating_point():
-                self._expect(fine | x.isfinite().all(), ValueError(_INPUTS.format(batch.index)))
+                values = x.coalesce().values() if x.is_sparse else x
+                own = values.isfinite().all()
+                self._expect(fine | own, ValueError(_INPUTS.format(batch.index)))
         self._expect(fine, FloatingPointError(_OUTPUTS.format(batch.index)))
 
     def fault(self) -> Exception | None:

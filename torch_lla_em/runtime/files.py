@@ -158,7 +158,12 @@ def _write_safe(state: dict[str, Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    # tensors may share memory here, as those of a member that is there twice do, but not in this format
+    known: set[int] = set()
+    for name, tensor in state.items():
+        place = tensor.untyped_storage().data_ptr()
+        state[name] = tensor.clone().contiguous() if place in known else tensor.contiguous()
+        known.add(place)
     try:
         save_file(state, path, {"format": "pt", "crc32": _sum_of(state)})
     except SafetensorError as error:

@@ -219,17 +219,18 @@ class Reference(NamedTuple):
 
 def _integers(groups: Any, device: torch.device) -> Tensor:
     """Return the groups of examples as a tensor; raise an error if they are no integers."""
+    wrong: Any = f"those of this {type(groups).__name__}"
     try:
         found = torch.as_tensor(groups, device=device)
-        wrong = found.dtype if found.is_floating_point() or found.is_complex() else None
+        if not (found.is_floating_point() or found.is_complex()):
+            return found.long()
+        wrong = found.dtype
     except (TypeError, ValueError, RuntimeError):  # names, or None among them
-        found, wrong = torch.zeros(0), f"a {type(groups).__name__} of something else"
-    if wrong is not None:
-        raise TypeError(
-            f"groups must be integers, not {wrong}: pass the number of each example's group, "
-            "for example numpy.unique(names, return_inverse=True)[1]."
-        )
-    return found.long()
+        pass
+    raise TypeError(
+        f"groups must be integers, not {wrong}: pass the number of each example's group, "
+        "for example numpy.unique(names, return_inverse=True)[1]."
+    )
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)

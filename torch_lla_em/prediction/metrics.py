@@ -53,10 +53,14 @@ class Outcomes(NamedTuple):
     """Whether each target lies in its 90 % prediction interval, (targets,)."""
 
 
-def outcomes(prediction: Prediction, y: Tensor) -> Outcomes:
-    """Compare a prediction, classes last, with its targets as ``align`` returns them, (B, ...)."""
+def outcomes(prediction: Prediction, y: Tensor, log_prob: Tensor | None = None) -> Outcomes:
+    """Compare a prediction, classes last, with its targets as ``align`` returns them, (B, ...).
+
+    ``log_prob`` is log p(y), (B,); None: that of the prediction, which aligns y itself.
+    """
     likelihood = prediction.likelihood
-    log_prob = prediction.log_prob(y).double()[likelihood.labelled(y)]
+    log_prob = prediction.log_prob(y) if log_prob is None else log_prob
+    log_prob = log_prob.double()[likelihood.labelled(y)]
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         labels = y.double().flatten() if likelihood.elementwise else None

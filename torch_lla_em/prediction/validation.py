@@ -61,7 +61,8 @@ class _Held:
 
     def add(self, _: Any, part: Pushforward) -> None:
         """Add the examples of a batch."""
-        found = outcomes(self._predicted(part), part.y)
+        predicted = self._predicted(part)
+        found = outcomes(predicted, part.y, predicted.mixture.log_prob(part.y))
         network = part.network().mixture.log_prob(part.y).double()[part.likelihood.labelled(part.y)]
         rest, joint = self._rest, []
         if rest is not None and rest.f.shape[1:] != part.f.shape[1:]:

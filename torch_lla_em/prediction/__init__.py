@@ -28,7 +28,6 @@ from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor, Records
-from torch_lla_em.prediction.pushforward import inputs_in
 from torch_lla_em.prediction.ranks import (
     infinite_if_nan,
     mass_above,
@@ -101,7 +100,6 @@ __all__ = [
     "has_classes",
     "has_values",
     "infinite_if_nan",
-    "inputs_in",
     "likelihood_options",
     "mass_above",
     "of_examples",

@@ -92,7 +92,7 @@ class FunctionMixture:
         """The mixture of each posterior."""
         count = 1 + self.components[-1].posterior
         if count == 1:
-            return (self.alone(),)
+            return (replace(self),)  # one that held itself would stay in memory
         found = []
         for number in range(count):
             own = [i for i, c in enumerate(self.components) if c.posterior == number]
@@ -100,10 +100,6 @@ class FunctionMixture:
             parts = tuple(self.components[i]._replace(posterior=0) for i in own)
             found.append(FunctionMixture(parts, weights / weights.sum()))
         return tuple(found)
-
-    def alone(self) -> FunctionMixture:
-        """Return a mixture with the same components, of which it holds no others."""
-        return replace(self)
 
     def map(self, change: Callable[[Part], Part]) -> FunctionMixture:
         """Return the mixture with every component changed."""

@@ -104,7 +104,7 @@ class GaussianTargets(NamedTuple):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y <= y), in the shape of y."""
-        return self._mean(torch.special.ndtr((y - self.means) / self.deviations))
+        return average(torch.special.ndtr((y - self.means) / self.deviations), self.weights)
 
     def quantile(self, share: float) -> Tensor:
         """Return the y with P(Y <= y) = share, by bisection between quantiles of the components."""
@@ -118,18 +118,16 @@ class GaussianTargets(NamedTuple):
 
     def crps(self, y: Tensor) -> Tensor:
         """Return E|Y - y| - E|Y - Y'| / 2 in closed form (Grimit et al., 2006), in the shape of y."""
-        found = self._mean(_mean_size(y - self.means, self.deviations))
+        found = average(_mean_size(y - self.means, self.deviations), self.weights)
         for weight, mean, deviation in zip(*self):
             apart = _mean_size(mean - self.means, (deviation**2 + self.deviations**2).sqrt())
-            found = found - 0.5 * weight * self._mean(apart)
+            found = found - 0.5 * weight * average(apart, self.weights)
         return found
-
-    def _mean(self, values: Tensor) -> Tensor:
-        return average(values, self.weights)
 
 
 def _mean_size(mean: Tensor, deviation: Tensor) -> Tensor:
     """Return E|z| of Gaussian numbers."""
     z = mean / deviation
     density = (-0.5 * z.square()).exp() / (2 * pi) ** 0.5
-    return mean * (2 * torch.special.ndtr(z) - 1) + 2 * deviation * density
+    found: Tensor = mean * (2 * torch.special.ndtr(z) - 1) + 2 * deviation * density
+    return found

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, RiskControl
 
@@ -204,3 +204,34 @@ def test_files_of_ensembles_keep_messages_and_tensors_that_members_share(tmp_pat
     loaded = LaplaceEnsemble.load(path, members)
     assert loaded.messages == ensemble.messages != []
     torch.testing.assert_close(loaded(xv), ensemble(xv))
+
+
+def test_weights_of_inputs_and_groups_are_numbers_of_which_each_group_has_some():
+    la, x, none = classifier(), inputs(80, 1), torch.zeros(0)
+    la.calibrate(x, labels(x), weights=torch.arange(80) % 2)
+    assert la.predict(x[:0], weights=none).prediction_set(0.8).shape == (0, 2)
+    assert la.predict(x[:3], weights=[0.0] * 3).p_value.isfinite().all()
+    for count, words in (
+        (0, "no .* of group 0 with a positive weight"),
+        (1, "only one .* group 0"),
+    ):
+        weights = torch.arange(80) % 2
+        weights[:count] = 1
+        with pytest.raises(ValueError, match=words):
+            la.calibrate(x, labels(x), groups=torch.arange(80) % 2, weights=weights)
+    for weights in (["a"] * 80, [None] * 80, [[1.0], [1.0, 2.0]] * 40):
+        with pytest.raises(TypeError, match="weights must be numbers"):
+            la.calibrate(x, labels(x), weights=weights)
+
+
+class Streamed(IterableDataset):
+    """Inputs whose number is not known before."""
+
+    def __iter__(self):
+        return iter(inputs(20, 2))
+
+
+def test_streams_of_unknown_length_are_predicted():
+    la = classifier()
+    found = la.predict(DataLoader(Streamed(), 6)).probs
+    torch.testing.assert_close(found, la(inputs(20, 2)))

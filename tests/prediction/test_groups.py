@@ -390,7 +390,9 @@ def test_what_does_not_fit_is_refused_with_the_remedy(blobs):
         la.calibrate(x[few], y[few], groups="class")
     with pytest.raises(ValueError, match="only one validation example of group 1"):
         la.calibrate(x[few], y[few], groups=(torch.arange(len(few)) == 3).long())
-    for weights in (-x[few, 0].abs(), 0 * x[few, 0], x[few, 0] * torch.nan):
+    with pytest.raises(ValueError, match="some must be positive"):
+        la.calibrate(x[few], y[few], weights=0 * x[few, 0])
+    for weights in (-x[few, 0].abs(), x[few, 0] * torch.nan):
         with pytest.raises(ValueError, match="finite and not negative"):
             la.calibrate(x[few], y[few], weights=weights)
     la.calibrate(x[few], y[few])

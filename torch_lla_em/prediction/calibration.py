@@ -231,7 +231,9 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     if labels is None:
         labels = torch.zeros(len(data.y), dtype=torch.long, device=data.y.device)
     if groups is not None:
-        require_two(groups, "class" if by_class else "group")
+        require_two(groups, "class" if by_class else "group", stated.weights)
+    elif stated.weights is not None and not stated.weights.any():
+        raise ValueError("All weights of labelled examples are 0: some must be positive.")
     if stated.weights is None:
         second = is_second(labels)
     else:  # each half has every other one of those that count

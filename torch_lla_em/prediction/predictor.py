@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -348,11 +349,14 @@ def at_inputs(posteriors: Sequence[Posterior], x: Any, samples: slice = slice(No
     """Return inputs, or all batches of a loader, with the products of some samples."""
     if not _is_loader(x):
         return stack_members([at(posterior, x, samples) for posterior in posteriors])
-    loader, found, size = as_loader(x), [], 0
+    loader: Any = as_loader(x)
+    found, size = [], 0
     for part in in_batches(posteriors, loader, samples):
         found.append(part)
         size += sum(member.Jw.nbytes for member in part.members)
-        batches = len(loader) if isinstance(loader, Sized) else len(found)
+        batches = len(found)
+        with suppress(TypeError):  # of an iterable dataset
+            batches = len(loader)
         # joined, they take as much memory again
         if len(found) == 1 and size * (2 * batches - 1) > free_memory(part.f.device):
             raise MemoryError(

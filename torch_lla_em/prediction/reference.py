@@ -52,11 +52,14 @@ class Stated(NamedTuple):
         elif groups is not None:
             groups = _integers(groups, device)
         if weights is not None:
-            weights = torch.as_tensor(weights, dtype=torch.float64, device=device)
-            if not (weights.isfinite() & (weights >= 0)).all() or not weights.any():
-                raise ValueError(
-                    "weights must be finite and not negative, and some must be positive."
-                )
+            try:
+                weights = torch.as_tensor(weights, dtype=torch.float64, device=device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"weights must be numbers, one for each example ({error})."
+                ) from error
+            if not (weights.isfinite() & (weights >= 0)).all():
+                raise ValueError("weights must be finite and not negative.")
         for name, given in (("groups", groups), ("weights", weights)):
             if isinstance(given, Tensor) and given.shape != (count,):
                 raise ValueError(
@@ -242,12 +245,14 @@ def rows_of(labels: Tensor) -> dict[int, Tensor]:
     return {int(label): (labels == label).nonzero()[:, 0] for label in labels.unique().tolist()}
 
 
-def require_two(labels: Tensor, word: str) -> None:
-    """Raise an error if there is only one example of a group or class, of which half are the reference."""
-    for label, count in zip(*(part.tolist() for part in labels.unique(return_counts=True))):
+def require_two(labels: Tensor, word: str, weights: Tensor | None) -> None:
+    """Raise an error if one example of a group or class, or none, has a weight: half are the reference."""
+    for label, rows in rows_of(labels).items():
+        count = len(rows) if weights is None else int(weights[rows].count_nonzero())
         if count < 2:
+            few, positive = "only one" if count else "no", " with a positive weight"
             raise ValueError(
-                f"There is only one validation example of {word} {label}. Every {word} needs examples of its "
+                f"There is {few} validation example of {word} {label}{positive * (not count)}. Every {word} needs examples of its "
                 "own: 18 for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
             )
 

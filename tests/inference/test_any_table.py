@@ -128,10 +128,25 @@ def tables():
     }
 
 
+@pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
 @pytest.mark.parametrize("name", tables())
-def test_no_table_of_finite_numbers_ends_a_fit(name):
+def test_no_table_of_finite_numbers_ends_a_fit(name, likelihood):
     x, y = tables()[name]
+    if likelihood == "heteroscedastic":
+        y = y[:, :1]
     torch.manual_seed(1)
-    la, _ = quiet_fit(network(y.shape[1]), x, y)
+    la, _ = quiet_fit(network(y.shape[1] if likelihood == "regression" else 2), x, y, likelihood)
     mean, variance = la(x)
-    assert mean.isfinite().all() and variance.isfinite().all() and la.effective_dim <= y.numel()
+    assert mean.isfinite().all() and variance.isfinite().all()
+    assert la.effective_dim <= (1 if likelihood == "regression" else 2) * y.numel()
+
+
+@pytest.mark.parametrize("count", [0.0, 1e6])
+def test_no_counts_end_a_fit(count):
+    x, _ = table()
+    y = torch.full((40, 1), count)
+    y[0] += 1
+    torch.manual_seed(1)
+    la, _ = quiet_fit(network(1), x, y, "poisson")
+    rate = la.predict(x).mean
+    assert rate.isfinite().all() and la.effective_dim <= 40

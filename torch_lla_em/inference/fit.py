@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference import whole
-from torch_lla_em.inference.em import State
+from torch_lla_em.inference.em import State, e_step
 from torch_lla_em.inference.expectations import COPIES, entries_of, takes_draws
 from torch_lla_em.inference.mackay import LEAST_FREEDOM
 from torch_lla_em.inference.options import FitOptions, choose_curvature
@@ -202,6 +202,8 @@ def over_span(
             report("log", str(trend))
             break
     if state.why != "budget":
+        if options.em_steps and given is None:
+            state = _usable(over, state)
         _tell(state, options, problem.dtype)
         if state.sigma is not None and options.em_steps:
             warn_of_noise(over.noise_sums(state), problem.dtype)
@@ -289,6 +291,17 @@ def _that_fits(
         "samples free memory, or choose fewer `parameters`.",
     )
     return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
+
+
+def _usable(over: OverSpan, state: State) -> State:
+    """Return the state, or one at the first of larger λ at which rounding does not dominate, with H as it is."""
+    learnt = state.precision
+    while not max(state.errors) <= 10 and state.precision < PRECISION_BOUNDS[1]:
+        q = over.moved(state, 10 * state.precision, None, None)
+        state = over.measured(e_step(over, q))._replace(
+            why=f"rounding dominates at the prior precision of {learnt:.1e}"
+        )
+    return state
 
 
 def _tell(state: State, options: FitOptions, dtype: torch.dtype) -> None:

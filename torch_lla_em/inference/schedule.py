@@ -53,6 +53,7 @@ from torch_lla_em.inference.em import State, e_step, m_step
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.problem import Hessian
 from torch_lla_em.runtime import PRECISION_BOUNDS
+from torch_lla_em.solvers import DivergenceError
 
 # Of seven networks, values within a factor of two change neither NLL nor columns by more than 2 %, unless told otherwise.
 
@@ -109,7 +110,7 @@ class SpanFit:
         over, grew = self.over, True
         if known is None:
             q = over.first(START * over.prior_variance() if precision is None else precision)
-            q = e_step(over, q)
+            q = self._posterior(q)
         else:
             q = self._extended(known)[0]
         while True:
@@ -129,7 +130,22 @@ class SpanFit:
                 q = over.restarted(q)
             grew = self.span.widen(q.residuals)
             q = over.widened(q)
-        return e_step(over, q), grew
+        return self._posterior(q), grew
+
+    def _moved(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
+        """Return the state at another λ and σ, with H after a share of its way if that is finite."""
+        new = self.over.moved(q, precision, sigma, self._towards(q, share))
+        return new if new.G.isfinite().all() else self.over.moved(q, precision, None, None)
+
+    def _posterior(self, q: State) -> State:
+        """Return the posterior at λ, σ and H of a state, or at the first of larger λ at which its expectations are finite."""
+        while True:
+            try:
+                return e_step(self.over, q)
+            except DivergenceError:
+                if not self._learns or q.precision >= PRECISION_BOUNDS[1]:
+                    raise
+                q = self.over.moved(q, 10 * q.precision, q.sigma, None)
 
     def solved(self, start: State) -> State:
         """Return the state with λ, σ, H and m at rest over the present span."""
@@ -142,10 +158,7 @@ class SpanFit:
             loss = GAIN if self.over.is_exact else loss
             if self.over.expected.kind != "linear" and not _bound(new) > _bound(q) - loss:
                 if not number:  # no block is better, but H may be
-                    q = e_step(
-                        self.over,
-                        self.over.moved(q, q.precision, q.sigma, self._towards(q, DAMPING / 2)),
-                    )
+                    q = self._posterior(self._moved(q, q.precision, q.sigma, DAMPING / 2))
                 moved = math.inf
                 break
             gained, q = _bound(new) - _bound(q), new
@@ -159,7 +172,7 @@ class SpanFit:
             if self._is_late() or (self._learns and at_rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
-            q = e_step(self.over, q._replace(converged=True))._replace(converged=q.converged)
+            q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
         moved /= self.allowed(q, _log_ratio(q.precision, start.precision) > 0)
         if self.over.is_exact and _bound(q) - _bound(start) < GAIN:
             moved = 0.0
@@ -170,11 +183,11 @@ class SpanFit:
         self, q: State, last: tuple[float, float] | None, least: float
     ) -> tuple[State, tuple[float, float]]:
         """Return the state after a few steps, of which the first goes where a secant expects λ, and the next secant's point."""
-        over, precision = self.over, q.precision * math.exp(self._way(q, last))
+        precision = q.precision * math.exp(self._way(q, last))
         last = math.log(q.precision), math.log(self._update(q)[0])
         for _ in range(STEPS):
-            sigma, H = self._update(q)[1], self._towards(q, DAMPING)
-            q = e_step(over, over.moved(q, precision.clamp_min(least), sigma, H))
+            sigma = self._update(q)[1]
+            q = self._posterior(self._moved(q, precision.clamp_min(least), sigma, DAMPING))
             if self._is_late():
                 break
             precision = self._update(q)[0]

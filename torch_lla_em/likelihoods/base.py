@@ -56,7 +56,7 @@ class Likelihood:
     """Whether a fit starts σ from the network's own residuals."""
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return E[y | f] in the shape of f: probabilities for classes."""
+        """Return log p(y | f) of each example, (..., B): the sum over its sites."""
         raise self._lacks("log_prob(f, y)")
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from tiny import tiny
 
 import torch_lla_em
-from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace
+from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace, Student
 from torch_lla_em.mixtures import Mixture
 
 MODULES = {  # beside the package itself, whose names are those of __all__
@@ -31,7 +31,7 @@ MORE = {
     "likelihoods": ["compare_with_log_prob"],
     "mixtures": ["GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
-BRIEF = Likelihood, FeatureDensity, Mixture
+BRIEF = Likelihood, FeatureDensity, Mixture, Student
 GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}
 """Arguments that need no description; those of hooks are described by Lightning."""
 
@@ -141,7 +141,7 @@ def test_examples_run(address, names, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_every_argument_is_documented(address):
-    """One by one; methods of likelihoods and mixtures may name them in a sentence, or in that of their class."""
+    """One by one; likelihoods, mixtures and students may name them in a sentence, or in that of their class."""
     missing, public = [], _found(address)
     brief = inspect.isclass(public) and issubclass(public, BRIEF)
     of_class = "".join(kind.__doc__ or "" for kind in public.__mro__) if brief else ""
@@ -154,7 +154,7 @@ def test_every_argument_is_documented(address):
         for argument, parameter in inspect.signature(value).parameters.items():
             several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             is_documented = re.search(rf"^ +{argument} \(|^ +{argument}:", doc, re.MULTILINE)
-            if brief and inspect.isfunction(value):
+            if brief:
                 is_documented = re.search(rf"\b{argument}\b", doc + of_class)
             if argument not in GIVEN and not several and not is_documented:
                 missing.append(f"{name}({argument})")

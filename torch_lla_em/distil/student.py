@@ -76,7 +76,7 @@ class Student(Printed, nn.Module):
     reference_room: Tensor | None
 
     def __init__(self, network: nn.Module, form: Form, example: Any):
-        """Add a head whose outputs are 0 to a network; ``example`` are inputs, or its number of features."""
+        """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its number of features."""
         super().__init__()
         self.network, self.form, self.error = network, form, StudentError()
         self.likelihood = form.likelihood
@@ -175,12 +175,12 @@ class Student(Printed, nn.Module):
         return self
 
     def note(self, error: StudentError) -> Student:
-        """Keep the error that ``la.distil`` has measured."""
+        """Keep the ``error`` that ``la.distil`` has measured."""
         self.error = error
         return self
 
     def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs (B, *sites, C), and the logarithms of uncertainties and of scores (B, S)."""
+        """Return outputs at x, (B, *sites, C), and the logarithms of uncertainties and of scores (B, S)."""
         f, features = self._with_features(x)
         split = [self.form.uncertainties, self.form.scores]
         uncertainty, scores = self.head(features).split(split, -1)

@@ -144,7 +144,7 @@ class Likelihood:
         return average(variance, weights), average(spread, weights)
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the entropy of y under the average over functions, as in ``uncertainties``, (B, *sites)."""
+        """Return the entropy of y, (B, *sites), under functions with ``weights``, as in ``uncertainties``."""
         raise self._lacks("entropy(f, weights). Or use .aleatoric and .epistemic")
 
     def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Likelihood:
         return None
 
     def with_noise(self, sigma_noise: Tensor) -> Likelihood:
-        """Return the same likelihood with another σ, one number or one per output, if it has one."""
+        """Return the same likelihood with ``sigma_noise``, one σ or one per output, if it has a σ."""
         return self
 
     def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:

@@ -109,7 +109,7 @@ class Mixture:
     def steps(
         self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
     ) -> Iterator[MixtureState]:
-        """Fit like ``fit``, with its arguments, and yield the ``MixtureState`` after each EM step."""
+        """Fit like ``fit``, with its ``data`` and ``by_label``, and yield the ``MixtureState`` after each EM step."""
         generator = self.seed
         if not isinstance(generator, torch.Generator):
             generator = torch.Generator("cpu").manual_seed(generator)

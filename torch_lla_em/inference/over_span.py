@@ -327,7 +327,7 @@ class OverSpan:
     def bound_error(self, q: State) -> float:
         """Return the standard error of the bound over samples, 0 for one sample."""
         spread: Tensor = q.bounds.std().nan_to_num(0.0)
-        return float(spread) / len(q.bounds) ** 0.5
+        return spread.item() / math.sqrt(len(q.bounds))
 
     def _roots(self, root: Tensor) -> Tensor:
         """Return C columns for every example, (N, ..., C, C), whose mean square is its covariance J A⁻¹ Jᵀ, from a root of A⁻¹."""

@@ -93,8 +93,7 @@ class Predictor:
             return (prediction.smoothed() if link_approx == "probit" else prediction.expectation,)
 
         if _is_loader(x) and not inputs:
-            each = zip(*map(answer, self.predictions(x, generator=generator)))
-            each = list(each)
+            each = list(zip(*map(answer, self.predictions(x, generator=generator))))
             shapes = {part.shape[1:] for parts in each[:1] for part in parts}
             if len(shapes) > 1:
                 raise ValueError(

@@ -132,8 +132,10 @@ class Student(Printed, nn.Module):
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
         each = zip(*(self.heads(some) for some in self._batches(x, inputs)))
-        three: Any = (p[0] if len(p) == 1 else torch.cat(p) for p in each)
-        return StudentPrediction(self.likelihood, *three, self.form.class_dim, self.reference)
+        centre, uncertainty, scores = (p[0] if len(p) == 1 else torch.cat(p) for p in each)
+        return StudentPrediction(
+            self.likelihood, centre, uncertainty, scores, self.form.class_dim, self.reference
+        )
 
     def is_ood(
         self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any

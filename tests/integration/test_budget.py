@@ -56,6 +56,7 @@ def test_a_fit_ends_in_time():
     longest = max(b - a for a, b in zip(steps, steps[1:]))
     assert time.monotonic() - began < 0.4 + longest + 0.5
     assert any("budget" in words for words in la.messages)
+    assert "(ended by: budget)" in str(la)
 
 
 def test_steps_over_a_complete_span_end_in_time(monkeypatch, tmp_path):

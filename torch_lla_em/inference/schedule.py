@@ -85,9 +85,6 @@ NATS, SHARE = 2.0, 0.1
 """What a block may lower the bound by: nats, its standard error, or a share of γ for each unit of log λ, as its log
 det may be wrong. With a share of .05 one network ended at another λ."""
 
-GAIN = 0.1
-"""Nats that a solution must raise the bound by to go on, where it is computed without samples."""
-
 
 class SpanFit:
     """A fit over a span that grows."""
@@ -155,27 +152,25 @@ class SpanFit:
             new, last = self._block(q, last, least)
             change = abs(_log_ratio(new.precision, q.precision))
             loss = max(NATS, self.over.bound_error(new), SHARE * change * new.gamma.mean().item())
-            loss = GAIN if self.over.is_exact else loss
             if self.over.expected.kind != "linear" and not _bound(new) > _bound(q) - loss:
                 if not number:  # no block is better, but H may be
                     q = self._posterior(self._moved(q, q.precision, q.sigma, DAMPING / 2))
                 moved = math.inf
                 break
-            gained, q = _bound(new) - _bound(q), new
+            q = new
             precision, sigma = self._update(q)
             moved = max(
                 abs(_log_ratio(q.precision, start.precision)), _of_noise(q.sigma, start.sigma)
             )
             left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
+            left = max(left, change) if self.over.is_exact else left  # H may still be on its way
             rest = max(self.allowed(q), min(1.0, start.errors[0]) ** 2)
-            at_rest = left < rest or (self.over.is_exact and gained < GAIN)
+            at_rest = left < rest
             if self._is_late() or (self._learns and at_rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
         moved /= self.allowed(q, _log_ratio(q.precision, start.precision) > 0)
-        if self.over.is_exact and _bound(q) - _bound(start) < GAIN:
-            moved = 0.0
         q = q._replace(peak=max(q.peak, _bound(q)))
         return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
 

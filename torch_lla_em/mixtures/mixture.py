@@ -246,8 +246,7 @@ class VariationalGaussianMixture(Mixture):
     components shrink.
 
     Args:
-        num_components (int): Largest number of components K.
-        **options: Further arguments, those of ``Mixture``.
+        num_components (int): Largest number of components K. Further arguments are those of ``Mixture``.
 
     Raises:
         ValueError: If an option is out of range.

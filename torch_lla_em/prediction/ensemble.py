@@ -16,6 +16,7 @@ from torch_lla_em.prediction.calibration import (
     folds_as_reference,
     restored,
 )
+from torch_lla_em.prediction.export import is_recording
 from torch_lla_em.prediction.fitted import PosteriorBase
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Components, Posterior, mixed
@@ -70,7 +71,9 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
 
     @property
     def _components(self) -> Components:
-        if self.reference is not None and not self._is_calibrated_for_members():
+        # a program is recorded after predictions of the same members
+        checks = self.reference is not None and not is_recording()
+        if checks and not self._is_calibrated_for_members():
             raise RuntimeError(
                 "A member was fitted or calibrated again after the ensemble was calibrated, whose numbers belong to "
                 "the members as they were: call ensemble.calibrate(validation_loader) again."

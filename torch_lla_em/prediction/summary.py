@@ -176,6 +176,8 @@ class PrintedResult(Printed):
         seconds = [one.history[-1]["seconds"] for one in members if one.history]
         data = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
         time = f", fitted in {sum(seconds):.3g} s" if seconds else ""
+        ends = sorted({one._posterior.result.why for one in members} - {"accurate"})
+        time += f" (ended by: {', '.join(ends)})" if ends else ""
         rows += [("posterior", f"{samples} samples of {size}{' each' if several else ''}")]
         rows += [("training data", f"{data} examples{time}")]
         if first.sigma_noise is not None:

@@ -177,6 +177,7 @@ def test_the_page_on_mixtures_runs(capsys):
 def test_the_pages_on_the_method_and_on_regression_run():
     names = run_page("method")
     assert names["la"].prior_precision == pytest.approx(0.2)
+    assert names["small"].history[-1]["why"] == "accurate"
     with torch.random.fork_rng():
         names = run_page("regression")
     assert names["covariance"].shape == (3, 3)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from methods import markdown
 from methods.learning import descend
+from methods.peers import best_noise, tune_with_noise
 from methods.provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +38,6 @@ from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 
 STAGES = {"40 epochs": 40, "400 epochs": 400}
 MEMBERS, MASKS, RATE = 5, 100, 0.05
-GRID = torch.logspace(-3, 1, 400)
 
 TABLES = "boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht"
 
@@ -119,17 +119,9 @@ def train(split: Split, seed: int, epochs: int, outputs: int = 1, rate: float = 
 
 def with_noise(case: Case, f: Callable[[Tensor], Tensor]) -> Gaussians:
     """Return the Gaussian of functions (S, B) with the noise that the training rows like best."""
-    x, y = case.split.train
-    at = lambda x: (f(x).mean(0), f(x).var(0, correction=0))  # noqa: E731
-    (centre, variance), y = at(x), y[:, 0]
-
-    def loss(sigma: Tensor) -> float:
-        total = variance + sigma**2
-        return ((y - centre) ** 2 / total + total.log()).mean().item()
-
-    sigma = min(GRID, key=loss)
-    centre, variance = at(case.split.test[0])
-    return centre[None], (variance + sigma**2).sqrt()[None]
+    (x, y), seen = case.split.train, f(case.split.test[0])
+    variance = seen.var(0, correction=0) + best_noise(f(x), y[:, 0]) ** 2
+    return seen.mean(0)[None], variance.sqrt()[None]
 
 
 def alone(case: Case) -> Found:
@@ -163,22 +155,10 @@ def laplace_torch(case: Case) -> Found:
         model = copy.deepcopy(case.plain[0]).double()
         la = Laplace(model, "regression", subset_of_weights="all", **form)
         la.fit(torch.utils.data.DataLoader(rows, 256))
-        tune(la)
+        tune_with_noise(la, 100)
         mean, variance = la(case.split.test[0].double())
         total = variance[:, 0, 0] + la.sigma_noise.item() ** 2
         yield f"laplace-torch, {name}", (mean.mT.float(), total.sqrt()[None].float())
-
-
-def tune(la) -> None:
-    """Tune the prior and the noise of laplace-torch, as its regression example does."""
-    log_prior, log_sigma = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    optimiser = torch.optim.Adam([log_prior, log_sigma], 0.1)
-    with torch.enable_grad():
-        for _ in range(100):
-            optimiser.zero_grad()
-            (-la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
-            optimiser.step()
-    la.prior_precision, la.sigma_noise = log_prior.detach().exp(), log_sigma.detach().exp()
 
 
 def gp_of_laplace_torch(case: Case) -> Found:
@@ -195,8 +175,7 @@ def gp_of_laplace_torch(case: Case) -> Found:
     }
     for name, make in makes.items():
         la = make(copy.deepcopy(case.plain[0]))
-        with torch.enable_grad():
-            la.fit(rows, **({"iterations": 1000, "lr": 0.01} if name == "VaLLA" else {}))
+        la.fit(rows, **({"iterations": 1000, "lr": 0.01} if name == "VaLLA" else {}))
         mean, variance = la(case.split.test[0])
         total = variance.flatten() + float(la.sigma_noise) ** 2
         yield f"laplace-torch, {name}", (mean.mT.detach(), total.sqrt()[None].detach())

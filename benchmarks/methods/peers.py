@@ -76,15 +76,19 @@ def averaged(
         best = min(grid, key=lambda t: F.nll_loss(Classes.of(f / t).log_probs, y).item())
         return lambda x: Classes.of(draw(x) / best)
     if sigma is None:
-        f, y = draw(rows.x)[..., 0], rows.y.flatten()
-        error, variance = (y - f.mean(0)) ** 2, f.var(0, correction=0)
-
-        def loss(sigma: float) -> float:  # without the covariance of all rows
-            total = variance + sigma**2
-            return (error / total + total.log()).mean().item()
-
-        sigma = min(torch.logspace(-3, 1, 400).tolist(), key=loss)
+        sigma = best_noise(draw(rows.x)[..., 0], rows.y.flatten())
     return lambda x: Numbers.of(draw(x)[..., 0], sigma)
+
+
+def best_noise(f: Tensor, y: Tensor) -> float:
+    """Return the σ with the least NLL of targets (B,) given functions (S, B), without their covariance."""
+    error, variance = (y - f.mean(0)) ** 2, f.var(0, correction=0)
+
+    def loss(sigma: float) -> float:
+        total = variance + sigma**2
+        return (error / total + total.log()).mean().item()
+
+    return min(torch.logspace(-3, 1, 400).tolist(), key=loss)
 
 
 def laplace_torch(name: str, form: dict, case: Case) -> Found:
@@ -99,7 +103,7 @@ def laplace_torch(name: str, form: dict, case: Case) -> Found:
     rows = torch.utils.data.TensorDataset(x.double(), y.double() if regression else y)
     la.fit(torch.utils.data.DataLoader(rows, 500))
     if regression:
-        _tune_with_noise(la, 5 if case.quick else 100)
+        tune_with_noise(la, 5 if case.quick else 100)
     elif name.endswith("held-out"):
         loss = lambda precision: _held_out_loss(la, precision, case.task.held_out)  # noqa: E731
         la.prior_precision = min(torch.logspace(-4, 4, 33).double(), key=loss)
@@ -114,7 +118,7 @@ def _held_out_loss(la, precision: Tensor, rows: Rows) -> float:
         return F.nll_loss(la(rows.x.double()).log(), rows.y).item()
 
 
-def _tune_with_noise(la, steps: int) -> None:
+def tune_with_noise(la, steps: int) -> None:
     """Tune prior and noise together, as laplace-torch's regression example does."""
     log_prior = torch.zeros(1, requires_grad=True)
     log_sigma = torch.zeros(1, requires_grad=True)

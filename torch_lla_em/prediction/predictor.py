@@ -25,6 +25,7 @@ from torch_lla_em.prediction.pushforward import (
     joined,
     posterior_alone,
     push_forward,
+    require_one_shape,
     stack_members,
 )
 from torch_lla_em.prediction.reference import Stated
@@ -94,12 +95,8 @@ class Predictor:
 
         if _is_loader(x) and not inputs:
             each = list(zip(*map(answer, self.predictions(x, generator=generator))))
-            shapes = {part.shape[1:] for parts in each[:1] for part in parts}
-            if len(shapes) > 1:
-                raise ValueError(
-                    f"Outputs of batches have the shapes {sorted(map(tuple, shapes))} beside the batch dimension: "
-                    "predict batch by batch, with la.predictions(loader)."
-                )
+            for parts in each[:1]:
+                require_one_shape(parts, "predict batch by batch, with la.predictions(loader).")
             first, *more = map(torch.cat, each)
         else:
             first, *more = answer(self.predict(x, generator=generator, **inputs))

@@ -74,6 +74,14 @@ def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tenso
     return torch.tensor([row], dtype=torch.float64, device="cpu")
 
 
+_LENGTHS = (
+    "pad the inputs to one length, with targets of -100 there, or predict batch by batch: "
+    "la.predictions(loader)."
+)
+_CLASSES = (
+    "an ensemble needs networks with the same classes, or the same targets, in the same order."
+)
+
 # scale below which the deviations of a posterior are 0
 _LEAST_SCALE = 1e-12
 
@@ -212,18 +220,19 @@ class Pushforward(NamedTuple):
         return self._replace(members=tuple(map(change, self.members)))
 
 
+def require_one_shape(outputs: Iterable[Tensor], remedy: str) -> None:
+    """Raise an error if outputs, (B, ...), have several shapes beside their first axis."""
+    shapes = {tuple(f.shape[1:]) for f in outputs}
+    if len(shapes) > 1:
+        raise ValueError(f"There are outputs of the shapes {sorted(shapes)} per example: {remedy}")
+
+
 def joined(parts: Iterable[Pushforward]) -> Pushforward:
     """Concatenate the examples of several batches."""
     parts = list(parts)
     if len(parts) == 1:
         return parts[0]
-    shapes = {tuple(part.f.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"The outputs of batches have the shapes {sorted(shapes)} beside the batch dimension, so their "
-            "examples cannot be put together: pad the inputs to one length, with targets of -100 there, or "
-            "predict batch by batch: la.predictions(loader)."
-        )
+    require_one_shape([part.f for part in parts], _LENGTHS)
 
     def whole(*batches: Products) -> Products:
         f, Jw = torch.cat([b.f for b in batches]), torch.cat([b.Jw for b in batches], 1)
@@ -235,10 +244,5 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
-    shapes = {tuple(pushed.f.shape[1:]) for pushed in each}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"The members have outputs of the shapes {sorted(shapes)}: an ensemble needs networks with the same "
-            "classes, or the same targets, in the same order."
-        )
+    require_one_shape([pushed.f for pushed in each], _CLASSES)
     return Pushforward(tuple(member for pushed in each for member in pushed.members), each[0].y)

@@ -18,7 +18,7 @@ EXAMPLES, NUMBERS = 512, 2**21
 """Most training examples that are stored for predictions, and most of their values."""
 
 POINTS, SURE, WARMEST = 0.9, 0.15, 2.0
-"""Of predictions as fitted, chosen on ten tables (docs/curvature.md): see ``average``."""
+"""Constants of the default predictions, chosen on the ten tuning tables (docs/method.md): see ``average``."""
 
 
 class Estimate(NamedTuple):

@@ -85,7 +85,6 @@ NATS, SHARE = 2.0, 0.1
 """What a block may lower the bound by: nats, its standard error, or a share of γ for each unit of log λ, as its log
 det may be wrong. With a share of .05 one network ended at another λ."""
 
-
 FALLS = 0.1
 """Nats that a block may lower the bound by where it is computed without samples; λ rests if the first one of a solution does.
 With .01, λ of 45 weights moved by a factor of two with its start; 2 let λ of separable labels wander to 0."""
@@ -151,17 +150,16 @@ class SpanFit:
 
     def solved(self, start: State) -> State:
         """Return the state with λ, σ, H and m at rest over the present span."""
-        q, last, moved, refused = start, start.last, math.inf, False
+        q, last, moved = start, start.last, math.inf
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(start.precision) / FALL
         for number in range(MOST):
             new, last = self._block(q, last, least)
-            change = abs(_log_ratio(new.precision, q.precision))
-            loss = max(NATS, self.over.bound_error(new), SHARE * change * new.gamma.mean().item())
-            loss = FALLS if self.over.is_exact else loss
-            if self.over.expected.kind != "linear" and not _bound(new) > _bound(q) - loss:
+            if self.over.expected.kind != "linear" and not _bound(new) > _bound(q) - self._loss(
+                q, new
+            ):
                 if not number:  # no block is better, but H may be
                     q = self._posterior(self._moved(q, q.precision, q.sigma, DAMPING / 2))
-                moved, refused = math.inf, not number
+                moved = 0.0 if self.over.is_exact and not number else math.inf
                 break
             q = new
             precision, sigma = self._update(q)
@@ -170,16 +168,20 @@ class SpanFit:
             )
             left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
             rest = max(self.allowed(q), min(1.0, start.errors[0]) ** 2)
-            at_rest = left < rest
-            if self._is_late() or (self._learns and at_rest):
+            if self._is_late() or (self._learns and left < rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
-        if self.over.is_exact and refused:
-            moved = 0.0
         moved /= self.allowed(q, _log_ratio(q.precision, start.precision) > 0)
         q = q._replace(peak=max(q.peak, _bound(q)))
         return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
+
+    def _loss(self, q: State, new: State) -> float:
+        """Return what a block may lower the bound by."""
+        if self.over.is_exact:
+            return FALLS
+        change = abs(_log_ratio(new.precision, q.precision))
+        return max(NATS, self.over.bound_error(new), SHARE * change * new.gamma.mean().item())
 
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float

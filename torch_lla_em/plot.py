@@ -1,7 +1,6 @@
-"""Plots of a fitted posterior. Every function returns matplotlib's axes.
+"""Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return its axes.
 
-They need matplotlib: ``pip install torch_lla_em[plot]``. A loader may also be what
-``torch_lla_em.prediction.predicted_data(la, loader)`` returns, which several plots can share.
+A loader may also be ``torch_lla_em.prediction.predicted_data(la, loader)``, which several plots can share.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ Examples = Iterable[Any] | PredictedData
 
 _COLOURS = {"network": "0.6", "posterior": "C0"}
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
-_NINETY = 1.6449  # standard deviations that contain 90 % of a normal distribution
 _MOST = 500  # points of a plot; more are thinned evenly
 _SURE = 10  # examples from which the accuracy of a bin is shown as known
 
@@ -54,26 +52,18 @@ def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins:
     Example:
         >>> axes = plot.reliability(la, loader)
     """
-    rows, axes = _rows(la, loader), _axes(axes)
-    if not la.likelihood.gives_probabilities:
-        raise TypeError("reliability needs probabilities. For regression, use coverage.")
+    rows, axes = _rows(la, loader, real=False), _axes(axes)
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
     for name, colour in _COLOURS.items():
         stated, right = stated_and_right(getattr(rows, name), rows.targets)
-        count, confidence, true = (_array(v) for v in binned(stated, right, bins))
+        counts, sums, right_sums = (_array(v) for v in binned(stated, right, bins))
+        some = counts > 0
+        count, x, y = counts[some], sums[some] / counts[some], right_sums[some] / counts[some]
+        sure = count >= _SURE
         label = f"{name}: ECE {calibration_error(stated, right, bins):.3f}"
-        sure, few = count >= _SURE, (count > 0) & (count < _SURE)
-        x, y, sizes = (
-            confidence / count.clip(1),
-            true / count.clip(1),
-            8 + 150 * count / len(stated),
-        )
-        axes.plot(x[sure], y[sure], color=colour, alpha=0.6, linewidth=1)
-        axes.scatter(x[sure], y[sure], sizes[sure], color=colour, label=label)
-        hollow = {"facecolors": "none", "edgecolors": colour, "alpha": 0.6}
-        note = name == "posterior" and few.any()
-        label = f"hollow: fewer than {_SURE} examples" if note else "_"
-        axes.scatter(x[few], y[few], sizes[few], label=label, **hollow)
+        axes.plot(x[sure], y[sure], color=colour, linewidth=1, marker="o", label=label)
+        axes.plot(x[~sure], y[~sure], "o", color=colour, markerfacecolor="none")
+    axes.plot([], [], "o", color="black", markerfacecolor="none", label=f"under {_SURE} examples")
     return _finished(axes, "confidence", "accuracy")
 
 
@@ -87,8 +77,8 @@ def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
     Example:
         >>> axes = plot.em_path(la)
     """
-    axes = _axes(axes)
-    for posterior in _posterior(la)._members():
+    members, axes = _posterior(la)._members(), _axes(axes)
+    for posterior in members:
         path = [record["prior_precision"] for record in posterior.history]
         axes.plot(range(1, len(path) + 1), path, marker=".")
     axes.set_yscale("log")
@@ -97,10 +87,7 @@ def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
 
 
 def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
-    """Plot a regression with 90 % prediction intervals.
-
-    Inputs of one number are the horizontal axis. For other inputs targets are plotted over
-    predictions, in the order of the predictions.
+    """Plot a regression with 90 % prediction intervals, over its input or, of several, targets over predictions.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
@@ -114,33 +101,27 @@ def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int
     Example:
         >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
-    rows, axes = _regression_rows(la, loader), _axes(axes)
-    y, x = _columns(rows.targets)[:, output], rows.inputs
+    rows, axes = _rows(la, loader, real=True), _axes(axes)
+    y, x, predicted = rows.targets, rows.inputs, rows.posterior
     over = x is not None and x[0].numel() == 1
-    predicted = rows.posterior
     if over:
         margin = 0.3 * (x.max() - x.min())
         grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
         predicted = la.predict(grid.view(-1, *x.shape[1:]))
-    mean = _columns(predicted.expectation)[:, output]
-    variances = predicted.epistemic, predicted.predictive_variance
-    inner, outer = (_NINETY * _columns(variance)[:, output] ** 0.5 for variance in variances)
+    values = y, predicted.expectation, *predicted.credible_interval(0.9)
+    y, mean, low, high = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
     places = _array(x.flatten()) if over else mean
-    order = np.linspace(0, len(y) - 1, min(len(y), _MOST)).round().astype(int)
-    kept = places.argsort()[order]
-    if not over:
-        bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
-        axes.errorbar(mean[kept], y[kept], xerr=outer[kept], **bars)
-        line = min(mean.min(), y.min()), max(mean.max(), y.max())
-        axes.plot(line, line, **_DIAGONAL)
-        return _finished(axes, "prediction", "target")
-    at = _array(grid)
-    for half, alpha, label in ((outer, 0.2, "90 % of targets"), (inner, 0.35, "90 % of means")):
-        band = {"color": "C0", "alpha": alpha, "linewidth": 0, "label": label}
-        axes.fill_between(at, mean - half, mean + half, **band)
-    axes.plot(at, mean, color="C0")
-    axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
-    return _finished(axes, "input", "target")
+    kept = places.argsort()[np.linspace(0, len(y) - 1, min(len(y), _MOST)).round().astype(int)]
+    if over:
+        at = _array(grid)
+        axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
+        axes.plot(at, mean, color="C0")
+        axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
+        return _finished(axes, "input", "target")
+    bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
+    axes.errorbar(mean[kept], y[kept], xerr=(high - mean)[kept], **bars)
+    axes.plot(*[[min(mean.min(), y.min()), max(mean.max(), y.max())]] * 2, **_DIAGONAL)
+    return _finished(axes, "prediction", "target")
 
 
 def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
@@ -157,8 +138,8 @@ def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
     Example:
         >>> axes = plot.coverage(regression, [(x, model(x).detach())])
     """
-    rows, axes = _regression_rows(la, loader), _axes(axes)
-    levels = torch.linspace(0.02, 0.98, 49, device="cpu").tolist()
+    rows, axes = _rows(la, loader, real=True), _axes(axes)
+    levels = np.linspace(0.02, 0.98, 49).tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
     for name, colour in _COLOURS.items():
         inside = [covered(getattr(rows, name), rows.targets, level) for level in levels]
@@ -184,20 +165,29 @@ def out_of_distribution(
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    axes, (sets, by_rank) = _axes(axes), _unusual(_posterior(la), (loader, other))
+    known, axes = _posterior(la)._components.reference, _axes(axes)
+    by_rank = known is not None and known.errors is not None and known.groups is None
+
+    def unusual(data: Any) -> Tensor:
+        given = [data] if isinstance(data, Tensor) else data
+        several = [data.posterior] if isinstance(data, PredictedData) else la.predictions(given)
+        each = (p.p_value if by_rank else p.epistemic for p in several)
+        found = torch.cat([v.detach().reshape(len(v), -1).mean(1) for v in each])
+        return found.double().cpu().clamp_min(1e-12)
+
+    sets = {"data": unusual(loader), "other data": unusual(other)}
     sign = -1 if by_rank else 1  # small p-values are unusual
-    area = auroc(*(sign * torch.from_numpy(values) for values in reversed(sets)))
-    both = np.log10(np.concatenate(sets))
+    area = auroc(sign * sets["other data"], sign * sets["data"])
+    both = torch.cat([*sets.values()]).log10().numpy()
     edges = np.logspace(np.quantile(both, 0.002), both.max() + 1e-3, 31)
-    for values, name, colour in zip(sets, ("data", "other data"), ("C0", "C1")):
+    for name, values in sets.items():
         weights = np.full(len(values), 1 / len(values))
-        axes.hist(values, edges, weights=weights, color=colour, alpha=0.6, label=name)
+        axes.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
     return _finished(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 
 
 def _posterior(la: Predictor) -> Predictor:
-    """Return a posterior; raise an error if it is something else."""
     if isinstance(la, Predictor):
         return la
     raise TypeError(
@@ -206,15 +196,14 @@ def _posterior(la: Predictor) -> Predictor:
     )
 
 
-def _rows(la: Predictor, loader: Examples) -> PredictedData:
-    la = _posterior(la)
-    return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
-
-
-def _regression_rows(la: Predictor, loader: Examples) -> PredictedData:
-    if not _posterior(la).likelihood.real_valued:
+def _rows(la: Predictor, loader: Examples, real: bool) -> PredictedData:
+    """Return the examples with their predictions, if their likelihood fits the plot."""
+    likelihood = _posterior(la).likelihood
+    if real and not likelihood.real_valued:
         raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
-    return _rows(la, loader)
+    if not real and not likelihood.gives_probabilities:
+        raise TypeError("reliability needs probabilities. For regression, use coverage.")
+    return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
 def _axes(axes: Axes | None) -> Axes:
@@ -228,29 +217,6 @@ def _finished(axes: Axes, x: str, y: str) -> Axes:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     return axes
-
-
-def _unusual(la: Predictor, sets: Iterable[Any]) -> tuple[list[np.ndarray], bool]:
-    """Return the p-values of loaders' examples or of inputs, (N,), or else the epistemic uncertainty."""
-    known = la._components.reference
-    by_rank = known is not None and known.errors is not None and known.groups is None
-    found = []
-    for data in sets:
-        if isinstance(data, PredictedData):
-            predictions = iter([data.posterior])
-        else:
-            predictions = la.predictions([data] if isinstance(data, Tensor) else data)
-        values = [
-            p.p_value if by_rank else p.epistemic.reshape(len(p.centre), -1).mean(1)
-            for p in predictions
-        ]
-        found.append(_array(torch.cat(values).double().clamp_min(1e-12)))
-    return found, by_rank
-
-
-def _columns(values: Tensor) -> np.ndarray:
-    """Return values (N, ...) as columns, (N, outputs)."""
-    return _array(values.reshape(len(values), -1))
 
 
 def _array(values: Tensor) -> np.ndarray:

@@ -6,7 +6,7 @@ It needs matplotlib: ``pip install torch_lla_em[report]``.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -29,18 +29,17 @@ from torch_lla_em.prediction import (
     scores,
 )
 
-_STYLE = """
-:root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem}
-table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
-td{padding:.2rem .8rem .2rem 0;border-bottom:1px solid #8886;text-align:left;vertical-align:top}
-caption{text-align:left;font-weight:bold}
-div{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}
-figure{margin:0}img{width:100%;border-radius:.3rem}figcaption{font-size:.85rem}
-li{margin:.4rem 0}
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width"><style>
+:root{{color-scheme:light dark}}
+body{{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem}}
+table{{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}}
+td{{padding:.2rem .8rem .2rem 0;border-bottom:1px solid #8886;text-align:left;vertical-align:top}}
+caption{{text-align:left;font-weight:bold}}
+div{{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}}
+figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85rem}}
+</style><h1>{title}</h1>{body}</html>
 """
-_EDGE = 2.0
-"""Number of standard errors above which a posterior is reported as worse than its network."""
 
 
 def report(
@@ -68,33 +67,29 @@ def report(
     """
     if not isinstance(student, Student | None):
         raise TypeError(f"student must be what la.distil has returned, not {student!r}.")
-    rows, printed = predicted_data(la, loader), [la] if student is None else [la, student]
-    title, _ = la._table()
-    to_do = _list([*to_do_for(la, rows), *(student.error.warnings if student else ())])
-    parts = [
-        *(each._repr_html_() for each in printed),
-        _scored(rows, student)._repr_html_(),
-        f"<h2>What to do</h2>{to_do or '<p>Nothing: no problem was found.</p>'}",
-        *_by_group(la, loader),
-        f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>",
-        f"<h2>All numbers of the fit</h2>{la.details()._repr_html_()}",
-    ]
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width">'
-        f"<style>{_STYLE}</style><h1>{escape(title)}</h1>{''.join(parts)}</html>\n"
+    rows = predicted_data(la, loader)
+    to_do = [*to_do_for(la, rows), *(student.error.warnings if student else ())]
+    items = "".join(f"<li>{escape(words)}</li>" for words in to_do)
+    tables = [la, *([student] if student else []), _scored(rows, student)]
+    parts = [table._repr_html_() for table in tables]
+    parts.append(
+        f"<h2>What to do</h2><ul>{items or '<li>Nothing: no problem was found.</li>'}</ul>"
     )
+    if la.reference is not None:
+        with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
+            parts.append(la.check(loader)._repr_html_())
+    parts.append(f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>")
+    parts.append(f"<h2>All numbers of the fit</h2>{la.details()._repr_html_()}")
+    page = _PAGE.format(title=escape(la._table()[0]), body="".join(parts))
     Path(path).write_text(page, encoding="utf-8")
 
 
 def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
     """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
-    gain = rows.network.mixture.log_prob(rows.targets) - rows.posterior.mixture.log_prob(
-        rows.targets
-    )
-    gain, to_do = gain.double(), [words for kind, words in advice(la) if kind == "to do"]
+    of_network, own = (p.mixture.log_prob(rows.targets).double() for p in rows[2:])
+    gain, to_do = of_network - own, [words for kind, words in advice(la) if kind == "to do"]
     error = gain.std() / len(gain) ** 0.5
-    if gain.mean() > _EDGE * error:
+    if gain.mean() > 2 * error:
         remedy = "calibrate with other held-out data, or predict by the network."
         if la.calibration is None:
             remedy = f"{CALL[0].lower()}{CALL[1:]}."
@@ -104,15 +99,6 @@ def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
             f"± {error:.1g} per example: {remedy}"
         )
     yield from to_do
-
-
-def _by_group(la: Any, loader: Any) -> Iterator[str]:
-    """Yield the coverage within groups of examples, if sets or intervals are possible."""
-    if la.reference is not None:
-        with suppress(
-            TypeError, ValueError
-        ):  # segmentation, counts, or too few validation examples
-            yield la.check(loader)._repr_html_()
 
 
 def _scored(rows: PredictedData, student: Student | None) -> Table:
@@ -132,7 +118,7 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
     from matplotlib.figure import Figure
 
     real = la.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
-    wanted: list[tuple[bool, Any, tuple[Any, ...], str]] = [
+    wanted: list[tuple[Any, Any, tuple[Any, ...], str]] = [
         (la.likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
         (real, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
@@ -143,14 +129,6 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
         if is_possible:
             figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()
             draw(la, *data, axes=figure.add_subplot())
-            figure.savefig(png, format="png", dpi=110, bbox_inches="tight")
-            encoded = b64encode(png.getvalue()).decode()
-            yield (
-                f'<figure><img alt="{words}" src="data:image/png;base64,{encoded}">'
-                f"<figcaption>{words}</figcaption></figure>"
-            )
-
-
-def _list(lines: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
+            figure.savefig(png, format="png", dpi=110)
+            source = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
+            yield f'<figure><img alt="{words}" src="{source}"><figcaption>{words}</figcaption></figure>'

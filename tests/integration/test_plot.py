@@ -45,11 +45,10 @@ def test_bins_with_few_examples_are_hollow_and_beside_the_line():
     rows = predicted_data(la, data)
     stated, right = metrics.stated_and_right(rows.posterior, rows.targets)
     count = metrics.binned(stated, right, 10)[0]
-    *_, sure, few = axes.collections
-    assert len(sure.get_offsets()) == (count >= 10).sum()
-    assert len(few.get_offsets()) == ((count > 0) & (count < 10)).sum() > 0
-    assert not len(few.get_facecolors()) and len(axes.lines[-1].get_xdata()) == (count >= 10).sum()
-    assert "hollow: fewer than 10 examples" in labels(axes)
+    *_, sure, few, _ = axes.lines
+    assert len(sure.get_xdata()) == (count >= 10).sum()
+    assert len(few.get_xdata()) == ((count > 0) & (count < 10)).sum() > 0
+    assert few.get_markerfacecolor() == "none" and labels(axes)[-1] == "under 10 examples"
 
 
 @pytest.mark.parametrize("name", ["classification", "bernoulli"])
@@ -65,7 +64,7 @@ def test_reliability_is_of_the_network_and_of_the_posterior(name):
     of_network, of_posterior = labels(axes)[:2]
     assert of_posterior == f"posterior: ECE {(said - right).abs():.3f}"
     assert of_network.startswith("network: ECE")
-    point = torch.tensor(axes.collections[2].get_offsets()[0].data)
+    point = torch.tensor(axes.lines[3].get_xydata()[0])
     assert_close(point, torch.stack([said, right]))
 
 

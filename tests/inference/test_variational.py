@@ -168,7 +168,7 @@ def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
         assert not la.messages[1:]
         found.append(la.prior_precision)
     logs = torch.stack(found).log()
-    assert logs.max() - logs.min() < 0.15  # where H follows its draws, steps end before the limit
+    assert logs.max() - logs.min() < 0.03
 
 
 def test_a_given_precision_has_the_curvature_of_its_own_posterior():

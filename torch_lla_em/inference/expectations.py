@@ -113,8 +113,21 @@ class Expectations:
             size = len(numbers), *shape
             drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
             own, _ = self.share.find(numbers)
-            found.append(drawn[own].to(like).div_(K**0.5))
+            found.append(_with_unit_moments(drawn[own]).to(like).div_(K**0.5))
         return torch.cat(found)
+
+
+def _with_unit_moments(draws: Tensor) -> Tensor:
+    """Return draws (..., K, S) whose second moments over S are the identity, if S ≥ K.
+
+    Then E[loss] has the same derivatives as E[H] says up to fourth order in the deviations, and the bound its maximum where
+    MacKay's update has its fixed point.
+    """
+    K, S = draws.shape[-2:]
+    if K > S:
+        return draws
+    root = torch.linalg.cholesky(draws @ draws.mT / S)
+    return torch.linalg.solve_triangular(root, draws, upper=False)
 
 
 def draws_for(sites: float, many: bool) -> int:

@@ -74,7 +74,7 @@ class OverSpan:
         curved: Curved = q.curved
         spectrum = curved.spectrum
         noise = StochasticPrior(self.span.xi, spectrum.eta @ spectrum.vectors.T, self.prior)
-        roughly = 0.0 if q.converged or not self.expected.number else 0.02
+        roughly = 0.0 if q.converged or self.is_exact or not self.expected.number else 0.02
         search = Descent(spectrum, self._searches, self.share.agreed, self._tolerance, roughly)
         return Equations(curved, noise, q.precision, spectrum, search)
 

@@ -126,8 +126,7 @@ def _with_unit_moments(draws: Tensor) -> Tensor:
     K, S = draws.shape[-2:]
     if K > S:
         return draws
-    root = torch.linalg.cholesky(draws @ draws.mT / S)
-    return torch.linalg.solve_triangular(root, draws, upper=False)
+    return S**0.5 * torch.linalg.qr(draws.mT).Q.mT
 
 
 def draws_for(sites: float, many: bool) -> int:

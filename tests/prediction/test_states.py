@@ -1,0 +1,539 @@
+"""What is saved, copied, cast or put into a module predicts the same; what has changed is refused."""
+
+import copy
+import pickle
+from functools import partial
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import pytest
+import torch
+from measurements import LinearOperatorRegression
+from tiny import fitted, known, tiny
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import (
+    Bernoulli,
+    BlockCG,
+    Classification,
+    Compute,
+    LaplaceEnsemble,
+    LinearisedLaplace,
+    NotFittedError,
+)
+from torch_lla_em.runtime.files import from_bytes, to_bytes
+
+FIXED = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
+
+
+def calibrated(name="classification", kind=lambda members: members[0]):
+    case, la = known(name)
+    return case, kind([copy.copy(la)] * 2).calibrate(case.x + 0.1, case.y)
+
+
+def unfitted(model, name="classification", **options):
+    return LinearisedLaplace(model, name, num_samples=6, **options)
+
+
+def same(ours, theirs, x):
+    """Both have the same tensors and predictions, to the last bit."""
+    one, other = ours.state_dict(), theirs.state_dict()
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    one, other = ours.predict(x), theirs.predict(x)
+    assert torch.equal(one.samples, other.samples) and torch.equal(one.mean, other.mean)
+    assert ours.calibration == theirs.calibration and ours.messages == theirs.messages
+    if ours.calibration:
+        assert torch.equal(one.p_value, other.p_value)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_files_copies_and_states_hold_the_same(name, tmp_path):
+    pytest.importorskip("safetensors")
+    case, la = calibrated(name)
+    state = la.state_dict()
+    places = [tensor.data_ptr() for tensor in state.values() if tensor.numel()]
+    assert len({*places}) == len(places)  # otherwise safetensors refuses them
+    loaded = unfitted(case.model, name)
+    loaded.load_state_dict(state)
+    for each in (loaded, copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        same(each, la, case.x)
+    for suffix in ("pt", "safetensors"):
+        la.save(tmp_path / f"la.{suffix}")
+        loaded = LinearisedLaplace.load(tmp_path / f"la.{suffix}", case.model)
+        same(loaded, la, case.x)
+        assert loaded.history == la.history and loaded.num_data == 30
+        assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    assert {path.name for path in tmp_path.iterdir()} == {"la.pt", "la.safetensors"}
+    found = torch.load(tmp_path / "la.pt", weights_only=True)
+    assert all(isinstance(value, torch.Tensor) for value in found.values())
+    cast = copy.deepcopy(la).to(torch.float32)
+    tensors = cast.w_lin, cast.w_samples, cast.scale, next(cast.model.parameters())
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_files_of_ensembles_hold_the_same(calibrate, suffix, tmp_path):
+    pytest.importorskip("safetensors")
+    case, one = calibrated(kind=LaplaceEnsemble)
+    ensemble = one if calibrate else LaplaceEnsemble([*one.members])
+    ensemble.messages.append("what calibrate has said")
+    ensemble.save(tmp_path / f"ensemble.{suffix}")
+    members = [unfitted(case.model) for _ in range(2)]
+    same(LaplaceEnsemble.load(tmp_path / f"ensemble.{suffix}", members), ensemble, case.x)
+    with pytest.raises(ValueError, match="no version key"):
+        ensemble.load_state_dict({})
+    with pytest.raises(ValueError, match="has 2 members, but this ensemble has 1"):
+        LaplaceEnsemble.load(tmp_path / f"ensemble.{suffix}", members[:1])
+
+
+def test_files_of_earlier_releases_predict_what_they_predicted(tmp_path):
+    """0.3 had other tensors for the evidence, coverages, no plan and one score."""
+    case, la = calibrated()
+    la.save(tmp_path / "la.pt")
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    record = from_bytes(state["record"])
+    record["calibration"] = [*record["calibration"][:4], [0.8, 0.9], 0.1, record["calibration"][4]]
+    del record["said"]
+    old = {f"_{name}": torch.ones(3) for name in ("eigenvalues", "xi_coordinates", "modes")}
+    torch.save({**state, **old, "record": to_bytes(record)}, tmp_path / "old.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "old.pt", case.model)
+    ours, theirs = la.predict(case.x), loaded.predict(case.x)
+    assert torch.equal(ours.probs, theirs.probs) and torch.equal(ours.p_value, theirs.p_value)
+    assert loaded.calibration[:5] == la.calibration[:5] and loaded.compute == Compute()
+    assert loaded.history == la.history and loaded.state_dict().keys() == la.state_dict().keys()
+    assert loaded.messages == ["The memory plan was not saved."]
+    state = la.state_dict()
+    state["conformal_unusual"] = state["conformal_unusual"][:, -1:]
+    state["training_distances"] = state["training_distances"][:, -1]
+    loaded.load_state_dict(state)
+    ranks = loaded.predict(case.x).p_value
+    assert_close(ranks, loaded.predict(case.x).p_values("distance"))
+    with pytest.raises(ValueError, match='score="epistemic" needs a reference with this score'):
+        loaded.predict(case.x).p_values("epistemic")
+    loaded.load_state_dict({n: t for n, t in state.items() if not n.startswith("conformal")})
+    assert loaded.predict(case.x).p_value.shape == (30,)
+    # regressions were predicted around the network, whose noise was not stored
+    case, la = known("regression")
+    state = la.state_dict()
+    del state["network_noise"]
+    state["mixture"] = torch.tensor([[1.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
+    loaded = unfitted(case.model, la.likelihood)
+    loaded.load_state_dict(state)
+    assert_close(loaded(case.x)[0], case.model(case.x).detach())
+    assert_close(loaded(case.x)[1], la.predict(case.x).variance + la.sigma_noise**2)
+
+
+def packed(path):
+    """The file as a compressed archive, which claims less than it holds."""
+    with ZipFile(path) as plain, ZipFile(path.with_suffix(".packed"), "w") as written:
+        for name in plain.namelist():
+            written.writestr(name, plain.read(name) + 10**5 * b"0", ZIP_DEFLATED)
+    return path.with_suffix(".packed").read_bytes()
+
+
+def flipped(place):
+    def change(path):
+        whole = bytearray(path.read_bytes())
+        whole[int(place * (len(whole) - 9))] ^= 1
+        return bytes(whole)
+
+    return change
+
+
+def shortened(path):
+    return path.read_bytes()[:-20]
+
+
+def stored_otherwise(**changed):
+    def change(path):
+        state = torch.load(path.with_suffix(".pt"), weights_only=True)
+        torch.save({n: t for n, t in (state | changed).items() if t is not None}, path)
+        return path.read_bytes()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "suffix, change, words",
+    [
+        ("pt", packed, "damaged"),
+        ("pt", lambda path: path.read_bytes()[:500], "truncated"),
+        ("pt", stored_otherwise(torch_lla_em_version=torch.tensor(99)), "format 99"),
+        ("pt", stored_otherwise(torch_lla_em_version=None), "no version key"),
+        ("pt", stored_otherwise(w_lin=torch.ones(26)), r"'w_lin' .* \(26,\), but \(27,\) is"),
+        ("pt", stored_otherwise(w_samples=torch.ones(6, 26)), r"'w_samples' .*but \(6, 27\)"),
+        ("pt", stored_otherwise(certificate=torch.ones(5)), r"'certificate' .*but \(6,\)"),
+        ("pt", stored_otherwise(prior_precision=None), "'prior_precision' of the state is missing"),
+        *(("safetensors", flipped(place), "damaged") for place in (1, 0.5, 0.001)),
+        ("safetensors", shortened, "damaged"),
+        ("safetensors", stored_otherwise(), "by another program"),
+    ],
+)
+def test_damaged_files_are_refused(suffix, change, words, tmp_path):
+    pytest.importorskip("safetensors")
+    case, la = known()
+    path = tmp_path / f"la.{suffix}"
+    la.save(tmp_path / "la.pt")
+    la.save(path)
+    path.write_bytes(change(path))
+    with pytest.raises(ValueError, match=words):
+        LinearisedLaplace.load(path, case.model)
+
+
+def test_files_of_other_networks_and_settings_are_refused(tmp_path, monkeypatch):
+    case, la = known()
+    la.save(tmp_path / "la.pt")
+    changed = copy.deepcopy(case.model)
+    changed[0].bias.data += 1e-9
+    for model, options, words in (
+        (nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3)), {}, "weights or buffers"),
+        (changed, {}, "weights or buffers"),
+        (case.model, {"parameters": "last_layer"}, "same `parameters`"),
+        (case.model, {"likelihood": "poisson"}, "the same one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LinearisedLaplace.load(tmp_path / "la.pt", model, **options)
+    with pytest.raises(FileNotFoundError):
+        LinearisedLaplace.load(tmp_path / "nowhere.pt", case.model)
+    torch.save(case.model.state_dict(), tmp_path / "net.pt")
+    with pytest.raises(ValueError, match="no version key"):
+        LinearisedLaplace.load(tmp_path / "net.pt", case.model)
+    (tmp_path / "la.safetensors").write_bytes(b"")
+    monkeypatch.setattr("torch_lla_em.runtime.files.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        LinearisedLaplace.load(tmp_path / "la.safetensors", case.model)
+
+
+def test_neither_a_solver_nor_the_precision_is_asked_for(tmp_path):
+    options = {"solver": BlockCG(), "compute": Compute(precision="bfloat16")}
+    case, la = fitted(em_steps=0, prior_precision=5.0, **options)
+    la.save(tmp_path / "la.pt")
+    load = partial(LinearisedLaplace.load, tmp_path / "la.pt", case.model)
+    assert load().compute == la.compute and torch.equal(load()(case.x), la(case.x))
+    assert load(compute=Compute(vectors="cpu")).compute == Compute(vectors="cpu")
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    record, saved = from_bytes(state["record"]), from_bytes(state["options"])
+    record["given"], _ = ["solver"], saved.pop("precision")  # as release 0.4.0 stored them
+    torch.save({**state, "record": to_bytes(record), "options": to_bytes(saved)}, tmp_path / "old")
+    assert LinearisedLaplace.load(tmp_path / "old", case.model).compute == Compute()
+
+
+# name: (given, another one, words about that one)
+GIVEN = {
+    "likelihood": (Classification(ignore_index=-1), "classification", "the same likelihood"),
+    "forward_fn": (lambda model, x: model(10 * x), None, "the same forward_fn"),
+    "target_fn": (lambda batch: batch[1], None, None),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
+    given, other, words = GIVEN[name]
+    case, la = fitted(em_steps=0, prior_precision=5.0, **{name: given})
+    la.save(tmp_path / "la.pt")
+    load = partial(LinearisedLaplace.load, tmp_path / "la.pt", case.model)
+    with pytest.raises(ValueError, match=rf"fitted with your own {name}.*Pass {name}=\.\.\."):
+        load()
+    assert torch.equal(load(**{name: given})(case.x), la(case.x))
+    without = unfitted(case.model)
+    if words is None:
+        without.load_state_dict(la.state_dict())
+    for call in (
+        ()
+        if words is None
+        else (lambda: without.load_state_dict(la.state_dict()), lambda: load(**{name: other}))
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+class Weighted(Bernoulli):
+    """A user's likelihood, whose weight is an attribute."""
+
+    def __init__(self, weight):
+        self.weight = torch.tensor(weight)
+
+    def log_prob(self, f, y):
+        return self.weight * super().log_prob(f, y)
+
+    def gradient(self, f, y):
+        return self.weight * super().gradient(f, y)
+
+    def curvature(self, f):
+        return self.weight * super().curvature(f)
+
+
+def measured(number):
+    A = torch.tensor([[1.0, 0.5, -1.0], [0.0, 1.0, number]]).double()
+    return LinearOperatorRegression(lambda f: f @ A.T, (3,), 0.5)
+
+
+@pytest.mark.parametrize("make", [Weighted, measured])
+def test_likelihoods_with_other_attributes_are_refused(make, tmp_path):
+    case = tiny("regression" if make is measured else "bernoulli")
+    batches = [(case.x, case.y[:, :2] if make is measured else case.y)]
+
+    def fit(likelihood):
+        la = LinearisedLaplace(case.model, likelihood, num_samples=3)
+        return la.fit(batches, em_steps=2, progress_bar=False, checkpoint=tmp_path / "finished")
+
+    la = fit(make(0.5))
+    la.calibrate(batches)
+    la.save(tmp_path / "la.pt")
+    load = partial(LinearisedLaplace.load, tmp_path / "la.pt", case.model)
+    again = load(likelihood=make(0.5))
+    assert torch.equal(again.predict(case.x).samples, la.predict(case.x).samples)
+    assert torch.equal(fit(make(0.5)).w_samples, la.w_samples)
+    other = LinearisedLaplace(case.model, make(0.25))
+    for call in (
+        lambda: load(likelihood=make(0.25)),
+        lambda: other.load_state_dict(la.state_dict()),
+    ):
+        with pytest.raises(ValueError, match="other attributes"):
+            call()
+    with pytest.raises(ValueError, match="options of the likelihood"):
+        fit(make(0.25))
+
+
+# a posterior is replaced at once
+
+
+class Ends:
+    """Batches of which one pass ends with an error."""
+
+    def __init__(self, case, at):
+        self.batches, self.left = [(case.x[:9], case.y[:9]), (case.x[9:20], case.y[9:20])], at
+
+    def __iter__(self):
+        self.left -= 1
+        yield self.batches[0]
+        if self.left == 0:
+            raise RuntimeError("planted")
+        yield self.batches[1]
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, "calibration"])
+def test_a_fit_that_fails_leaves_the_earlier_posterior(at):
+    case, la = fitted(g_prior=True, em_steps=2, compute=Compute(keep_data=False))
+    state, probs = la.state_dict(), la(case.x)
+    fresh = unfitted(case.model, compute=Compute(keep_data=False))
+    for each in (la, fresh):
+        if at == "calibration":
+            unseen = [(case.x[20:], torch.full((10,), -100))]
+            with pytest.raises(ValueError, match="None of the validation examples has a label"):
+                each.fit(case.x[:20], case.y[:20], validation=unseen, progress_bar=False)
+        else:
+            with pytest.raises(RuntimeError, match="planted"):
+                each.fit(Ends(case, at), em_steps=9, progress_bar=False)
+    assert la.num_data == 30 and torch.equal(la(case.x), probs)
+    assert all(torch.equal(la.state_dict()[name], state[name]) for name in state)
+    with pytest.raises(NotFittedError, match="not fitted yet"):
+        fresh(case.x)
+
+
+def test_loads_and_calibrations_that_fail_leave_the_earlier_posterior():
+    case, la = calibrated()
+    ensemble = LaplaceEnsemble([la]).calibrate(case.x + 0.1, case.y)
+    for each in (la, ensemble):
+        before = copy.copy(each)
+        with pytest.raises(ValueError, match="None of the validation examples has a label"):
+            each.calibrate(case.x, torch.full_like(case.y, -100))
+        same(each, before, case.x)
+    before, state = copy.copy(la), fitted(seed=1)[1].state_dict()
+    with pytest.raises(AttributeError):
+        la.load_state_dict({**state, "scale": None})
+    same(la, before, case.x)
+
+
+def test_results_are_read_only_and_a_copy_has_its_own():
+    case, la = known()
+    before, messages = la.state_dict(), la.messages
+    other = copy.copy(la).calibrate(case.x + 0.1, case.y)
+    assert all(torch.equal(la.state_dict()[name], before[name]) for name in before)
+    assert other.calibration is not None and la.calibration is None
+    assert other.w_samples.data_ptr() == la.w_samples.data_ptr()  # nothing is stored twice
+    la.messages.append("not stored")
+    assert la.messages == messages == other.messages[: len(messages)]
+    for name in ("w_lin", "prior_precision", "calibration", "likelihood", "history", "messages"):
+        with pytest.raises(AttributeError):
+            setattr(la, name, None)
+
+
+def test_everything_requires_a_fit_first():
+    case = tiny("classification")
+    la, x = unfitted(case.model), case.x
+    calls = [partial(call, x) for call in (la, la.predict, la.functional_samples, la.predictions)]
+    calls += [partial(la.predictive_samples, x), partial(la.joint_log_prob, x, case.y)]
+    calls += [partial(la.calibrate, x, case.y), la.log_marginal_likelihood, la.state_dict]
+    for call in (*calls, partial(la.function_sample, 0)):
+        with pytest.raises(NotFittedError, match="[Cc]all la.fit"):
+            call()
+
+
+# the network of a posterior
+
+
+def in_place_through_data(model):
+    for p in model.parameters():
+        p.data.add_(0.1)  # without a new version
+
+
+def other_activation(model):
+    model[1] = nn.ReLU()
+
+
+def by_a_fused_optimiser(model):
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimiser.step()
+
+
+def by_assignment(model):
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def by_vector_to_parameters(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(2 * vector.detach(), model.parameters())
+
+
+CHANGES = in_place_through_data, nn.Module.float, other_activation
+CHANGES = *CHANGES, by_a_fused_optimiser, by_assignment, by_vector_to_parameters
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_networks_are_noticed(change, tmp_path):
+    case, la = known()
+    la = copy.deepcopy(la)
+    la(case.x)  # a copy is compared by a hash first, then by a quick look
+    change(la.model)
+    x = case.x.to(next(la.model.parameters()).dtype)
+    calls = partial(la, x), la.state_dict, partial(la.calibrate, x, case.y)
+    for call in (*calls, partial(la.save, tmp_path / "la.pt")):
+        with pytest.raises(NotFittedError, match="have changed"):
+            call()
+    la.to(torch.float16)
+    if change is nn.Module.float:  # both have been cast now
+        assert la(case.x.half()).isfinite().all()
+        return
+    with pytest.raises(NotFittedError, match="have changed"):  # moving does not make it right
+        la(case.x.half())
+
+
+def test_a_change_of_any_single_number_is_noticed():
+    """Also in float32, where a sum of numbers would round it away; equal weights elsewhere are the same."""
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 3, bias=False)
+    model, x, y = nn.Sequential(*layers), torch.randn(30, 3), torch.arange(30) % 3
+    la = LinearisedLaplace(model, "classification", num_samples=3).fit(x, y, **FIXED)
+    expected = la(x)
+    for tensor in model.state_dict().values():  # parameters and statistics
+        flat = tensor.data.view(-1)
+        for place in {0, len(flat) // 2, len(flat) - 1} if tensor.is_floating_point() else ():
+            before = flat[place].clone()
+            flat[place] = torch.nextafter(before, before + 1)
+            with pytest.raises(NotFittedError, match="have changed"):
+                la(x)
+            flat[place] = before
+            la(x)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(la(x), expected)
+    model.train()(x)  # moves the running statistics
+    with pytest.raises(NotFittedError, match="have changed"):
+        la(x)
+
+
+def test_autocast_and_inference_mode_change_nothing():
+    case = tiny("classification")
+    model, x, y = case.model.float(), case.x.float(), case.y
+
+    def fit():
+        return unfitted(model).fit(x, y, progress_bar=False).calibrate(x + 0.1, (y + 1) % 3)
+
+    def answers(la):
+        p = la.predict(x)
+        several = [p.probs, p.log_probs, p.entropy, p.epistemic, p.covariance, p.mean, p.variance]
+        several += [p.joint_log_prob(y), p.smoothed(), p.samples, p.standard_error, la.w_samples]
+        return [la(x), *several]
+
+    outside = fit()
+    expected = answers(outside)
+    for context in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
+        with context:
+            inside = answers(outside), answers(fit())
+        for found in inside:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert torch.equal(outside(x), expected[0])
+
+
+# posteriors inside of other modules
+
+
+class System(nn.Module):
+    """A module with a posterior in front of its network and behind it."""
+
+    def __init__(self, net, first, last):
+        super().__init__()
+        self.first, self.net, self.last = first, net, last
+        self.threshold = nn.Parameter(torch.zeros(1))
+
+
+def alone(members):
+    return members[0]
+
+
+@pytest.mark.parametrize("kind", [alone, LaplaceEnsemble])
+def test_a_posterior_is_in_the_state_of_the_module_that_contains_it(kind, tmp_path):
+    case, la = known()
+    whole = System(la.model, *(calibrated(kind=kind)[1] for _ in range(2)))
+    other = tiny("classification").model
+    in_place_through_data(other)
+    fresh = System(other, *(kind([unfitted(other), unfitted(other)]) for _ in range(2)))
+    torch.save(whole.state_dict(), tmp_path / "system.pt")
+    fresh.load_state_dict(torch.load(tmp_path / "system.pt"))
+    for ours, theirs in ((fresh.first, whole.first), (fresh.last, whole.last)):
+        one, other = ours.predict(case.x), theirs.predict(case.x)
+        assert torch.equal(one.probs, other.probs) and torch.equal(one.p_value, other.p_value)
+        assert ours.calibration == theirs.calibration
+
+
+@pytest.mark.parametrize("kind", [alone, LaplaceEnsemble])
+@pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.bfloat16, nn.Module.cpu])
+def test_a_module_is_cast_with_its_posteriors(kind, cast):
+    case, la = known()
+    whole = System(la.model, kind([la, la]), kind([copy.deepcopy(la)]))
+    whole = cast(pickle.loads(pickle.dumps(whole)))
+    dtype = whole.net[0].weight.dtype
+    for each in (whole.first, whole.last):
+        room = 100 * torch.finfo(dtype).eps
+        assert_close(each(case.x.to(dtype)).double(), la(case.x), rtol=room, atol=room)
+
+
+def test_modules_with_posteriors_that_are_not_fitted_or_of_other_weights():
+    case, la = known()
+    model = tiny("classification").model
+    empty = System(model, unfitted(model), unfitted(model))
+    assert not [name for name in empty.state_dict() if "first" in name]
+    empty.load_state_dict(empty.state_dict())
+    with pytest.raises(RuntimeError, match="Missing.*first.w_lin"):
+        System(la.model, la, la).load_state_dict(empty.state_dict())
+    outer, state = nn.Sequential(unfitted(model)), la.state_dict()
+    state = {f"0.{name}": tensor for name, tensor in state.items()}
+    in_place_through_data(model)
+    outer.load_state_dict(state)
+    with pytest.raises(NotFittedError, match="weights have changed"):
+        outer(case.x)
+    with pytest.warns(UserWarning, match="The state_dict has no posterior"):
+        assert not outer.state_dict()
+    other = nn.Sequential(unfitted(model, parameters=["2.*"]))
+    with pytest.raises(RuntimeError, match="pass the same `parameters`"):
+        other.load_state_dict(state)
+    trained = nn.ModuleList([copy.deepcopy(la)])
+    in_place_through_data(trained[0].model)
+    trained.float()
+    with pytest.raises(NotFittedError, match="weights have changed"):
+        trained[0](case.x.float())

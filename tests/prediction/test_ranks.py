@@ -1,0 +1,161 @@
+"""Ranks, quantiles and distances by their definitions: what guarantees rest on, without a fit."""
+
+import pytest
+import torch
+from tiny import draw
+from torch.testing import assert_close
+
+from torch_lla_em.likelihoods import Bernoulli, Classification
+from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without
+from torch_lla_em.prediction.ranks import (
+    Masses,
+    mass_above,
+    p_values,
+    quantiles,
+    weighted_quantiles,
+)
+from torch_lla_em.prediction.reference import is_second
+from torch_lla_em.prediction.regions import Ellipsoid
+
+RATES = 0.02, 0.05, 0.1, 0.3, 0.8
+
+
+def others(values, i):
+    return torch.cat([values[:i], values[i + 1 :]])
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("kind", ["distinct", "ties", "rounded ties"])
+def test_among_examples_that_are_alike_false_alarms_keep_to_their_rate(columns, kind):
+    """Each of 60 examples is the new one once, in a batch of its own: counting gives the probability."""
+    scores, room = draw(60, columns), {}
+    scores = scores if kind == "distinct" else scores.mul(2).round().abs()
+    new = scores
+    if kind == "rounded ties":
+        new, room = scores * (1 + 1e-6 * draw(60, columns, seed=1)), {"room": 3e-4}
+    rows = range(60)
+    found = torch.stack(
+        [p_values(others(scores, i), new[i : i + 1], *room.values())[0] for i in rows]
+    )
+    for rate in RATES:
+        share = (found <= rate).double().mean()
+        assert share <= rate and (kind != "distinct" or share > rate - 3 / 60)
+    exact = torch.stack([p_values(others(scores, i), scores[i : i + 1])[0] for i in rows])
+    assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_p_values_rank_a_harmonic_mean_of_the_shares_of_larger_scores(columns):
+    reference, scores = draw(25, columns), draw(40, columns, seed=1)
+    weights = torch.tensor([4.0, 1.0, 1.0] if columns == 3 else columns * [1.0]).double()
+    for score, found in zip(scores, p_values(reference, scores)):
+        every = torch.cat([score[None], reference])
+        shares = (every[None] >= every[:, None]).double().mean(1)
+        unusual = (weights / shares).sum(1)
+        assert_close(found.item(), (unusual >= unusual[0] - 1e-9).double().mean().item())
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.95])
+def test_quantiles_cover_a_new_example(level):
+    errors = draw(39, 2).abs()
+    bounds = [quantiles(others(errors, i).sort(0).values, level) for i in range(39)]
+    covered = (errors <= torch.stack(bounds)).double().mean(0)
+    assert ((covered >= level) & (covered <= level + 1 / 39 + 1e-9)).all()
+
+
+def test_levels_that_a_reference_cannot_support_are_refused_with_the_number_needed():
+    quantiles(draw(19, 1), 0.95)
+    with pytest.raises(ValueError, match="at least 19 reference examples.*18.*38 examples.*half"):
+        quantiles(draw(18, 1), 0.95)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        quantiles(draw(18, 1), 1.0)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
+def test_weights_are_the_probability_of_being_the_new_one(level):
+    """The new input is the i-th example with probability w_i / Σ w: a finite sum gives its coverage."""
+    errors, weights = draw(30, 1).abs(), draw(30, seed=1).exp()
+    share, bounds, found = weights / weights.sum(), [], []
+    for i in range(30):
+        masses = Masses(others(weights, i), weights[i : i + 1])
+        bounds.append(weighted_quantiles(others(errors, i), level, masses)[0])
+        found.append(p_values(others(errors, i), errors[i : i + 1], masses=masses)[0])
+    covered = (share * (errors <= torch.stack(bounds))[:, 0]).sum()
+    assert level - 1e-9 <= covered <= level + share.max()
+    alarms = (share * (torch.stack(found) <= 1 - level)).sum()
+    assert 1 - level - share.max() <= alarms <= 1 - level + 1e-9
+
+
+def test_equal_weights_change_nothing_and_too_large_ones_have_no_bound():
+    scores, new, ones = draw(40, 2), draw(9, 2, seed=1), torch.ones(40).double()
+    masses = Masses(3 * ones, 3 * ones[:9])
+    assert_close(p_values(scores, new, masses=masses), p_values(scores, new))
+    found = weighted_quantiles(scores.abs(), 0.8, masses)
+    assert_close(found, scores.abs().sort(0).values[32].expand(9, 2))  # the 33rd of 40
+    found = weighted_quantiles(scores.abs(), 0.9, Masses(ones, torch.tensor([1.0, 5.0])))
+    assert found[0].isfinite().all() and found[1].isinf().all()
+
+
+def test_probabilities_that_rounding_orders_enter_a_set_together():
+    probs = torch.tensor([[0.3, 0.3 + 1e-7, 0.3 - 1e-7, 0.1]])
+    assert_close(mass_above(probs, 3e-4), torch.tensor([[0, 0, 0, 0.9]]).double())
+    assert_close(mass_above(probs[:, [1, 2, 3, 0]], 0.0)[0, 2].item(), 0.9, atol=1e-6, rtol=0)
+
+
+def test_every_other_example_of_each_group_is_the_reference():
+    labels = torch.tensor([3, 1, 3, 3, 1, 1, 2, 1, 2])
+    assert is_second(labels).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
+    assert is_second(torch.zeros(5).long()).int().tolist() == [0, 1, 0, 1, 0]
+
+
+def test_an_ellipsoid_contains_what_its_formula_says():
+    covariance = torch.tensor([[[4.0, 1.0], [1.0, 1.0]]]).double()
+    region = Ellipsoid(torch.ones(1, 2).double(), covariance, torch.tensor([2.0]).double())
+    for y in draw(50, 2) * 3:
+        inside = (y - 1) @ torch.linalg.inv(covariance[0]) @ (y - 1) <= 4
+        assert region.contains(y[None]).item() == inside.item()
+    assert_close(region.log_volume.exp().item(), torch.pi * 4 * 3**0.5)
+
+
+def examples(likelihood, deviations):
+    return TrainingExamples(likelihood, deviations, torch.tensor(1.0))
+
+
+def test_the_distance_is_the_standard_deviation_of_a_difference():
+    known, new = draw(5, 6, 3), draw(6, 4, 3, seed=1)
+    apart = new[:, :, None] - known.movedim(0, 1)[:, None]  # (6, 4, 5, 3)
+    every = apart.square().sum(-1).mean(0).sqrt()
+    sizes = [part.square().sum(-1).mean(0).sqrt() for part in (new, known.movedim(0, 1))]
+    relative = every / (sizes[0][:, None] * sizes[1]).sqrt()
+    due = torch.stack([relative.min(1).values, every.min(1).values], 1)
+    assert_close(examples(Bernoulli(), known).distances(new), due)
+    small = examples(Bernoulli(), known).distances(
+        1e-3 * new
+    )  # near 0, and yet not near an example
+    assert (small[:, 0] > 3 * due[:, 0]).all()
+    of_classes = examples(Classification(), known)
+    shifted = of_classes.distances(new + draw(6, 4, 1, seed=2))
+    assert_close(shifted, of_classes.distances(new))
+
+
+def test_training_examples_are_compared_without_themselves_in_the_posterior():
+    """The samples are a root of the covariance, so that there is no Monte Carlo error."""
+    J, probs, P = draw(6, 3, 5), draw(6, 3, seed=1).softmax(1), 5
+    H = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]
+    precision = torch.eye(P).double() + torch.einsum("ncp,ncd,ndq->pq", J, H, J)
+    roots = P**0.5 * torch.linalg.cholesky(torch.linalg.inv(precision)).T
+    Jw = torch.einsum("ncp,kp->nkc", J, roots)
+    leverages = torch.einsum("nkc,ncd,nld->nkl", Jw, H, Jw) / P
+    centred, expected, variances = J - J.mean(1, keepdim=True), [], []
+    for i in range(6):
+        without = torch.linalg.inv(precision - J[i].T @ H[i] @ J[i])
+        variances.append(torch.einsum("cp,pq,cq->", centred[i], without, centred[i]) / 3)
+        apart = centred[i] - centred
+        every = torch.einsum("ncp,pq,ncq->n", apart, without, apart).sqrt()
+        sizes = torch.einsum("ncp,pq,ncq->n", centred, without, centred).sqrt()
+        relative = every / (sizes * sizes[i]).sqrt()
+        expected.append(torch.stack([others(each, i).min() for each in (relative, every)]))
+    found = examples(Classification(), Jw).distances_without(leverages)
+    assert_close(found, torch.stack(expected))
+    assert_close(variances_without(Classification(), Jw, leverages), torch.stack(variances))
+    assert examples(Classification(), Jw[:1]).distances_without(leverages[:1]).isinf().all()

@@ -1,17 +1,20 @@
-"""Coverage within groups: what is measured, and what is advised where it is too low."""
+"""Coverage within groups: what is measured and advised; and sets of pixels whose expected loss is bounded."""
 
 import pytest
 import torch
+from models import trained
+from tiny import draw
 from torch import nn
+from torch.testing import assert_close
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, RiskControl
 from torch_lla_em.prediction.check import Check, GroupCoverage
 
 FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
 
 
-def calibrated(likelihood, outputs, y):
-    """A posterior of a linear network on inputs with one extreme feature."""
+def fitted(likelihood, outputs, y):
+    """A posterior of a linear network on inputs with one extreme feature, inputs and targets."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1200, 3, generator=generator)
     x[:, 1] = x[:, 1] ** 3
@@ -20,55 +23,54 @@ def calibrated(likelihood, outputs, y):
         torch.manual_seed(0)
         net = nn.Linear(3, outputs)
     loss = nn.functional.cross_entropy if likelihood == "classification" else nn.functional.mse_loss
-    optimiser = torch.optim.Adam(net.parameters(), 0.05)
-    for _ in range(200):
-        optimiser.zero_grad()
-        loss(net(x[:300]), y[:300]).backward()
-        optimiser.step()
+    trained(net, x[:300], y[:300], 200, 0.05, loss)
     la = LinearisedLaplace(net, likelihood, num_samples=4).fit(x[:300], y[:300], **FIXED)
     return la, x, y
 
 
 def test_a_rare_class_is_found():
-    def labels(x, noise):
-        return ((x[:, 0] + 0.8 * noise) > 1.6).long()
-
-    la, x, y = calibrated("classification", 2, labels)
+    rare = fitted("classification", 2, lambda x, noise: ((x[:, 0] + 0.8 * noise) > 1.6).long())
+    la, x, y = rare
     with pytest.raises(ValueError, match="calibrate"):
         la.check(x[600:], y[600:])
     la.calibrate(x[300:600], y[300:600])
+    with pytest.raises(ValueError, match="No example has a label"):
+        la.check(x[600:], torch.full((600,), -100), level=0.5)
     found = la.check(list(zip(x[600:].split(70), y[600:].split(70))))
-    sets = la.predict(x[600:]).prediction_set(0.9)
-    inside = sets.gather(1, y[600:, None])[:, 0].double()
+    inside = la.predict(x[600:]).prediction_set(0.9).gather(1, y[600:, None])[:, 0].double()
     by_name = {group.name: group for group in found.groups}
     assert by_name["all"].coverage == pytest.approx(inside.mean().item())
     assert by_name["class 1"].coverage == pytest.approx(inside[y[600:] == 1].mean().item())
     assert by_name["class 1"].is_low(0.9) and not by_name["all"].is_low(0.9)
-    shown = repr(found)
-    assert "clearly below 0.9 for: class 1" in shown and 'groups="classes"' in shown
     assert any(name.startswith("feature 1, highest") for name in by_name)
+    (line, *_) = found.findings
+    assert "clearly below 0.9 for: class 1" in line and 'groups="classes"' in line
     ensemble = LaplaceEnsemble([la, la]).calibrate(x[300:600], y[300:600])
     assert ensemble.check(x[600:], y[600:]).groups[0].number == 600
+    la.calibrate(x[300:600], y[300:600], groups="classes")
+    assert not {g.name: g for g in la.check(x[600:], y[600:]).groups}["class 1"].is_low(0.9)
 
 
-def test_noise_that_depends_on_the_inputs_is_found():
-    la, x, y = calibrated(
-        "regression", 1, lambda x, noise: x[:, :1] + noise[:, None] * x[:, 1:2].abs()
-    )
+def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
+    la, x, y = fitted("regression", 1, lambda x, e: x[:, :1] + e[:, None] * x[:, 1:2].abs())
     found = la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:])
     lower, upper = la.predict(x[600:]).interval(0.9)
     inside = ((lower <= y[600:]) & (y[600:] <= upper)).double().mean().item()
     assert found.groups[0].coverage == pytest.approx(inside)
     assert 'likelihood="heteroscedastic"' in repr(found)
-    even = calibrated("regression", 1, lambda x, noise: x[:, :1] + noise[:, None])
-    found = even[0].calibrate(x[300:600], even[2][300:600]).check(x[600:], even[2][600:])
-    assert "No group" in repr(found)
+    loud = (x[:, 1].abs() > 1).long()
+    shown = repr(la.check(x[600:], y[600:], groups=loud[600:]))
+    assert "group 1" in shown and "groups=labels" in shown
+    la.calibrate(x[300:600], y[300:600], groups=loud[300:600])
+    found = la.check(x[600:], y[600:], groups=loud[600:])
+    assert not {g.name: g for g in found.groups}["group 1"].is_low(0.9)
+    la, x, y = fitted("regression", 1, lambda x, e: x[:, :1] + e[:, None])
+    assert "No group" in repr(la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:]))
 
 
 def test_inputs_that_flags_miss_are_named():
     """Rotations of images that are the same in all directions cannot be seen, and noise can."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(600) % 2
+    generator, y = torch.Generator().manual_seed(0), torch.arange(600) % 2
     places = torch.arange(8) - 3.5
     radius = (places[:, None] ** 2 + places**2).sqrt()
     x = torch.cos(radius * (1 + 0.3 * y[:, None, None]))[:, None]
@@ -76,17 +78,13 @@ def test_inputs_that_flags_miss_are_named():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    optimiser = torch.optim.Adam(net.parameters(), 0.01)
-    for _ in range(60):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(net(x[:200]), y[:200]).backward()
-        optimiser.step()
-    la = LinearisedLaplace(net, "classification", num_samples=8)
+    la = LinearisedLaplace(
+        trained(net, x[:200], y[:200], 60, 0.01), "classification", num_samples=8
+    )
     la.fit(x[:200], y[:200], progress_bar=False).calibrate(x[200:400], y[200:400])
     found = la.check(x[400:], y[400:])
     assert set(found.shifted) == {"rotation by 90°", "blur", "noise", "inverted values"}
-    again = la.predict(x[400:].rot90(dims=(2, 3))).p_value
-    known = la.predict(x[400:]).p_value
+    again, known = (la.predict(z).p_value for z in (x[400:].rot90(dims=(2, 3)), x[400:]))
     above = (again[:, None] < known).double() + 0.5 * (again[:, None] == known)
     assert found.shifted["rotation by 90°"] == pytest.approx(above.mean().item())
     assert found.shifted["rotation by 90°"] < 0.6 and found.shifted["noise"] > 0.9
@@ -103,15 +101,12 @@ def shifts(x):
 
 
 def test_only_copies_that_are_shifted_are_made():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(280, 3, generator=generator)
-    noise = {"noise of 3 standard deviations"}
+    x, noise = draw(280, 3).float(), {"noise of 3 standard deviations"}
     assert shifts(x[:, :1]) == shifts(x) == noise  # independent columns
     assert shifts(torch.cat([x, x[:, :1] + 0.3 * x[:, 1:2]], 1)) == noise | {"permuted columns"}
     assert shifts(torch.cat([x[:, :1], x[:, :1] ** 2], 1)) == noise | {"permuted columns"}
-    images = torch.randn(280, 1, 4, 4, generator=generator)
+    images, wide = draw(280, 1, 4, 4).float(), draw(280, 1, 8, 9).float()
     assert shifts(images) == {"rotation by 90°", "noise", "inverted values"}  # a blur of one pixel
-    wide = torch.randn(280, 1, 8, 9, generator=generator)
     assert shifts(wide) == {"rotation by 180°", "blur", "noise", "inverted values"}
     assert shifts(torch.arange(280.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)) == {"noise"}
 
@@ -125,26 +120,27 @@ def test_the_error_of_the_calibration_set_counts():
 @pytest.fixture(scope="module")
 def calibrated_by():
     """Predictions of the same classifier, by what it was calibrated with."""
-    la, x, y = calibrated("classification", 2, lambda x, noise: (x[:, 0] + noise > 0.5).long())
-    groups = torch.arange(300) % 2
-    found = {}
+    la, x, y = fitted("classification", 2, lambda x, noise: (x[:, 0] + noise > 0.5).long())
+    groups, found = torch.arange(300) % 2, {}
     for name, given in (("nothing", None), ("classes", "classes"), ("groups", groups)):
         la.calibrate(x[300:600], y[300:600], groups=given)
-        inputs = {} if name != "groups" else {"groups": groups[:5]}
-        found[name] = la.predict(x[:5], **inputs)
+        found[name] = la.predict(x[:5], groups=groups[:5] if name == "groups" else None)
     return found
+
+
+OWN, PARTS = "calibration examples of their own", "number of each example's part"
 
 
 @pytest.mark.parametrize(
     "low, by, words",
     [
         ("class 1", "nothing", 'groups="classes"'),
-        ("class 1", "classes", "calibration examples of their own"),
-        ("class 1", "groups", "number of each example's part"),
+        ("class 1", "classes", OWN),
+        ("class 1", "groups", PARTS),
         ("group 1", "nothing", "groups=labels"),
-        ("group 1", "groups", "calibration examples of their own"),
-        ("entropy, highest quarter", "nothing", "number of each example's part"),
-        ("entropy, highest quarter", "classes", "number of each example's part"),
+        ("group 1", "groups", OWN),
+        ("entropy, highest quarter", "nothing", PARTS),
+        ("entropy, highest quarter", "classes", PARTS),
         ("all", "nothing", "same distribution"),
     ],
 )
@@ -152,3 +148,71 @@ def test_nothing_is_advised_that_is_so_or_cannot_help(calibrated_by, low, by, wo
     groups = [GroupCoverage("all", 9_999, 0.9, 1.0), GroupCoverage(low, 2_000, 0.5, 1.0)]
     (line,) = Check(0.9, groups, {}, calibrated_by[by]).findings
     assert low in line and words in line and len(line.split()) <= 40
+
+
+# the loss of sets of pixels
+
+
+def images(count, seed=0):
+    """Probabilities for 3 classes and labels, whose images are of different difficulty."""
+    logits = 3 * draw(count, 3, 4, 5, seed=seed) * draw(count, 1, 1, 1, seed=seed + 1).exp()
+    return logits.softmax(1), (logits + draw(count, 3, 4, 5, seed=seed + 2)).argmax(1)
+
+
+def control_of(*data, **options):
+    return RiskControl(lambda x: x, *data, **options)
+
+
+def test_the_threshold_is_the_largest_that_is_allowed():
+    p, y = images(40)
+    y[0, 0] = -100
+    control = control_of(zip(p.split(7), y.split(7)), level=0.15)
+    losses = control.loss(p, y)
+    assert control.num_images == 40 and control.threshold > 0
+    inside = control.sets(p).gather(1, y.clamp_min(0)[:, None])[:, 0]
+    assert_close(losses[1:], 1 - inside[1:].flatten(1).double().mean(1))
+    assert_close(losses[0], 1 - inside[0, 1:].double().mean())
+    assert_close(losses.mean().item(), control.risk)
+    assert (40 * control.risk + 1) / 41 <= 0.15
+    larger = torch.tensor(control.threshold).logit() + 0.01  # one step of the grid is 0.0078
+    control.threshold = larger.sigmoid().item()
+    assert (control.loss(p, y).sum() + 1) / 41 > 0.15
+
+
+def test_the_loss_of_new_images_is_bounded_on_average():
+    means = []
+    for seed in range(0, 900, 9):
+        control = control_of([images(30, seed)], level=0.1)
+        means.append(control.loss(*images(30, seed + 3)).mean())
+    means = torch.stack(means)
+    assert 0.04 < means.mean() < 0.1 + 3 * means.std() / 10
+
+
+def test_pixels_of_some_classes_alone_can_count_and_nan_is_missed():
+    p, y = images(40)
+    control = control_of([(p, y)], level=0.15, classes=[1, 2])
+    missed = ~control.sets(p).gather(1, y[:, None])[:, 0] & (y > 0)
+    shares = missed.flatten(1).sum(1) / (y > 0).flatten(1).sum(1)
+    assert_close(control.loss(p, y), shares.double())
+    assert_close(control.risk, shares.double().mean().item())
+    control = control_of([(p, y)], level=0.15)
+    p[:, :, 0, 0] = torch.nan
+    missed = ~control.sets(p).gather(1, y[:, None])[:, 0]
+    assert_close(control.loss(p, y), missed.double().mean((1, 2)))
+    with pytest.raises(ValueError, match="NaN"):
+        control_of([(p, y)], level=0.15)
+    y[:, 0, 0] = -100  # pixels without a label do not count
+    assert control_of([(p, y)], level=0.15).risk <= 0.15
+
+
+def test_what_cannot_be_guaranteed_is_refused():
+    p, y = images(8)
+    last = p.movedim(1, -1)
+    for probs, level, words in (
+        (p, 0.1, "with 8 validation images: it needs 9 or more"),
+        (p, 1.5, "between 0 and 1"),
+        (last, 0.2, "pass class_dim"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            control_of([(probs, y)], level=level)
+    assert control_of([(last, y)], level=0.2, class_dim=-1).num_images == 8

@@ -1,0 +1,217 @@
+"""Inputs of any form are predicted: loaders batch by batch, streams, names, sparse and of several lengths."""
+
+import copy
+import weakref
+
+import pytest
+import tiny
+import torch
+from tiny import draw, known
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
+from torch_lla_em.prediction import Posterior, predictor
+
+FIXED = {"progress_bar": False, "em_steps": 0, "prior_precision": 2.0}
+
+
+def several(name="classification"):
+    case, la = known(name)
+    la = copy.copy(la).calibrate(case.x + 0.1, case.y)
+    return case, (la, LaplaceEnsemble([la, la]).calibrate(case.x + 0.1, case.y))
+
+
+class Streamed(IterableDataset):
+    """Inputs whose number is not known before."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return iter(self.x)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_loaders_are_predicted_as_all_inputs_at_once(name):
+    case, models = several(name)
+    loader = DataLoader(TensorDataset(case.x, case.y), 7)
+    for la in models:
+        each, whole = list(la.predictions(loader)), la.predict(case.x)
+        assert [len(prediction.mean) for prediction in each] == [7, 7, 7, 7, 2]
+        for quantity in ("expectation", "epistemic", "p_value", "mean", "variance"):
+            parts = torch.cat([getattr(prediction, quantity) for prediction in each])
+            assert_close(parts, getattr(whole, quantity))
+        assert_close(torch.cat([p.samples for p in each], 1), whole.samples)
+        assert torch.equal(la.is_ood(loader, 0.3), la.is_ood(case.x, 0.3))
+        assert_close(la(loader, "probit"), la(case.x, "probit"))
+        of_inputs = TensorDataset(case.x)
+        every = loader, loader.dataset, DataLoader(of_inputs, 7), of_inputs
+        for data in (*every, DataLoader(Streamed(case.x), 6), DataLoader(list(case.x), 7)):
+            assert_close(la(data), la(case.x))
+        one, other = (torch.Generator().manual_seed(1) for _ in range(2))
+        drawn = [p.samples for p in la.predictions(loader, generator=one)]
+        assert_close(torch.cat(drawn, 1), la.predict(case.x, generator=other).samples)
+        assert torch.equal(one.get_state(), other.get_state())
+        few = torch.cat([p.mean for p in la.predictions([case.x], "linear", num_samples=2)])
+        assert_close(few, la.predict(case.x, "linear", num_samples=2).mean)
+        with pytest.raises(ValueError, match="num_samples=99"):  # before the first batch
+            la.predictions(loader, num_samples=99)
+
+
+def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():
+    case, la = known("regression")
+    la = copy.copy(la)
+    for name, of in (("groups", (case.x[:, 1] > 0).long()), ("weights", case.x[:, 1].exp())):
+        la.calibrate(case.x + 0.1, case.y, **{name: of})
+        shuffled = DataLoader(TensorDataset(case.x), 16, shuffle=True)
+        found = la.predict(shuffled, **{name: of}).interval(0.6)
+        for end, due in zip(found, la.predict(case.x, **{name: of}).interval(0.6)):
+            assert_close(end, due)
+
+
+CALLS = {
+    "call": lambda la, case, loader: la(loader),
+    "flags": lambda la, case, loader: la.is_ood(loader, 0.3),
+    "compare": lambda la, case, loader: compare([la, la], loader, together=4),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_batch_is_in_memory_at_a_time(name, monkeypatch):
+    case, (la, _) = several()
+    loader, alive = DataLoader(TensorDataset(case.x, case.y), 7), []
+
+    def note(Jw):
+        alive.append(weakref.ref(Jw))
+        assert sum(each() is not None for each in alive) <= 2
+
+    def push_forward(*args, own=predictor.push_forward):
+        f, Jw = own(*args)
+        note(Jw)
+        return f, Jw
+
+    def of_products(posterior, f, Jw, *more, own=Posterior.of_products):
+        note(Jw)
+        return own(posterior, f, Jw, *more)
+
+    if name == "compare":
+        monkeypatch.setattr(Posterior, "of_products", of_products)
+    else:
+        monkeypatch.setattr(predictor, "push_forward", push_forward)
+    CALLS[name](la, case, loader)
+    assert len(alive) >= 5
+
+
+def test_functions_that_do_not_fit_into_memory_are_refused_after_the_first_batch(monkeypatch):
+    case, (la, _) = several()
+    loader = DataLoader(TensorDataset(case.x, case.y), 7)
+    numbers = (1 + len(la.w_samples)) * 7 * 3 * 8
+    monkeypatch.setattr(predictor, "free_memory", lambda _: numbers * 9 + 1)
+    la.predict(loader)
+    monkeypatch.setattr(predictor, "free_memory", lambda _: numbers * 9 - 1)
+    with pytest.raises(MemoryError, match=r"la\.predictions\(loader\)"):
+        la.predict(loader)
+    assert la(loader).shape == (30, 3)
+
+
+class Scaled(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3, dtype=torch.float64)
+
+    def forward(self, tokens, scale=None):
+        return self.linear(tokens) * (1 if scale is None else scale)
+
+
+TARGETS = {"entry": lambda batch: batch[1], "changed": lambda batch: batch[-1] - 1}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_loaders_are_read_by_the_target_fn(kind):
+    torch.manual_seed(0)
+    case, scale = tiny.tiny("classification"), 1 + draw(30, 1).abs()
+    entries = (case.x, case.y, scale) if kind == "entry" else (case.x, scale, case.y + 1)
+    loader = DataLoader(TensorDataset(*entries), 7)
+    la = LinearisedLaplace(Scaled(), "classification", num_samples=4, target_fn=TARGETS[kind])
+    la.fit(loader, progress_bar=False, em_steps=1)
+    expected = la((case.x, scale))
+    for posterior in (la, LaplaceEnsemble([la])):
+        assert_close(posterior.predict(loader).probs, expected)
+        assert_close(posterior.predict(loader.dataset).probs, expected)
+    epistemic = torch.cat([prediction.epistemic for prediction in la.predictions(loader)])
+    assert_close(epistemic, la.predict((case.x, scale)).epistemic)
+
+
+def test_batches_without_targets_are_inputs_and_inputs_have_names():
+    case, la = tiny.fitted("classification", target_fn=lambda batch: batch[1])
+    for rows in (TensorDataset(case.x), list(case.x)):
+        assert_close(la.predict(DataLoader(rows, batch_size=7)).probs, la(case.x))
+    own = {"target_fn": lambda batch: batch["y"], "forward_fn": lambda model, x: model(x["x"])}
+    case, la = tiny.fitted(loader=[{"x": case.x, "y": case.y}], model=case.model, **own)
+    every, expected = [{"x": x, "y": y} for x, y in zip(case.x, case.y)], la({"x": case.x})
+    for rows in (every, [{"x": x} for x in case.x]):
+        assert_close(la.predict(DataLoader(rows, batch_size=7)).probs, expected)
+    torch.manual_seed(0)
+    batch = {"tokens": case.x, "scale": 1 + draw(30, 1).abs()}
+    la = LinearisedLaplace(Scaled(), "classification", num_samples=2)
+    la.fit([{**batch, "labels": case.y}], **FIXED)
+    assert_close(la(**batch), la(batch))
+    assert_close(la.predict(**batch).probs, la(batch))
+    with pytest.raises(TypeError, match="by name"):
+        la(case.x, scale=batch["scale"])
+
+
+def test_outputs_without_a_last_dimension_have_intervals_of_their_shape():
+    x, xv = draw(50, 2), draw(80, 2, seed=1)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
+    la = LinearisedLaplace(net, "regression", num_samples=4).fit(x, x[:, 0], **FIXED)
+    for stated in ({}, {"weights": torch.ones(80)}, {"groups": (xv[:, 1] > 0).long()}):
+        la.calibrate(xv, xv[:, 0] + draw(80, seed=2), **stated)
+        own = {name: given[:50] for name, given in stated.items()}
+        lower, upper = la.predict(x, **own).interval(0.8)
+        assert lower.shape == upper.shape == (50,)
+    inside = (lower <= x[:, 0]) & (x[:, 0] <= upper)
+    shown = la.check(x, x[:, 0], level=0.8, **own).groups[0].coverage
+    assert shown == pytest.approx(inside.double().mean().item())
+
+
+class Bag(nn.Module):
+    """A network of sparse inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(torch.sparse.mm(x, self.weight).tanh())
+
+
+def test_sparse_inputs_are_fitted_and_checked():
+    torch.manual_seed(0)
+    x = (torch.rand(40, 5) < 0.3).float()
+    y, options = (x.sum(1) > 1).long(), {"num_samples": 4, "parameters": "last_layer"}
+    la = LinearisedLaplace(Bag(), "classification", **options).fit([(x.to_sparse(), y)], **FIXED)
+    dense = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), la.model.last)
+    dense[0].weight = nn.Parameter(la.model.weight.detach().T.clone())
+    other = LinearisedLaplace(dense, "classification", **options).fit([(x, y)], **FIXED)
+    assert_close(la(x.to_sparse()), other(x), rtol=1e-4, atol=1e-5)
+    x[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="[Ii]nputs"):
+        la.fit([(x.to_sparse(), y)], **FIXED)
+
+
+def test_outputs_of_several_lengths_are_predicted_batch_by_batch():
+    batches = [(x, x[..., 0].gt(0).long()) for x in (draw(8, 3, 2), draw(8, 5, 2))]
+    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", num_samples=4)
+    la.fit(batches, **FIXED)
+    with pytest.raises(ValueError, match=r"shapes.*pad"):
+        la.calibrate(batches)
+    loader = DataLoader([x for x, _ in batches], batch_size=None)
+    with pytest.raises(ValueError, match=r"la.predictions\(loader\)"):
+        la(loader)
+    assert [len(part.expectation[0]) for part in la.predictions(loader)] == [3, 5]

@@ -102,13 +102,13 @@ def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int
         >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
     rows, axes = _rows(la, loader, real=True), _axes(axes)
-    y, x, predicted = rows.targets, rows.inputs, rows.posterior
+    x, predicted = rows.inputs, rows.posterior
     over = x is not None and x[0].numel() == 1
     if over:
         margin = 0.3 * (x.max() - x.min())
         grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
         predicted = la.predict(grid.view(-1, *x.shape[1:]))
-    values = y, predicted.expectation, *predicted.credible_interval(0.9)
+    values = rows.targets, predicted.expectation, *predicted.credible_interval(0.9)
     y, mean, low, high = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
     places = _array(x.flatten()) if over else mean
     kept = places.argsort()[np.linspace(0, len(y) - 1, min(len(y), _MOST)).round().astype(int)]

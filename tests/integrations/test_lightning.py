@@ -83,7 +83,7 @@ def test_the_posterior_and_the_student_are_those_of_the_trained_network(tmp_path
     assert logged["posterior/effective_dim"] == pytest.approx(la.effective_dim.item())
     assert logged["posterior/calibrated_NLL"] == pytest.approx(la.calibration.after)
     assert_close(LinearisedLaplace.load(path, module.net)(x), la(x))
-    assert len(student.reference_scores) == len(la.predict(x).p_value) == 40
+    assert len(student.reference.unusual) == len(la.predict(x).p_value) == 40
     nll = -student.predict(x).log_prob(y).mean().item()
     assert logged["student/NLL"] == pytest.approx(nll, rel=1e-5)
     assert logged["student/KL"] == pytest.approx(student.error.held_out.kl)

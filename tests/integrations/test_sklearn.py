@@ -295,7 +295,7 @@ def test_a_student_predicts_for_the_estimator(ensemble, monkeypatch):
     np.testing.assert_array_equal(classifier.predict_proba(x), expected)
     theirs = classifier.laplace_(torch.tensor(x)).numpy()
     assert 0.9 < np.corrcoef(expected[:, 0], theirs[:, 0])[0, 1] < 1
-    assert (student.error.nll is None) == (student.reference_scores is None) == bool(ensemble)
+    assert (student.error.nll is None) == (student.reference is None) == bool(ensemble)
     again = pickle.loads(pickle.dumps(classifier))
     np.testing.assert_array_equal(again.predict_proba(x), expected)
     ((_, inputs, how),) = given

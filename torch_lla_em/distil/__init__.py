@@ -1,8 +1,8 @@
 """Students: networks that predict in one forward pass what a posterior predicts.
 
-``training`` has ``distil``, which makes a student; ``inputs`` gathers unlabelled inputs and makes more of them,
-and ``targets`` is what is learnt at each. ``student`` is the network, ``prediction`` what it predicts, and ``error``
-how far it is from its posterior.
+``training`` has ``distil``, which makes a student; ``inputs`` gathers unlabelled inputs and makes more of them, and
+``error`` has what is learnt at each, and how far a student is from it. ``student`` is the network, and
+``prediction`` what it predicts.
 """
 
 from torch_lla_em.distil.error import StudentError

@@ -1,16 +1,90 @@
-"""How far a student's predictions are from those of the posterior."""
+"""What a student learns, and how far its predictions are from those of the posterior."""
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction import Prediction
+
 # largest mean KL, in nats, of a student that is good enough; more is accepted far from the data
 _KL = {"held-out": 0.03, "made": 0.1}
 # smallest rank correlation that is good enough
 _CORRELATION = 0.8
+# part of the mean that is added to an uncertainty before the logarithm is taken
+_FLOOR = 1e-4
+# part of the median distance below which an example counts as one of those it is compared with
+_SAME = 1e-2
+
+
+class Known(NamedTuple):
+    """Inputs with the predictions of a posterior, classes last."""
+
+    x: Any
+    """B inputs."""
+
+    expectation: Tensor
+    """E[y], (B, *sites, C)."""
+
+    uncertainty: Tensor
+    """The epistemic part and, unless E[y] is a probability, the aleatoric part: (B, *sites, n)."""
+
+    scores: Tensor
+    """Out-of-distribution scores, (B, S)."""
+
+    @classmethod
+    def of(cls, x: Any, prediction: Prediction) -> Known:
+        """Return inputs with what a student learns of their prediction."""
+        expectation = prediction.expectation
+
+        def last(values: Tensor) -> Tensor:
+            if values.dim() < expectation.dim():
+                return values.unsqueeze(-1)
+            return values.movedim(prediction.class_dim, -1)
+
+        parts = [last(prediction.epistemic)]
+        if not prediction.likelihood.gives_probabilities:
+            parts.append(last(prediction.aleatoric))
+        scores = prediction.scored.values.to(expectation)
+        return cls(x, last(expectation), torch.cat(parts, -1), scores)
+
+    def logarithms(self) -> tuple[Tensor, Tensor]:
+        """Return what the head learns: the logarithms of uncertainties and of scores."""
+        finite = self.uncertainty.where(self.uncertainty.isfinite(), 0)
+        floor = (_FLOOR * finite.flatten(0, -2).mean(0)).clamp_min(torch.finfo(finite.dtype).tiny)
+        return (self.uncertainty + floor).log(), self.log_scores()
+
+    def log_scores(self) -> Tensor:
+        """Return the logarithms of scores; NaN for examples that are compared with themselves."""
+        finite = self.scores.where(self.scores.isfinite(), torch.nan)
+        known = finite > _SAME * finite.nanmedian(0).values
+        return finite.log().where(known, torch.nan)
+
+    def divergence(self, likelihood: Likelihood, f: Tensor, log_uncertainty: Tensor) -> Tensor:
+        """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its sites.
+
+        For labels it is that of distributions over classes, for others that of Gaussians with the same mean
+        and variance, which is the sum of both parts of the uncertainty.
+        """
+        p = self.expectation
+        if likelihood.gives_probabilities:
+            log_q = likelihood.log_mean(f)
+            terms = torch.xlogy(p, p) - p * log_q
+            if likelihood.elementwise:
+                q = log_q.exp().clamp(max=1 - torch.finfo(f.dtype).eps)
+                terms = terms + torch.xlogy(1 - p, 1 - p) - (1 - p) * (-q).log1p()
+            else:
+                terms = terms.sum(-1)
+        else:
+            parts = self.uncertainty, log_uncertainty.exp()
+            known, variance = (part.unflatten(-1, (2, -1)).sum(-2) for part in parts)
+            ratio = (known + (p - likelihood.mean(f)).square()) / variance
+            terms = 0.5 * (ratio - 1 - (known / variance).log())
+        return terms.flatten(1).mean(1) if terms.dim() > 1 else terms
 
 
 class Agreement(NamedTuple):
@@ -45,14 +119,14 @@ class Likelihoods(NamedTuple):
     posterior: float
     student: float
     number: int
-    gain_error: float = float("nan")
+    gain_error: float = nan
     """Standard error of the difference between network and posterior."""
 
     @property
     def kept(self) -> float:
         """The share of the posterior's gain over the network that the student keeps."""
         gain = self.network - self.posterior
-        return (self.network - self.student) / gain if gain else float("nan")
+        return (self.network - self.student) / gain if gain else nan
 
     def __str__(self) -> str:
         gain = self.network - self.posterior
@@ -80,18 +154,16 @@ class StudentError(NamedTuple):
     @property
     def warnings(self) -> list[str]:
         """What is not good enough, and what helps."""
-        found = []
         # OOD scores of held-out inputs are nearly equal, and their ranks noise: all are near the data
-        for name, words, field in (
-            ("held-out", "epistemic uncertainty", "epistemic"),
-            ("made", "OOD scores", "ood"),
-        ):
-            at = self.held_out if name == "held-out" else self.made
+        ranked = {"held-out": ("epistemic uncertainty", "epistemic"), "made": ("OOD scores", "ood")}
+        found = []
+        for name, at in {"held-out": self.held_out, "made": self.made}.items():
+            words, field = ranked[name]
             if at is not None and not at.kl <= _KL[name]:
                 found.append(f"its mean KL from the posterior at {name} inputs is {at.kl:.2g} nats")
             if at is not None and getattr(at, field) < _CORRELATION:
-                known = f"{getattr(at, field):.2f}"
-                found.append(f"the rank correlation of its {words} at {name} inputs is {known}")
+                value = f"{getattr(at, field):.2f}"
+                found.append(f"the rank correlation of its {words} at {name} inputs is {value}")
         if not found:
             return []
         return [
@@ -99,14 +171,12 @@ class StudentError(NamedTuple):
             "inputs, increase num_inputs or steps, or pass a wider network as student=."
         ]
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of a table."""
-        named: dict[str, Any] = {"held-out inputs": self.held_out, "made inputs": self.made}
-        if self.made is not None:
-            named["OOD scores"] = f"rank correlation {self.made.ood:.3f} at made inputs"
-        named["NLL"] = self.nll
-        rows = [(name, str(value)) for name, value in named.items() if value is not None]
-        return rows + [("warning", words) for words in self.warnings]
+        ood = self.made and f"rank correlation {self.made.ood:.3f} at made inputs"
+        named = {"held-out inputs": self.held_out, "made inputs": self.made, "OOD scores": ood}
+        rows = [(n, str(v)) for n, v in (named | {"NLL": self.nll}).items() if v is not None]
+        return [*rows, *(("warning", words) for words in self.warnings)]
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> StudentError:
@@ -119,6 +189,4 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
     """Return Spearman's correlation of two vectors, over entries where both are finite."""
     known = a.isfinite() & b.isfinite()
     a, b = (v[known].argsort().argsort().double() for v in (a, b))
-    if len(a) < 2:
-        return float("nan")
-    return torch.corrcoef(torch.stack([a, b]))[0, 1].item()
+    return torch.corrcoef(torch.stack([a, b]))[0, 1].item() if len(a) > 1 else nan

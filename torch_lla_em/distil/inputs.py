@@ -1,8 +1,9 @@
-"""Unlabelled inputs: gathered from what a user passes, split, and more of them made from those."""
+"""Unlabelled inputs: gathered from what a user passes, and more of them made from those."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +24,19 @@ from torch_lla_em.data import (
 Way = str | Callable[[Any], Any]
 """How inputs are made from others: "noise", "swap", or a function of inputs."""
 
-# inputs that measure the error of a student: a tenth, but at most so many
-_HELD_OUT = 1000
 # number of examples that are predicted or made at once
 _AT_ONCE = 250
 
 
-def gathered(inputs: Any, targets: Any, device: torch.device) -> list[Any]:
-    """Return inputs on a device, one tree for each shape of examples; targets are only counted."""
+def gathered(inputs: Any, targets: Any, device: torch.device) -> Any:
+    """Return all inputs as one tree of tensors on a device; targets are only counted."""
     if isinstance(inputs, Iterator):  # it is read once
         inputs = list(inputs)
     batches: Iterable[Any] = [inputs_of(inputs) if isinstance(inputs, dict) else inputs]
     if isinstance(inputs, (DataLoader, Dataset, list)):
         batches = map(inputs_of, as_loader(inputs))
-    found = joined(to_device(batch, device) for batch in batches)
-    count = sum(map(number_of, found))
+    parts = [to_device(batch, device) for batch in batches]
+    count = sum(map(number_of, parts))
     if targets is not None and len(as_targets(targets)) != count:
         raise ValueError(
             f"There are {count} inputs but {len(targets)} targets. distil needs inputs only: "
@@ -45,7 +44,13 @@ def gathered(inputs: Any, targets: Any, device: torch.device) -> list[Any]:
         )
     if count < 10:
         raise ValueError(f"distil needs at least 10 inputs, not {count}.")
-    return found
+    shapes = {str([tuple(t.shape[1:]) for t in tensors_in(part)]) for part in parts}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"The inputs of distil have examples of several shapes, {' and '.join(sorted(shapes)[:2])}: pad or crop "
+            "them to one, or distil a student for each."
+        )
+    return joined(parts)
 
 
 def number_of(x: Any) -> int:
@@ -70,28 +75,10 @@ def pieces(tree: Any) -> Iterator[Any]:
         yield rows_of(tree, slice(start, start + _AT_ONCE))
 
 
-def joined(trees: Iterable[Any]) -> list[Any]:
-    """Concatenate the examples of trees with the same shapes."""
-    groups: dict[str, list[Any]] = {}
-    for tree in trees:
-        if number_of(tree):
-            groups.setdefault(str([t.shape[1:] for t in tensors_in(tree)]), []).append(tree)
-    found = []
-    for first, *others in groups.values():
-        parts = zip(*map(tensors_in, (first, *others)))
-        found.append(map_tensors(lambda _: torch.cat(next(parts)), first) if others else first)
-    return found
-
-
-def split(given: list[Any], generator: torch.Generator) -> tuple[list[Any], list[Any]]:
-    """Return inputs to train on, and a random part that is held out."""
-    sizes = [number_of(x) for x in given]
-    order = torch.randperm(sum(sizes), generator=generator, device="cpu")
-    is_held = torch.zeros(len(order), dtype=torch.bool, device="cpu")
-    is_held[order[: max(2, min(round(0.1 * len(order)), _HELD_OUT))]] = True
-    parts = list(zip(given, is_held.split(sizes)))
-    used = [rows_of(x, ~held) for x, held in parts if not held.all()]
-    return used, [rows_of(x, held) for x, held in parts if held.any()]
+def joined(trees: Sequence[Any]) -> Any:
+    """Return all examples of trees of one form as one."""
+    parts = zip(*map(tensors_in, trees))
+    return map_tensors(lambda _: torch.cat(next(parts)), trees[0])
 
 
 def labelled(loader: Any, target_fn: TargetFn | None) -> Iterator[tuple[Any, Tensor]]:
@@ -121,24 +108,32 @@ def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
 
 def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generator) -> Iterator[Any]:
     """Yield ``count`` inputs altogether, made from examples of x, in turns by each way."""
-    spreads = [_spread(t) for t in tensors_in(x)] if "noise" in ways else []
-    sizes = [len(part) for part in torch.arange(count, device="cpu").tensor_split(len(ways))]
-    for way, size in zip(ways, sizes):
-        rows = torch.randint(number_of(x), (2, size), generator=generator, device="cpu")
-        for some, others in zip(*(part.split(_AT_ONCE) for part in rows)):
+    spreads = [_spread(t) for t in tensors_in(x)]
+    rows = torch.randint(number_of(x), (2, count), generator=generator, device="cpu")
+    for way, own in zip(ways, rows.tensor_split(len(ways), 1)):
+        for some, others in zip(*(numbers.split(_AT_ONCE) for numbers in own)):
             given = rows_of(x, some)
-            if way == "noise":
-                yield _noisy(given, spreads, generator)
-            elif way == "swap":
-                yield _swapped(given, rows_of(x, others), generator)
-            elif callable(way):
+            if callable(way):
                 found = way(given)
-                if number_of(found) != len(some):
-                    raise ValueError(
-                        f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one "
-                        "for each."
-                    )
-                yield found
+            else:
+                each = zip(tensors_in(given), spreads, tensors_in(rows_of(x, others)))
+                new = iter(
+                    _noisy(t, spread, generator)
+                    if way == "noise"
+                    else _swapped(t, other, generator)
+                    for t, spread, other in each
+                )
+                found = map_tensors(partial(_next, new), given)
+            if number_of(found) != len(some):
+                raise ValueError(
+                    f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one for "
+                    "each."
+                )
+            yield found
+
+
+def _next(new: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(new)
 
 
 def _spread(t: Tensor) -> Tensor | None:
@@ -148,38 +143,27 @@ def _spread(t: Tensor) -> Tensor | None:
     return t.std(0) if t.dim() == 2 and len(t) > 1 else t.std()
 
 
-def _noisy(x: Any, spreads: Sequence[Tensor | None], generator: torch.Generator) -> Any:
+def _noisy(t: Tensor, spread: Tensor | None, generator: torch.Generator) -> Tensor:
     """Add noise of up to two standard deviations to real numbers."""
-    every = iter(spreads)
-
-    def noisy(t: Tensor) -> Tensor:
-        spread = next(every)
-        if spread is None:
-            return t
-        noise = torch.randn(t.shape, generator=generator, device="cpu") * _sizes(t, generator)
-        return t + 2 * spread * noise.to(t)
-
-    return map_tensors(noisy, x)
+    if spread is None:
+        return t
+    noise = torch.randn(t.shape, generator=generator, device="cpu") * _sizes(t, generator)
+    return t + 2 * spread * noise.to(t)
 
 
-def _swapped(x: Any, others: Any, generator: torch.Generator) -> Any:
+def _swapped(t: Tensor, other: Tensor, generator: torch.Generator) -> Tensor:
     """Replace a random share of the entries of each example by those of another one.
 
     Half of the examples with real numbers are mixed with the other one instead. Masks and segments,
     which are 0 or 1, are not changed.
     """
-    every = iter(tensors_in(others))
-
-    def swapped(t: Tensor) -> Tensor:
-        other, size = next(every), _sizes(t, generator)
-        chosen = torch.rand(t.shape, generator=generator, device="cpu") < size
-        if t.is_floating_point():
-            share = torch.where(_sizes(t, generator) < 0.5, size, chosen.to(size.dtype))
-            return t.lerp(other, share.to(t))
-        are_tokens = not t.is_complex() and t.dtype != torch.bool and t.numel() and int(t.max()) > 1
-        return torch.where(chosen.to(t.device), other, t) if are_tokens else t
-
-    return map_tensors(swapped, x)
+    size = _sizes(t, generator)
+    chosen = torch.rand(t.shape, generator=generator, device="cpu") < size
+    if t.is_floating_point():
+        share = torch.where(_sizes(t, generator) < 0.5, size, chosen.to(size.dtype))
+        return t.lerp(other, share.to(t))
+    are_tokens = not t.is_complex() and t.dtype != torch.bool and t.numel() and int(t.max()) > 1
+    return torch.where(chosen.to(t.device), other, t) if are_tokens else t
 
 
 def _sizes(t: Tensor, generator: torch.Generator) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, pi
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
 from torch_lla_em.prediction import (
     Interval,
-    Prediction,
     Printed,
-    Score,
     aligned,
-    chosen,
     conformal_interval,
     conformal_set,
     errors_of_classes,
@@ -36,7 +33,7 @@ from torch_lla_em.prediction import (
 
 
 class Scores(NamedTuple):
-    """Scores of the validation set that a student was calibrated on."""
+    """Scores of the validation set that a student was calibrated on, in float64."""
 
     unusual: Tensor
     """Out-of-distribution scores, (n, S)."""
@@ -82,7 +79,7 @@ class StudentPrediction(Printed):
     @property
     def expectation(self) -> Tensor:
         """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        return self._out(self._expected())
+        return self._out(self.likelihood.mean(self.centre))
 
     @property
     def probs(self) -> Tensor:
@@ -99,26 +96,33 @@ class StudentPrediction(Printed):
     @property
     def predictive_variance(self) -> Tensor:
         """The variance of y, with observation noise, (B, ..., C); p (1 - p) for probabilities."""
-        p = self.expectation
-        return p * (1 - p) if self.likelihood.gives_probabilities else self._out(self._variance())
+        if self.likelihood.gives_probabilities:
+            return self.probs * (1 - self.probs)
+        return self.aleatoric + self.epistemic
 
     @property
     def entropy(self) -> Tensor:
         """The entropy of y in nats; for regression that of a Gaussian."""
         if self.likelihood.real_valued:
-            return self._out(gaussian_entropy(self._variance()))
+            return gaussian_entropy(self.predictive_variance)
         self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
         return self._out(self.likelihood.entropy(self.centre[None]))
 
     @property
     def aleatoric(self) -> Tensor:
         """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self._out(self._uncertainties()[0])
+        if self.likelihood.gives_probabilities:
+            return self.entropy - self.epistemic
+        return self._out(self.log_uncertainty.exp().chunk(2, -1)[1])
 
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self._out(self._uncertainties()[1])
+        uncertainty = self.log_uncertainty.exp()
+        if not self.likelihood.gives_probabilities:
+            return self._out(uncertainty.chunk(2, -1)[0])
+        entropy = self.likelihood.entropy(self.centre[None])
+        return self._out(torch.minimum(uncertainty.reshape(entropy.shape), entropy))
 
     @property
     def ood_score(self) -> Tensor:
@@ -128,20 +132,14 @@ class StudentPrediction(Printed):
     @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,)."""
-        return self.p_values()
+        unusual, _, room = self._compared("p_value")
+        return p_values(unusual, self.ood_score, room)
 
-    def p_values(self, score: Score = "all") -> Tensor:
-        """Return conformal p-values by all scores, by "epistemic" alone, or by "distance", (B,)."""
-        (unusual, _, room), scores = self._compared("p_value"), self.ood_score
-        count = scores.shape[1]
-        some = chosen(score, count, count, self.likelihood.real_valued)
-        return p_values(unusual[:, some], scores[:, some], room)
-
-    def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
+    def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
         least = ceil(1 / require_share(rate, "rate") - 1 - 1e-9)
         require(len(self._compared("is_ood").unusual), least, f"rate={rate}")
-        return self.p_values(score) <= rate
+        return self.p_value <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
@@ -149,24 +147,20 @@ class StudentPrediction(Printed):
         is_possible = has_classes(self.likelihood, self.centre)
         self._require(is_possible, "prediction_set", f"interval(level), or {of_pixels}")
         _, errors, room = self._compared("prediction_set")
-        return self._out(conformal_set(self._expected(), quantiles(errors, level), room))
+        return conformal_set(self.expectation, quantiles(errors, level), room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
         is_possible = has_values(self.likelihood, self.centre)
         self._require(is_possible, "interval", "prediction_set(level) for classes")
         _, errors, room = self._compared("interval")
-        moments = self._expected(), self._variance()
-        return Interval(
-            *map(self._out, conformal_interval(*moments, quantiles(errors, level), room))
-        )
+        size = quantiles(errors, level)
+        return conformal_interval(self.expectation, self.predictive_variance, size, room)
 
     def credible_interval(self, level: float = 0.95) -> Interval:
         """Return intervals of continuous targets with probability ``level`` under the student."""
-        share = require_share(level)
         self._require(self.likelihood.real_valued, "credible_interval", "epistemic")
-        ends = gaussian_interval(self._expected(), self._variance(), share)
-        return Interval(*map(self._out, ends))
+        return gaussian_interval(self.expectation, self.predictive_variance, require_share(level))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
@@ -174,18 +168,20 @@ class StudentPrediction(Printed):
         Continuous targets are Gaussian, and counts have a negative binomial distribution with the
         learnt mean and variance.
         """
-        likelihood, mean, y = self.likelihood, self._expected(), self.aligned(y)
+        likelihood, y = self.likelihood, self.aligned(y)
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
         self._require(self.has_log_prob(), "log_prob", "expectation")
+        own, mean = self._out(y), self.expectation
         if likelihood.real_valued:
-            variance = self._variance()
-            return sum_rows(-0.5 * ((y - mean).square() / variance + (2 * pi * variance).log()), y)
+            variance = self.predictive_variance
+            each = -0.5 * ((own - mean).square() / variance + (2 * pi * variance).log())
+            return sum_rows(each, y)
         # the shape of the Gamma distribution of rates
-        shape = (mean.square() / self._uncertainties()[1]).clamp(max=1e6)
+        shape = (mean.square() / self.epistemic).clamp(max=1e6)
         logits = mean.log() - shape.log()
         counts = torch.distributions.NegativeBinomial(shape, logits=logits, validate_args=False)
-        return sum_rows(counts.log_prob(y.to(mean)), y)
+        return sum_rows(counts.log_prob(own.to(mean)), y)
 
     def has_log_prob(self) -> bool:
         """Return whether the density of targets follows from their mean and variance."""
@@ -203,9 +199,9 @@ class StudentPrediction(Printed):
         some, y = self.part(kept), y[kept]
         errors = y.new_zeros(len(y), 0)
         if has_classes(self.likelihood, self.centre):
-            errors = errors_of_classes(some._expected(), y)
+            errors = errors_of_classes(some.expectation, y)
         elif has_values(self.likelihood, self.centre):
-            errors = errors_of_values(some._expected(), some._variance(), y)
+            errors = errors_of_values(some.expectation, some.predictive_variance, y)
         return some.ood_score, errors.double()
 
     def part(self, rows: Tensor | slice) -> StudentPrediction:
@@ -217,41 +213,16 @@ class StudentPrediction(Printed):
         """Return the prediction of the first few inputs."""
         return self.part(slice(count))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise an error, which names the posterior's property of this name if there is one."""
-        same = {"mean": "expectation", "variance": "epistemic"}  # of continuous targets
-        if name in same:
-            raise AttributeError(f"A student has no .{name}: use .{same[name]}.")
-        raise AttributeError(lacking(name, Prediction, "la.predict(x)"))
-
-    def _expected(self) -> Tensor:
-        return self.likelihood.mean(self.centre)
-
-    def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        """Return the aleatoric and the epistemic uncertainty."""
-        uncertainty = self.log_uncertainty.exp()
-        if not self.likelihood.gives_probabilities:
-            epistemic, aleatoric = uncertainty.chunk(2, -1)
-            return aleatoric, epistemic
-        entropy = self.likelihood.entropy(self.centre[None])
-        epistemic = torch.minimum(uncertainty.reshape(entropy.shape), entropy)
-        return entropy - epistemic, epistemic
-
-    def _variance(self) -> Tensor:
-        """Return the variance of y."""
-        aleatoric, epistemic = self._uncertainties()
-        return aleatoric + epistemic
-
     def _compared(self, name: str) -> Scores:
-        """Return the scores of the validation set; ties are up to the rounding of the coarsest dtype."""
+        """Return the scores of the validation set; ties are up to the rounding of the coarser dtype."""
         if self.reference is None:
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this student has none. Call "
                 "student.calibrate(validation_loader) first: the reference of la.calibrate is for "
                 "the posterior's own scores."
             )
-        room = self.reference.room.clamp_min(rounding(self.centre.dtype))
-        return self.reference._replace(room=room)
+        unusual, errors, room = (part.to(self.centre.device) for part in self.reference)
+        return Scores(unusual, errors, room.clamp_min(rounding(self.centre.dtype)))
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:
@@ -267,13 +238,3 @@ class StudentPrediction(Printed):
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         return of_examples("Prediction of a student", self)
-
-
-def lacking(name: str, of: type, other: str) -> str:
-    """Return why a student lacks an attribute, which ``other`` has if its class ``of`` has it."""
-    if not hasattr(of, name):
-        return f"A student has no attribute {name!r}."
-    return (
-        f"A student has no .{name}, because it predicts each target on its own and has no "
-        f"functions from the posterior. Use {other}.{name}."
-    )

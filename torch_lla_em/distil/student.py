@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from os import PathLike
 from threading import get_ident
@@ -16,22 +16,16 @@ from torch.utils.data import DataLoader, Dataset
 from torch_lla_em.data import TargetFn, as_loader, default_forward, inputs_of, paired, to_device
 from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.inputs import labelled
-from torch_lla_em.distil.prediction import Scores, StudentPrediction, lacking
+from torch_lla_em.distil.prediction import Scores, StudentPrediction
 from torch_lla_em.jacobian import ForwardFn, Network, explained
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
-from torch_lla_em.prediction import (
-    Predictor,
-    Printed,
-    Score,
-    likelihood_options,
-    program_of,
-    rounding,
-)
+from torch_lla_em.prediction import Printed, likelihood_options, program_of, rounding
 from torch_lla_em.runtime import files
 
 # width of the hidden layer of a head
 _HIDDEN = 64
 _REFERENCE = "reference_scores", "reference_errors", "reference_room"
+"""Names of the scores of ``calibrate`` in files."""
 
 
 class Form(NamedTuple):
@@ -63,6 +57,7 @@ class Student(Printed, nn.Module):
         network (nn.Module): The network, whose outputs have the link of the likelihood.
         head (nn.Sequential): The head on its features.
         error (StudentError): How far its predictions are from those of the posterior.
+        reference (Scores or None): The scores of the validation set, after ``calibrate``.
 
     Example:
         >>> student = la.distil(x, steps=100, progress_bar=False)
@@ -71,21 +66,14 @@ class Student(Printed, nn.Module):
         >>> p_values = student.predict(x).p_value
     """
 
-    reference_scores: Tensor | None
-    reference_errors: Tensor | None
-    reference_room: Tensor | None
-
     def __init__(self, network: nn.Module, form: Form, example: Any):
         """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its number of features."""
         super().__init__()
-        self.network, self.form, self.error = network, form, StudentError()
-        self.likelihood = form.likelihood
+        self.network, self.form, self.likelihood = network, form, form.likelihood
+        self.error = StudentError()
+        self.reference: Scores | None = None
         self._seen: dict[int, list[Tensor]] = {}
-        layer = network.get_submodule(form.last)
-        self._channels_first = isinstance(layer, nn.modules.conv._ConvNd)
-        layer.register_forward_pre_hook(self._keep, with_kwargs=True)
-        for name in _REFERENCE:
-            self.register_buffer(name, None)
+        network.get_submodule(form.last).register_forward_pre_hook(self._keep, with_kwargs=True)
         self.eval()
         features = example
         if not isinstance(example, int):
@@ -93,62 +81,38 @@ class Student(Printed, nn.Module):
                 features = self._with_features(example)[1].shape[-1]
         self.head = _head(features, form.uncertainties + form.scores, next(network.parameters()))
 
-    @property
-    def reference(self) -> Scores | None:
-        """The scores of the validation set, after ``calibrate``."""
-        known = [getattr(self, name) for name in _REFERENCE]
-        return None if known[0] is None else Scores(*known)
-
     def train(self, mode: bool = True) -> Student:
         """Stay in eval mode, whatever ``mode``: predictions are the same in every call."""
         return super().train(False)
 
-    def forward(self, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Return what ``la(x)`` returns: probabilities or rates, or (mean, variance) of y.
 
         Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; they may
-                also be given by name.
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
 
         Returns:
             Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
             the variance of y, with the observation noise.
         """
         if self.likelihood.real_valued:
-            prediction = self.predict(x, **inputs)
+            prediction = self.predict(x)
             return prediction.expectation, prediction.predictive_variance
-        each = [self.likelihood.mean(self._outputs(some)) for some in self._batches(x, inputs)]
-        y = each[0] if len(each) == 1 else torch.cat(each)
+        y = torch.cat([self.likelihood.mean(self._outputs(some)) for some in self._batches(x)])
         return y if self.form.class_dim == -1 else y.movedim(-1, self.form.class_dim)
 
-    def predict(self, x: Any = None, **inputs: Any) -> StudentPrediction:
+    def predict(self, x: Any) -> StudentPrediction:
         """Return the predictive distribution at x, one forward pass for each batch.
 
         Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; they may
-                also be given by name.
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
 
         Returns:
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
-        each = zip(*(self.heads(some) for some in self._batches(x, inputs)))
-        centre, uncertainty, scores = (p[0] if len(p) == 1 else torch.cat(p) for p in each)
-        return StudentPrediction(
-            self.likelihood, centre, uncertainty, scores, self.form.class_dim, self.reference
-        )
-
-    def is_ood(
-        self, x: Any = None, rate: float = 0.05, score: Score = "all", **inputs: Any
-    ) -> Tensor:
-        """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-            rate (float): Largest share of false alarms among inputs from the validation set's
-                distribution. Default 0.05; ``calibrate`` needs at least 1 / rate - 1 examples for it.
-            score (str): "all" (default), "epistemic" or "distance", as in ``la.is_ood``.
-        """
-        return self.predict(x, **inputs).is_ood(rate, score)
+        parts = map(torch.cat, zip(*(self.heads(some) for some in self._batches(x))))
+        how = {"class_dim": self.form.class_dim, "reference": self.reference}
+        return StudentPrediction(self.likelihood, *parts, **how)
 
     def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
         """Make p-values, prediction sets and intervals from the student's own scores.
@@ -172,8 +136,8 @@ class Student(Printed, nn.Module):
             unusual, errors = map(torch.cat, zip(*(self.predict(x).scores_of(y) for x, y in pairs)))
         if not len(unusual):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
-        self.reference_scores, self.reference_errors = unusual, errors.sort(0).values
-        self.reference_room = unusual.new_tensor(rounding(next(self.head.parameters()).dtype))
+        room = unusual.new_tensor(rounding(next(self.head.parameters()).dtype))
+        self.reference = Scores(unusual, errors.sort(0).values, room)
         return self
 
     def note(self, error: StudentError) -> Student:
@@ -236,15 +200,13 @@ class Student(Printed, nn.Module):
                 "parameters and buffers have the same names and shapes."
             )
         error, name = StudentError.of(record.pop("error")), record["likelihood"]
-        for argument, is_missing in (
-            ("likelihood", likelihood is None and name is None),
-            ("forward_fn", forward_fn is None and record["forward_fn"]),
-        ):
-            if is_missing:
-                raise ValueError(
-                    f"The student was distilled with your own {argument}, which a file cannot store. Pass "
-                    f"{argument}=... to load."
-                )
+        missing = {"likelihood": likelihood is None and name is None}
+        missing["forward_fn"] = forward_fn is None and record["forward_fn"]
+        for argument in [argument for argument, is_missing in missing.items() if is_missing]:
+            raise ValueError(
+                f"The student was distilled with your own {argument}, which a file cannot store. Pass "
+                f"{argument}=... to load."
+            )
         likelihood = likelihood or LIKELIHOODS[name]()
         usual = compare if isinstance(likelihood, BradleyTerry) else default_forward
         record |= {"likelihood": likelihood, "forward_fn": forward_fn or usual}
@@ -274,12 +236,8 @@ class Student(Printed, nn.Module):
         """
         is_label = self.likelihood.gives_probabilities
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
-        names += [
-            "epistemic",
-            "aleatoric",
-            "ood_score",
-            *["p_value"] * (self.reference is not None),
-        ]
+        names += ["epistemic", "aleatoric", "ood_score"]
+        names += ["p_value"] if self.reference is not None else []
 
         def answer(x: Any) -> dict[str, Tensor]:
             prediction = self.predict(x)
@@ -292,13 +250,6 @@ class Student(Printed, nn.Module):
             return found | prediction.interval(level)._asdict()
 
         return program_of(answer, [answer], [self._called], to_device(x, self._device), path)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise an error for what needs functions from the posterior, that names the posterior."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            raise AttributeError(lacking(name, Predictor, "la")) from error
 
     @property
     def _device(self) -> torch.device:
@@ -326,8 +277,7 @@ class Student(Printed, nn.Module):
             f = self._outputs(x)
         finally:
             del self._seen[get_ident()]
-        each = [h.movedim(1, -1) if self._channels_first else h for h in seen]
-        h = each[0] if len(each) == 1 else torch.cat(each, -1)  # it can be called several times
+        h = torch.cat(seen, -1)  # the layer can be called several times
         if h.dim() == f.dim() and h.shape[:-1] == f.shape[:-1]:
             return f, h
         if f.dim() == 2 and len(h) == len(f):
@@ -340,41 +290,39 @@ class Student(Printed, nn.Module):
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the inputs of the last layer for the head, in the thread that asks for them."""
-        seen = self._seen.get(get_ident())
-        if seen is not None:
-            seen.append(next(iter((*args, *kwargs.values()))))
+        if get_ident() in self._seen:
+            h = next(iter((*args, *kwargs.values())))
+            is_image = isinstance(layer, nn.modules.conv._ConvNd)
+            self._seen[get_ident()].append(h.movedim(1, -1) if is_image else h)
 
-    def _batches(self, x: Any, inputs: dict[str, Any]) -> Iterator[Any]:
-        if inputs and x is not None:
-            raise TypeError(
-                f"Pass all inputs by name, or all in one tuple or dict, without {sorted(inputs)}. A student "
-                "predicts in one forward pass and has no further options; la.predict of the posterior has."
-            )
-        batches: Any = [inputs_of(inputs or x) if inputs or isinstance(x, dict) else x]
-        if isinstance(x, (DataLoader, Dataset)):
-            batches = map(inputs_of, as_loader(x))
-        return (to_device(batch, self._device) for batch in batches)
+    def _batches(self, x: Any) -> Iterator[Any]:
+        several = isinstance(x, (DataLoader, Dataset))
+        batches = as_loader(x) if several else [x]
+        is_batch = several or isinstance(x, dict)  # which can have targets
+        return (to_device(inputs_of(b) if is_batch else b, self._device) for b in batches)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Student:
-        """Map all tensors, as ``to`` and ``half`` do; what ``calibrate`` found stays in float64.
+    def get_extra_state(self) -> Tensor:
+        """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores, errors and their room."""
+        if self.reference is None:
+            return torch.empty(0, device="cpu")
+        unusual, errors, room = self.reference
+        return torch.cat([unusual, errors, room.expand(len(unusual), 1)], 1)
 
-        They keep the rounding of the coarsest dtype since then, in others too.
-        """
-        known = self.reference
-        super()._apply(fn, recurse)
-        if known is not None:
-            room = known.room.clamp_min(rounding(next(self.head.parameters()).dtype))
-            for name, tensor in zip(_REFERENCE, known._replace(room=room)):
-                setattr(self, name, tensor.to(self._device))
-        return self
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take what ``get_extra_state`` has returned."""
+        count = self.form.scores
+        self.reference = None
+        if state.dim() == 2:
+            unusual, errors, room = state.tensor_split((count, state.shape[1] - 1), 1)
+            self.reference = Scores(unusual, errors, room[0, 0])
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Load the scores of ``calibrate`` too, of any number of examples or none."""
-        for name in _REFERENCE:
-            tensor = state_dict.get(f"{prefix}{name}")
-            own = None if tensor is None else torch.empty_like(tensor, device=self._device)
-            setattr(self, name, own)
+        """Take the three tensors in which version 0.4 had what ``calibrate`` keeps."""
+        state_dict.setdefault(f"{prefix}_extra_state", torch.empty(0, device="cpu"))
+        former = [state_dict.pop(f"{prefix}{name}", None) for name in _REFERENCE]
         super()._load_from_state_dict(state_dict, prefix, *more)
+        if former[0] is not None:
+            self.reference = Scores(*former)
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = sum(p.numel() for p in self.parameters())
@@ -389,14 +337,11 @@ class Student(Printed, nn.Module):
 
 def _head(features: int, outputs: int, like: Tensor) -> nn.Sequential:
     """Return a head with one hidden layer, whose outputs are 0 until it is trained."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    how = {"device": like.device, "dtype": like.dtype}
-    first = nn.utils.skip_init(nn.Linear, features, _HIDDEN, **how)
-    last = nn.utils.skip_init(nn.Linear, _HIDDEN, outputs, **how)
-    with torch.no_grad():
-        for parameter in first.parameters():
-            draws = torch.rand(parameter.shape, generator=generator, device="cpu")
-            parameter.copy_((2 * draws - 1) / features**0.5)
-        for parameter in last.parameters():
-            parameter.zero_()
-    return nn.Sequential(first, nn.SiLU(), last)
+    generator, how = torch.Generator("cpu").manual_seed(0), {"device": "cpu", "dtype": like.dtype}
+    sizes = (features, _HIDDEN), (_HIDDEN, outputs)
+    first, last = (nn.utils.skip_init(nn.Linear, *size, **how) for size in sizes)
+    for parameter in first.parameters():
+        nn.init.uniform_(parameter, -(features**-0.5), features**-0.5, generator)
+    for parameter in last.parameters():
+        nn.init.zeros_(parameter)
+    return nn.Sequential(first, nn.SiLU(), last).to(like.device)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.distil.error import Agreement, Likelihoods, StudentError, rank_correlation
+from torch_lla_em.distil.error import Agreement, Known, Likelihoods, StudentError, rank_correlation
 from torch_lla_em.distil.inputs import (
     Way,
     augmented,
@@ -24,14 +24,14 @@ from torch_lla_em.distil.inputs import (
     number_of,
     pieces,
     rows_of,
-    split,
 )
 from torch_lla_em.distil.student import Form, Student
-from torch_lla_em.distil.targets import Known, divergence, log_scores
 from torch_lla_em.jacobian import Network, called_last
 from torch_lla_em.prediction import Predictor
 from torch_lla_em.runtime import check_options, report
 
+# inputs that measure the error of a student: a tenth, but at most so many
+_HELD_OUT = 1000
 # bounds on the number of inputs that are made by default, one for each given input
 _FEWEST, _MOST = 12_000, 40_000
 # weight of the squared error of the head, whose targets have variance 1, next to the KL
@@ -39,11 +39,6 @@ _OF_HEAD = 0.3
 # largest step as a part of the mean size of the network's weights, and the share of all steps over
 # which it grows
 _STEP, _WARM_UP = 0.03, 0.05
-_REMOVED = {
-    "widen": "augment takes functions of inputs: augment=[*ways, function]",
-    "mask_token": "pass a function that replaces tokens: augment=[*ways, function]",
-    "checkpoint": "a distillation that was killed starts again",
-}
 
 
 class Schedule(NamedTuple):
@@ -70,7 +65,6 @@ def distil(
     lr: float | None = None,
     seed: int = 0,
     progress_bar: bool = True,
-    **removed: Any,
 ) -> Student:
     """Train a network that predicts what this posterior predicts, in one forward pass.
 
@@ -81,8 +75,8 @@ def distil(
 
     Args:
         posterior (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.distil(x)`` passes la.
-        inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs,
-            or training data, whose targets are not used.
+        inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
+            shape, or training data, whose targets are not used.
         targets (Tensor, optional): Not used either, so that ``la.distil(x, y)`` takes the arguments of
             ``la.fit(x, y)``. Labels that are to be compared belong into ``validation``.
         validation (DataLoader, list of batches or tuple, optional): Labelled data on which the
@@ -101,14 +95,13 @@ def distil(
             square of the network's weights.
         seed (int): Seed of all random numbers. Default 0.
         progress_bar (bool): Show progress bars. Default True.
-        **removed: Arguments of version 0.4; each raises an error with its replacement.
 
     Returns:
         A ``Student``; ``print`` shows its error, measured at inputs that were not used.
 
     Raises:
-        ValueError: If there are too few inputs, or if the model does not accept them or its
-            predictions are not finite.
+        ValueError: If there are too few inputs or several shapes of them, or if the model does not
+            accept them or its predictions are not finite.
         TypeError: If inputs are not tensors with one row per example.
         NotFittedError: Before ``fit``, or if the model has changed since.
 
@@ -116,9 +109,6 @@ def distil(
         >>> student = la.distil(x, steps=100, progress_bar=False)
         >>> probabilities = student(x)
     """
-    for name in removed:
-        words = _REMOVED.get(name, "see help(la.distil) for those it has")
-        raise TypeError(f"distil has no argument {name!r}: {words}.")
     check_options(steps=steps, batch_size=batch_size, seed=seed, progress_bar=progress_bar)
     check_options(num_inputs=num_inputs, lr=lr)
     network = posterior._members(surely=True)[0].setting.linear_model.network
@@ -126,31 +116,26 @@ def distil(
     if isinstance(validation, Iterator):  # it is read several times
         validation = list(validation)
     with torch.inference_mode(False), torch.no_grad():
-        given = gathered(inputs, targets, network.device)
-        ways = chosen_ways(given[0], augment)
-        for x in given:
-            _last_of(network, x, "model")
-        found = _untrained(posterior, network, student, rows_of(given[0], slice(2)))
-        for x, y in () if validation is None else labelled(validation, found.form.target_fn):
-            found.predict(x).aligned(y)  # raises an error if they do not fit
+        x = gathered(inputs, targets, network.device)
+        total, ways = number_of(x), chosen_ways(x, augment)
+        found = _untrained(posterior, network, student, rows_of(x, slice(2)))
+        for some, y in () if validation is None else labelled(validation, found.form.target_fn):
+            found.predict(some).aligned(y)  # raises an error if they do not fit
             break
-        total = sum(map(number_of, given))
         count = min(max(total, _FEWEST), _MOST) if num_inputs is None else num_inputs
-        used, held = split(given, generator)
+        order = torch.randperm(total, generator=generator, device="cpu")
+        few = max(2, min(round(0.1 * total), _HELD_OUT))
+        held, used = (rows_of(x, rows.sort().values) for rows in order.tensor_split([few]))
         made, made_too = (
-            [
-                z
-                for x in part
-                for z in augmented(x, -(-count * number_of(x) // total), ways, generator)
-            ]
+            [*augmented(part, -(-count * number_of(part) // total), ways, generator)]
             for part in (used, held)
         )
-        every = ([*used, *made], len(used)), (held, 0), (made_too, 0)
-        learnt, *others = (_known(posterior, *each, progress_bar) for each in every)
+        every = [used, *made], [held], made_too
+        learnt, *others = (_known(posterior, parts, progress_bar) for parts in every)
     with torch.inference_mode(False), torch.enable_grad():
-        _train(found, learnt, Schedule(steps, batch_size, lr, seed, progress_bar))
+        _train(found, learnt, total - few, Schedule(steps, batch_size, lr, seed, progress_bar))
     with torch.no_grad():
-        held_out, at_made = (_agreement(found, known) for known in others)
+        held_out, at_made = (known and _agreement(found, known) for known in others)
         nll = None if validation is None else _nll(posterior, found, validation)
     found.note(StudentError(held_out, at_made, nll))
     for words in found.error.warnings:
@@ -159,7 +144,7 @@ def distil(
 
 
 def distilled(
-    la: Any, asked: bool | dict[str, Any], inputs: Any, validation: Any, **options: Any
+    la: Any, asked: bool | dict[str, Any], inputs: Any, validation: Any, seed: int = 0
 ) -> Student | None:
     """Return the student that an argument ``distil`` of an estimator or a callback asks for, or None.
 
@@ -168,7 +153,7 @@ def distilled(
         asked (bool or dict): Whether to distil, or arguments of ``la.distil``.
         inputs (Tensor, DataLoader or list of batches): As in ``la.distil``.
         validation (DataLoader or tuple, optional): As in ``la.distil``.
-        **options: Further arguments of ``la.distil``; those of a dict replace them.
+        seed (int): As in ``la.distil``. Default 0.
     """
     if not isinstance(asked, (bool, dict)):
         raise ValueError(
@@ -176,22 +161,23 @@ def distilled(
         )
     if asked is False:
         return None
-    own = asked if isinstance(asked, dict) else {}
-    options = {"validation": validation, "progress_bar": False, **options, **own}
-    student: Student = la.distil(inputs, **options)
+    options: dict[str, Any] = {"validation": validation, "progress_bar": False, "seed": seed}
+    student: Student = la.distil(inputs, **options | (asked if isinstance(asked, dict) else {}))
     return student
 
 
 def _untrained(posterior: Predictor, network: Network, own: nn.Module | None, some: Any) -> Student:
     """Return a copy of the model or of a user's network, with a head that has learnt nothing."""
-    due = Known.of(some, posterior.predict(some))
+    _last_of(network, some, "model")
+    prediction = posterior.predict(some)
+    due = Known.of(some, prediction)
     own = deepcopy(network.module if own is None else own).eval()
-    copy = Network(own, network.forward_fn, network.class_dim)
-    target_fn, last = posterior._members()[0].setting.target_fn, _last_of(copy, some, "student")
-    sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
+    last = _last_of(Network(own, network.forward_fn, network.class_dim), some, "student")
+    target_fn = posterior._members()[0].setting.target_fn
     called = network.forward_fn, target_fn, network.class_dim, last
+    sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
     student = Student(own, Form(posterior.likelihood, *called, *sizes), some)
-    shape, expected = (tuple(each.predict(some).expectation.shape) for each in (student, posterior))
+    shape, expected = (tuple(p.expectation.shape) for p in (student.predict(some), prediction))
     if shape != expected:
         raise ValueError(
             f"The student predicts shape {shape} for two inputs, and the posterior {expected}: pass a "
@@ -200,12 +186,12 @@ def _untrained(posterior: Predictor, network: Network, own: nn.Module | None, so
     return student
 
 
-def _known(posterior: Predictor, inputs: list[Any], given: int, progress_bar: bool) -> list[Known]:
-    """Return inputs with their predictions, one tree for each shape; the first few inputs were given."""
-    parts = [(x, n < given) for n, some in enumerate(inputs) for x in pieces(some)]
+def _known(posterior: Predictor, inputs: list[Any], progress_bar: bool) -> Known | None:
+    """Return inputs with their predictions; None if there are none."""
+    parts = [some for tree in inputs for some in pieces(tree)]
     found = []
-    for x, is_given in tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2):
-        due = Known.of(x, posterior.predict(x), is_given)
+    for x in tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2):
+        due = Known.of(x, posterior.predict(x))
         bad = ~due.expectation.flatten(1).isfinite().all(1)
         if bad.any():
             shown = tensors_in(rows_of(x, bad.nonzero()[:1, 0]))
@@ -215,12 +201,11 @@ def _known(posterior: Predictor, inputs: list[Any], given: int, progress_bar: bo
                 "training; functions of augment must return finite inputs."
             )
         found.append(due)
-    return joined(found)
+    return joined(found) if found else None
 
 
-def _last_of(network: Network, x: Any, name: str) -> str:
+def _last_of(network: Network, some: Any, name: str) -> str:
     """Return the path of the last layer; an error states which network does not accept the inputs."""
-    some = rows_of(x, slice(2))
     try:
         return called_last(network, some)
     except (RuntimeError, ValueError, IndexError) as error:
@@ -232,13 +217,16 @@ def _last_of(network: Network, x: Any, name: str) -> str:
         ) from error
 
 
-def _train(student: Student, known: list[Known], schedule: Schedule) -> None:
-    """Train a student whose head is standardised in training, and returns logarithms at the end."""
+def _train(student: Student, known: Known, given: int, schedule: Schedule) -> None:
+    """Train a student whose head is standardised in training, and returns logarithms at the end.
+
+    Half of the inputs of each step are drawn from those that were ``given``, which are the first.
+    """
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
-    logs = [block.logarithms() for block in known]
-    moments = [_moments(each) for each in zip(*logs)]
+    logs = known.logarithms()
+    moments = [_moments(each) for each in logs]
     mean, size = (torch.cat(each) for each in zip(*moments))
-    goals = [[(v - m) / s for v, (m, s) in zip(pair, moments)] for pair in logs]
+    goals = [(values - m) / s for values, (m, s) in zip(logs, moments)]
     weights: list[Tensor] = [p for p in student.network.parameters() if p.requires_grad]
     if not weights:  # a user has frozen the network because its own training is over
         weights = [p.requires_grad_() for p in student.network.parameters()]
@@ -246,16 +234,17 @@ def _train(student: Student, known: list[Known], schedule: Schedule) -> None:
     weights += head.parameters()
     optimiser = torch.optim.Adam(weights, largest, fused=True)
     generator = torch.Generator("cpu").manual_seed(schedule.seed)
-    counts = torch.tensor([[len(b.given), int(b.given.sum())] for b in known], device="cpu")
+    total = len(known.scores)
+    among = torch.full((min(schedule.batch_size, total),), float(total), device="cpu")
+    among[: round(0.5 * len(among))] = float(given)
     bar = tqdm(range(schedule.steps), "distilling", disable=not schedule.progress_bar)
     for step in bar:
-        at = int(torch.multinomial(counts[:, 0].double(), 1, generator=generator))
-        every, given = counts[at].tolist()
-        rows = _drawn(every, given, schedule.batch_size, generator).to(mean.device)
-        some = rows_of(known[at], rows)
+        share = torch.rand(len(among), generator=generator, device="cpu")
+        rows = (share * among).long().to(mean.device)
+        some = rows_of(known, rows)
         f, *found = student.heads(some.x)
-        loss = divergence(likelihood, f, found[0] * size[:n] + mean[:n], some).mean()
-        for z, goal in zip(found, goals[at]):
+        loss = some.divergence(likelihood, f, found[0] * size[:n] + mean[:n]).mean()
+        for z, goal in zip(found, goals):
             due = goal[rows]
             loss = loss + _OF_HEAD * (z - due).where(due.isfinite(), 0).square().mean()
         optimiser.zero_grad()
@@ -275,18 +264,9 @@ def _train(student: Student, known: list[Known], schedule: Schedule) -> None:
     optimiser.zero_grad()
 
 
-def _drawn(total: int, given: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw the numbers of some inputs: half of them from those that were given, which are the first."""
-    count = min(count, total)
-    among = torch.full((count,), float(total), device="cpu")
-    if given:
-        among[: round(0.5 * count)] = float(given)
-    return (torch.rand(count, generator=generator, device="cpu") * among).long()
-
-
-def _moments(logs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each column, over what is known."""
-    values = torch.cat([each.flatten(0, -2) for each in logs])
+    values = values.flatten(0, -2)
     known = values.isfinite()
     count = known.sum(0).clamp_min(1)
     mean = values.where(known, 0).sum(0) / count
@@ -294,30 +274,28 @@ def _moments(logs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     return mean, size.clamp_min(torch.finfo(size.dtype).eps)
 
 
-def _size_of(weights: list[Tensor]) -> float:
+def _size_of(weights: Iterable[Tensor]) -> float:
     """Return the median over matrices and kernels of the root mean square of their entries."""
     sizes = [w.detach().square().mean().sqrt() for w in weights if w.dim() > 1]
     return torch.stack(sizes or [w.detach().abs().mean() for w in weights]).median().item()
 
 
-def _agreement(student: Student, known: list[Known]) -> Agreement | None:
-    """Compare a student with the posterior's predictions, if there are any."""
+def _agreement(student: Student, known: Known) -> Agreement:
+    """Compare a student with the posterior's predictions."""
     columns = []
     parts = 1 if student.likelihood.gives_probabilities else 2
-    for due in (some for block in known for some in pieces(block)):
+    for due in pieces(known):
         f, uncertainty, scores = student.heads(due.x)
-        kl = divergence(student.likelihood, f, uncertainty, due).double()
+        kl = due.divergence(student.likelihood, f, uncertainty).double()
         both = (each.chunk(parts, -1)[0].flatten() for each in (uncertainty, due.uncertainty))
-        columns.append((kl, *both, scores, due.scores))
-    if not columns:
-        return None
-    kl, own, theirs, scores, due_scores = map(torch.cat, zip(*columns))
+        columns.append((kl, *both, scores))
+    kl, own, theirs, scores = map(torch.cat, zip(*columns))
     return Agreement(
         len(kl),
         kl.mean().item(),
         kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else nan,
         rank_correlation(own, theirs),
-        min(rank_correlation(*pair) for pair in zip(scores.T, log_scores(due_scores).T)),
+        min(rank_correlation(*pair) for pair in zip(scores.T, known.log_scores().T)),
     )
 
 

@@ -253,7 +253,7 @@ class _Estimator(BaseEstimator):
         own = next(members[0].model.parameters()).dtype
         predictor: Any = self.laplace_
         student = self.student_
-        if student is not None and (not held_out or student.reference_scores is not None):
+        if student is not None and (not held_out or student.reference is not None):
             predictor = student
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
         return torch.cat([of(predictor.predict(rows)) for rows in parts]).cpu()

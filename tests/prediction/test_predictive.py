@@ -337,28 +337,6 @@ def test_the_standard_error_is_that_of_the_samples():
     assert (prediction(Regression()).standard_error == 0).all()
 
 
-@BOTH
-def test_the_standard_error_has_that_of_the_mean(make):
-    """It adds what E[y] varies by as the mean does, in all components alike."""
-    plain = make(Classification())
-    parts, shares, d = plain.mixture.components, plain.mixture.weights, deviations_of(plain)
-    drifts = 1e-3 * draw(len(parts), B, 1, seed=9)
-    moved = tuple(part._replace(drift=drift) for part, drift in zip(parts, drifts))
-    both = replace(plain, mixture=FunctionMixture(moved, shares))
-    # that of the posterior is read from the samples, which are the ends of large changes
-    centre = parts[0].centre
-    odd = 0.5 * ((centre + d).softmax(-1) - (centre - d).softmax(-1))
-    change = shares[0] * drifts[0] * odd
-    for share, part, drift in zip(shares[1:], parts[1:], drifts[1:]):
-        apart = (part.centre + drift * d).softmax(-1) - part.centre.softmax(-1)
-        change = change + share * apart
-    due = (plain.standard_error.square() + change.square().mean(0)).sqrt()
-    assert_close(both.standard_error, due, rtol=1e-4, atol=1e-7)
-    assert_close(both.first(2).standard_error, both.standard_error[:2])
-    pair = together(both, both)
-    assert_close(pair.standard_error, both.standard_error / 2**0.5)
-
-
 def test_functions_of_a_rare_posterior_stay_few():
     p = reweighted(mixture(Classification()), 0.01, 0.49, 0.5)
     assert_close(p.functions.softmax(-1).mean(0), p.probs, rtol=0, atol=0.01)
@@ -424,20 +402,6 @@ def test_predictions_are_freed_without_garbage_collection(make):
     assert p.probs.shape == (B, C) and len(p.functions) > K
     del p
     assert freed() is None
-
-
-@pytest.mark.parametrize("make", [prediction, mixture])
-def test_averages_over_weighted_functions_are_exact(make):
-    p = make(Classification())
-    moved = replace(p, mixture=p.mixture.map(lambda c: c._replace(centre=2 * c.centre)))
-    both = together(p, moved)
-    assert [len(m.mixture.components) for m in both.members] == 2 * [len(p.mixture.components)]
-    for each in (p, both):
-        functions, weights = each.weighted_functions
-        assert_close(weights.sum(), torch.ones(()).to(weights))
-        average = (weights.view(-1, 1, 1) * functions.softmax(-1)).sum(0)
-        assert_close(average, each.probs)
-        assert len(functions) == len(weights) <= len(each.functions)
 
 
 @pytest.mark.parametrize("several", [False, True])

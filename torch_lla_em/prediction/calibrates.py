@@ -124,7 +124,8 @@ def calibrated_on(
         is_whole = all(posterior.setting.is_whole() for posterior in posteriors)
         found = calibrated([data], [tables], is_whole)
         # ranks may round differently
-        table, noise = map(group.from_first, found[:2])
+        table = group.from_first(found.table)
+        noise = found.noise if found.noise is None else group.from_first(found.noise)
         found = found._replace(table=table, noise=noise)
         found = found._replace(calibration=group.meet(found.calibration, first))
         return found, half_as_reference(data, found.numbers, stated), messages

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.conformal import errors_of, ood_scores
 from torch_lla_em.prediction.functions import MODE, NETWORK
-from torch_lla_em.prediction.pushforward import Pushforward, Tables
+from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
 from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
 from torch_lla_em.prediction.scores import has_classes
@@ -122,7 +122,7 @@ def restored(stored: list[Any] | None) -> Calibration | None:
 class Numbers(NamedTuple):
     """The numbers that are fitted, as functions of an unconstrained vector θ."""
 
-    at: Callable[[Tensor], tuple[Tensor, Tensor]]
+    at: Callable[[Tensor], tuple[Rows, Tensor | None]]
     """Maps θ (zeros at the start) to a table of components and a factor of σ."""
 
     deviations: tuple[float, ...]
@@ -139,7 +139,7 @@ class CalibratedComponents(NamedTuple):
     """The table of components and the factor of σ that were fitted; used if the NLL improves."""
 
     table: Tensor
-    noise: Tensor
+    noise: Tensor | None
     calibration: Calibration
     numbers: Numbers
 
@@ -164,7 +164,6 @@ def calibrated(
 
     numbers = numbers_of(likelihood)
     theta = most_probable(numbers, parts)
-    one, zero = torch.ones_like(theta[0]), torch.zeros_like(theta[0])
     errors = _squared_errors(parts, before)
     kept = _mean_of(before) if likelihood.observation_noise is not None else None
     if errors is not None and kept is not None:
@@ -175,7 +174,7 @@ def calibrated(
             numbers = numbers_of(likelihood, kept)
             theta = most_probable(numbers, parts)
     table, noise = numbers.at(theta)
-    old = torch.cat([_log_probs([part], own, one) for part, own in zip(parts, before)])
+    old = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
     new = _log_probs(parts, table, noise)
     optimism = _determined(numbers, theta, parts) / count
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
@@ -184,7 +183,7 @@ def calibrated(
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
     networks = [part.without_samples() for part in parts]
-    alone = _log_probs(networks, _table([[one, zero, one, zero]]), one)
+    alone = _log_probs(networks, posterior_alone(scale=0.0))
     network, scaled = mean_and_error(-alone)[0], None
     if numbers.of_network is not None and numbers.of_network.deviations:
         own = numbers.of_network.at(_searched(numbers.of_network, networks))
@@ -201,7 +200,7 @@ def calibrated(
     if lower > _ERRORS * error:
         more = "" if is_whole else "`parameters` or "
         report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels, more))
-    return CalibratedComponents(table, noise, calibration, numbers)
+    return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
 
 
 def _labels(part: Pushforward) -> int:
@@ -248,7 +247,7 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     if own is None and stated.weights is None:
         errors, joint = (e if e is None else e.sort(0).values for e in (errors, joint))
     return Reference(
-        table,
+        _table(table, data.f.double()),
         judged.likelihood.observation_noise,
         ood_scores(judged, *data.distances()).values,
         errors,
@@ -282,27 +281,20 @@ def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) 
     """
     if likelihood.observation_noise is not None:
 
-        def mixed_mean(theta: Tensor) -> tuple[Tensor, Tensor]:
-            one = theta.new_ones(())
-            mean = (
-                [share * one for share in kept]
-                if kept
-                else [theta[2].sigmoid(), (-theta[2]).sigmoid()]
-            )
-            return _table([[one, *mean, (2 * theta[0]).exp()]]), theta[1].exp()
+        def mixed_mean(theta: Tensor) -> tuple[Rows, Tensor]:
+            mean = kept or (theta[2].sigmoid(), (-theta[2]).sigmoid())
+            return [[1.0, *mean, (2 * theta[0]).exp()]], theta[1].exp()
 
         return Numbers(mixed_mean, (_OF_SCALE, _OF_SCALE, 2 * _OF_LOGIT)[: 2 if kept else 3])
     factors = 2 * likelihood.gives_probabilities
 
-    def mixture(theta: Tensor) -> tuple[Tensor, Tensor]:
-        one, zero, w = theta.new_ones(()), theta.new_zeros(()), theta[-3:].softmax(0)
-        t, c = theta[1:3].exp() if factors else (one, one)
-        posterior = [w[0], one, zero, (2 * theta[0]).exp()]
-        return _table([posterior, [w[1], c, zero, zero], [w[2], zero, t, zero]]), one
+    def mixture(theta: Tensor) -> tuple[Rows, None]:
+        w, (t, c) = theta[-3:].softmax(0), theta[1:3].exp() if factors else (1.0, 1.0)
+        posterior = [w[0], 1.0, 0.0, (2 * theta[0]).exp()]
+        return [posterior, [w[1], c, 0.0, 0.0], [w[2], 0.0, t, 0.0]], None
 
-    def network(theta: Tensor) -> tuple[Tensor, Tensor]:
-        one, zero = theta.new_ones(()), theta.new_zeros(())
-        return _table([[one, zero, theta.sum().exp(), zero]]), one
+    def network(theta: Tensor) -> tuple[Rows, None]:
+        return [[1.0, 0.0, theta.sum().exp(), 0.0]], None
 
     def near_network(theta: Tensor) -> Tensor:
         rest = theta.new_zeros(factors - len(theta))
@@ -313,8 +305,9 @@ def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) 
     return Numbers(mixture, deviations, alone, near_network)
 
 
-def _table(rows: list[list[Tensor]]) -> Tensor:
-    return torch.stack([torch.stack(row) for row in rows])
+def _table(rows: Rows, like: Tensor) -> Tensor:
+    """Return a table as a tensor."""
+    return like.new_tensor([[float(number) for number in row] for row in rows])
 
 
 def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
@@ -324,7 +317,7 @@ def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
             yield piece.double()
 
 
-def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor) -> Tensor:
+def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None = None) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
     each = [piece.mixture(table, noise).log_prob(piece.y) for piece in _pieces(parts)]
     return torch.cat(each)
@@ -345,7 +338,7 @@ def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> T
 def _mean_of(before: Sequence[Tables]) -> tuple[float, float] | None:
     """Return the shares of J w_lin and of f in the mean as fitted; None if they differ between members."""
     tables = [table for own in before for table in (own if isinstance(own, tuple) else (own,))]
-    shares = {(float(table[0, MODE]), float(table[0, NETWORK])) for table in tables}
+    shares = {(float(table[0][MODE]), float(table[0][NETWORK])) for table in tables}
     return shares.pop() if len(shares) == 1 and all(len(table) == 1 for table in tables) else None
 
 

@@ -54,7 +54,9 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
         distances (Tensor, optional): To the nearest training example, (B, 2).
         unit (Tensor, optional): The scale of the second distance, ().
     """
-    likelihood, double = mixture.likelihood, mixture.double()
+    likelihood = mixture.likelihood
+    # small scores are differences of large numbers
+    double = mixture.map(lambda part: part.map(Tensor.double))
     if likelihood.real_valued:
         aleatoric, epistemic = double.uncertainties()
         variance = epistemic = epistemic / aleatoric

@@ -40,12 +40,12 @@ class Distribution:
         deviations: Tensor,
         class_dim: int = -1,
     ) -> Own:
-        """Return the prediction by a mean and samples.
+        """Return the prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C).
 
         Args:
             likelihood (Likelihood): The likelihood.
-            centre (Tensor): The mean of f, classes last, (B, ..., C).
-            deviations (Tensor): Samples of f minus this mean, (K, B, ..., C).
+            centre (Tensor): The mean, classes last.
+            deviations (Tensor): The samples minus the mean.
             class_dim (int): The axis of the classes in the network's outputs. Default -1.
         """
         part = Part(likelihood, centre, deviations)
@@ -54,7 +54,7 @@ class Distribution:
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, of an ensemble that of the first member: they may differ in σ."""
-        return self.mixture.likelihood
+        return self.mixture.components[0].likelihood
 
     @property
     def centre(self) -> Tensor:
@@ -96,18 +96,6 @@ class Distribution:
         return self._out(self.mixture.alike(), 1)
 
     @property
-    def weighted_functions(self) -> tuple[Tensor, Tensor]:
-        """The functions that averages are taken over, (S, B, ..., C), and the weight of each, (S,).
-
-        They are those of ``functions``, but every function of the mixture without uncertainty occurs
-        once. The weights add up to 1, and averages with them are exactly ``probs``, for example.
-        """
-        functions, weights = self.mixture.functions(), self.mixture.function_weights
-        if weights is None:
-            weights = functions.new_full((len(functions),), 1 / len(functions))
-        return self._out(functions, 1), weights.to(functions)
-
-    @property
     def predictive_samples(self) -> Tensor:
         """E[y | f_k]: the samples after the link function, such as softmax, (K, B, ..., C)."""
         return self._out(self.likelihood.mean(self.mixture.samples()), 1)
@@ -119,22 +107,18 @@ class Distribution:
 
     @property
     def predictive_variance(self) -> Tensor:
-        """The variance of y, with observation noise, shape (B, ..., C).
-
-        For regression it is ``variance`` + σ², the second value that ``la(x)`` returns. For
-        classes and labels it is p (1 - p), the variance of the indicator of each.
-        """
+        """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each indicator."""
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
-        return self._site_values(self.mixture.variance())
+        return self._out(self.mixture.variance())
 
     @property
     def standard_error(self) -> Tensor:
         """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
-        It has the errors of the samples' covariance and of the posterior mean, but not those of λ and of the
-        curvature. On seven tables, fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for
-        continuous targets and NaN for a single sample.
+        It is that of the samples' covariance, and has not the errors of λ and of the curvature. On seven tables,
+        fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for continuous targets and NaN for
+        a single sample.
         """
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)
@@ -142,22 +126,14 @@ class Distribution:
 
     @property
     def probs(self) -> Tensor:
-        """The probability of every class or label, (B, ..., C).
-
-        Raises:
-            TypeError: If E[y] is not a probability; use ``expectation`` then.
-        """
-        self._require_probabilities("probs")
+        """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a probability."""
+        self._require(self.likelihood.gives_probabilities, "probs")
         return self.expectation
 
     @property
     def log_probs(self) -> Tensor:
-        """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow.
-
-        Raises:
-            TypeError: If E[y] is not a probability.
-        """
-        self._require_probabilities("log_probs")
+        """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow."""
+        self._require(self.likelihood.gives_probabilities, "log_probs")
         log_mean, weights = self.likelihood.log_mean, self.mixture.function_weights
         return self._out(self.mixture.over_rows(lambda f, _: log_mean_exp(log_mean(f), weights)))
 
@@ -171,17 +147,17 @@ class Distribution:
             return self._out(gaussian_entropy(self.mixture.variance()))
         entropy, weights = self.likelihood.entropy, self.mixture.function_weights
         more = () if weights is None else (weights,)
-        return self._site_values(self.mixture.over_rows(lambda f, _: entropy(f, *more)))
+        return self._out(self.mixture.over_rows(lambda f, _: entropy(f, *more)))
 
     @property
     def aleatoric(self) -> Tensor:
         """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self._site_values(self.mixture.uncertainties()[0])
+        return self._out(self.mixture.uncertainties()[0])
 
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self._site_values(self.mixture.uncertainties()[1])
+        return self._out(self.mixture.uncertainties()[1])
 
     def credible_interval(self, level: float = 0.95) -> Interval:
         """Return an interval that contains y, or E[y | f], with probability ``level``.
@@ -205,26 +181,21 @@ class Distribution:
         require_share(level)
         mixture, mean, weights = self.mixture, self.likelihood.mean, self.mixture.function_weights
         if self.likelihood.real_valued:
-            lower, upper = gaussian_interval(mixture.expected(), mixture.variance(), level)
+            ends = gaussian_interval(mixture.expected(), mixture.variance(), level)
         elif self.likelihood.monotone and len(mixture.components) == 1:
-            ends = gaussian_interval(mixture.mean(), mixture.variance_of_f(), level)
-            lower, upper = map(mean, ends)
+            around = gaussian_interval(mixture.mean(), mixture.variance_of_f(), level)
+            ends = Interval(*map(mean, around))
         else:
-            tail = 0.5 - 0.5 * level
+            tails = 0.5 - 0.5 * level, 0.5 + 0.5 * level
 
             def quantiles(f: Tensor, _: slice) -> Tensor:
-                values = mean(f)
-                return torch.stack([quantile(values, q, weights) for q in (tail, 1 - tail)])
+                return torch.stack([quantile(mean(f), share, weights) for share in tails])
 
-            lower, upper = mixture.over_rows(quantiles, 1)
-        return Interval(self._out(lower), self._out(upper))
+            ends = Interval(*mixture.over_rows(quantiles, 1))
+        return Interval(*map(self._out, ends))
 
     def smoothed(self) -> Tensor:
-        """Return E[y] in closed form from mean and variance of f: the probit approximation.
-
-        Returns:
-            Probabilities or rates, shape (B, ..., C).
-        """
+        """Return E[y], (B, ..., C), from mean and variance of f in closed form: the probit approximation."""
         return self._out(self.mixture.smoothed())
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -246,18 +217,15 @@ class Distribution:
             own = (chosen == number).nonzero()[:, 0]
             if part.likelihood is not self.likelihood and len(own):  # with a σ of its own
                 draw[own] = part.likelihood.sample(f[own], generator)
-        return self._out(draw, 1) if draw.dim() == f.dim() else draw
+        return self._out(draw, 1)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y <= y) of each continuous output on its own, (B, ..., C).
 
         Args:
             y (Tensor): Targets, as in the training data.
-
-        Raises:
-            TypeError: If the targets are not continuous.
         """
-        self._require_values("cdf")
+        self._require(self.likelihood.real_valued, "cdf")
         return self._out(self.mixture.gaussians().cdf(self._aligned(y)))
 
     def quantile(self, q: float) -> Tensor:
@@ -266,14 +234,10 @@ class Distribution:
         Args:
             q (float): A probability, between 0 and 1.
 
-        Raises:
-            ValueError: If q does not lie between 0 and 1.
-            TypeError: If the targets are not continuous.
-
         Example:
             >>> median = regression.predict(x).quantile(0.5)
         """
-        self._require_values("quantile")
+        self._require(self.likelihood.real_valued, "quantile")
         return self._out(self.mixture.gaussians().quantile(require_share(q, "q")))
 
     def crps(self, y: Tensor) -> Tensor:
@@ -284,20 +248,14 @@ class Distribution:
         Args:
             y (Tensor): Targets, as in the training data.
 
-        Raises:
-            TypeError: If the targets are not continuous.
-
         Example:
             >>> score = regression.predict(x).crps(regression.predict(x).mean).mean()
         """
-        self._require_values("crps")
+        self._require(self.likelihood.real_valued, "crps")
         return self._out(self.mixture.gaussians().crps(self._aligned(y)))
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n) of each example on its own, shape (B,).
-
-        Several continuous outputs count as independent given x; ``joint_log_prob`` includes their
-        covariance.
+        """Return log p(y_n | x_n) of each example on its own, (B,); several continuous outputs count as independent.
 
         Args:
             y (Tensor): Targets, as in the training data.
@@ -311,40 +269,29 @@ class Distribution:
         return self.mixture.log_prob(self._aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), shape (): the samples are joint over inputs.
-
-        Under a Gaussian likelihood it is computed in closed form from the samples' covariance,
-        otherwise as an average over functions.
+        """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed form.
 
         Args:
             y (Tensor): Targets, as in the training data.
-
-        Raises:
-            ValueError: If the targets do not fit the outputs.
         """
         return self.mixture.joint_log_prob(self._aligned(y))
 
     def _aligned(self, y: Tensor) -> Tensor:
         return aligned(self.likelihood, y, self.mixture.f, self.class_dim)
 
-    def _require_probabilities(self, name: str) -> None:
-        if not self.likelihood.gives_probabilities:
+    def _require(self, holds: bool, name: str) -> None:
+        if not holds:
+            kind, what = type(self.likelihood).__name__, "its E[y] is not a probability"
+            if not name.endswith("probs"):
+                what = "its targets are not continuous"
             raise TypeError(
-                f"A prediction under {type(self.likelihood).__name__} has no .{name}: its E[y] is "
-                "not a probability. Use .expectation, or log_prob(y) for the density of a target."
+                f"A prediction under {kind} has no .{name}: {what}. Use .expectation, "
+                ".credible_interval(level) or log_prob(y)."
             )
-
-    def _require_values(self, name: str) -> None:
-        if not self.likelihood.real_valued:
-            raise TypeError(
-                f"A prediction under {type(self.likelihood).__name__} has no .{name}: its targets are not "
-                "continuous. Use .expectation, .credible_interval(level) or log_prob(y)."
-            )
-
-    def _site_values(self, values: Tensor) -> Tensor:
-        return self._out(values) if values.dim() == self.mixture.f.dim() else values
 
     def _out(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes back to their axis in the model's outputs."""
+        """Move the classes, if there are any, back to their axis in the model's outputs."""
         axis = self.class_dim
-        return values if axis == -1 else values.movedim(-1, axis + leading * (axis >= 0))
+        if axis == -1 or values.dim() < self.mixture.f.dim() + leading:
+            return values
+        return values.movedim(-1, axis + leading * (axis >= 0))

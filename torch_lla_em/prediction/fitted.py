@@ -168,6 +168,7 @@ class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
             some = slice(k, k + 1)
         part = slots(posterior.result.mixture[:, WEIGHT], count)[k]
         alone = posterior.result.mixture[None, part].clone()
+        alone[:, WEIGHT] = 1
 
         def sample(x: Any) -> Tensor:
             samples = self._at(x, some).prediction(alone).samples

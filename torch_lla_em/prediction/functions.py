@@ -28,10 +28,8 @@ Each row is a component: its weight, how much of J w_lin and of f its mean conta
 of the posterior's variance. The first row has the samples' deviations, the others have none.
 """
 
-# number of outputs per example above which only the samples and their mirror images are used
-_MANY_OUTPUTS = 2**10
-# largest number of samples for which a rotation is drawn, which takes K³ operations
-_ROTATED = 256
+# most outputs of an example, and most samples, for which rotations are drawn: these take K³ operations
+_OUTPUTS, _SAMPLES = 1024, 256
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
@@ -42,11 +40,12 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     average is mostly that of the covariance. The rotations depend on K alone. Without samples there
     is one function, 0.
     """
-    if not len(deviations):
+    count = len(deviations)
+    if not count:
         return deviations.new_zeros(1, *deviations.shape[1:])
-    sets = _sets(deviations, at_least)
+    sets = number_of_functions(deviations, at_least) // (2 * count)
     if sets > 1:
-        Q = torch.from_numpy(_rotations(len(deviations), sets - 1))
+        Q = torch.from_numpy(_rotations(count, sets - 1))
         # products in the dtype of the samples, also inside an autocast context
         with without_autocast(deviations.device):
             rotated = torch.tensordot(Q.to(deviations), deviations, dims=1)
@@ -56,14 +55,12 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
     """Return S, the number of functions that ``functions_of`` returns."""
-    return 2 * len(deviations) * _sets(deviations, at_least) if len(deviations) else 1
-
-
-def _sets(deviations: Tensor, at_least: int) -> int:
-    count, outputs = len(deviations), deviations[0, :1].numel()
-    if count == 1 or outputs > _MANY_OUTPUTS:
+    count = len(deviations)
+    if not count:
         return 1
-    return max(2 if count <= _ROTATED else 1, -(-at_least // (2 * count)))
+    if count == 1 or deviations[0, :1].numel() > _OUTPUTS:
+        return 2 * count
+    return 2 * count * max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
 
 
 @lru_cache(maxsize=8)
@@ -90,15 +87,11 @@ def redrawn(deviations: Tensor, generator: torch.Generator | None, count: int = 
 
 
 def slots(weights: Tensor, count: int) -> Tensor:
-    """Assign each of ``count`` functions to a part of a mixture, in proportion to its weights.
-
-    The first few functions follow these proportions too, as nearly as their number allows.
-    """
-    places = (
-        (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) * 0.6180339887498949
-    ).frac()
+    """Assign each of ``count`` functions to a component, in proportion to the weights, the first few too."""
+    steps = torch.arange(count, dtype=torch.float64, device="cpu") + 0.5
     ends = weights.detach().double().cpu().cumsum(0)
-    return torch.searchsorted(ends / ends[-1], places).clamp(max=len(weights) - 1)
+    found = torch.searchsorted(ends / ends[-1], (steps * (5**0.5 - 1) / 2).frac())
+    return found.clamp(max=len(weights) - 1)
 
 
 def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -109,34 +102,29 @@ def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
-    """Return a quantile over the first axis; torch.quantile limits the size of its input."""
+    """Return a quantile over the first axis, between the least and the largest value of share 0 and 1."""
     values, order = values.sort(0)
     if weights is None:
-        position = share * (len(values) - 1)
-        below = min(int(position), len(values) - 2) if len(values) > 1 else 0
-        return values[below].lerp(values[min(below + 1, len(values) - 1)], position - below)
+        weights = values.new_ones(len(values))
     each = weights.to(values)[order]
     places = each.cumsum(0) - 0.5 * each
-    above = (places < share).sum(0, keepdim=True).clamp(1, len(values) - 1)
-    ends, at = zip(*((values.gather(0, i), places.gather(0, i)) for i in (above - 1, above)))
-    step = ((share - at[0]) / (at[1] - at[0]).clamp_min(1e-30)).clamp(0, 1)
-    interpolated: Tensor = ends[0].lerp(ends[1], step)[0]
-    return interpolated
+    places = (places - places[:1]) / (places[-1:] - places[:1]).clamp_min(1e-30)
+    above = (places < share).sum(0, keepdim=True).clamp(max=len(values) - 1)
+    below = (above - 1).clamp_min(0)
+    (low, high), (start, end) = (
+        (v.gather(0, below)[0], v.gather(0, above)[0]) for v in (values, places)
+    )
+    return low.lerp(high, ((share - start) / (end - start).clamp_min(1e-30)).clamp(0, 1))
 
 
-def ends(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the values at ``count`` samples and at their mirror images, of those at all functions."""
-    half = len(values) // 2
-    return values[:count], values[half : half + count]
-
-
-def pair_error(above: Tensor, below: Tensor) -> Tensor:
-    """Return the standard error of the mean over functions, by values at samples and at their mirror images.
+def pair_error(values: Tensor, count: int) -> Tensor:
+    """Return the standard error of the mean over functions, of which the first ``count`` are the samples.
 
     An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over
     the samples is therefore that of their covariance, which rotations do not reduce.
     """
-    pairs, count = 0.5 * (above + below), len(above)
+    half = len(values) // 2
+    pairs = 0.5 * (values[:count] + values[half : half + count])
     if not count:
-        return pairs.new_zeros(pairs.shape[1:])
+        return values.new_zeros(values.shape[1:])
     return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))

@@ -6,7 +6,7 @@ q, mean and network, stand side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from torch_lla_em.likelihoods import Likelihood, average, mean_square
 from torch_lla_em.prediction.functions import (
     FUNCTIONS,
     JOINT,
-    ends,
     functions_of,
     log_mean_exp,
     number_of_functions,
@@ -47,9 +46,6 @@ class Part(NamedTuple):
     deviations: Tensor
     """Its samples minus the mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 for a single function."""
 
-    drift: Tensor | None = None
-    """The standard error of the mean relative to the posterior's deviations, (B or 1, 1, ...); None: 0."""
-
     posterior: int = 0
     """The number of the posterior that it belongs to. The first component of each has the samples."""
 
@@ -59,13 +55,7 @@ class Part(NamedTuple):
 
     def part(self, rows: slice | Tensor) -> Part:
         """Return the component at some inputs."""
-        drift = self.drift if self.drift is None or len(self.drift) == 1 else self.drift[rows]
-        return self._replace(
-            centre=self.centre[rows], deviations=self.deviations[:, rows], drift=drift
-        )
-
-
-Taken = Callable[[Tensor, slice], Tensor]
+        return self._replace(centre=self.centre[rows], deviations=self.deviations[:, rows])
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -90,11 +80,8 @@ class FunctionMixture:
     @cached_property
     def posteriors(self) -> tuple[FunctionMixture, ...]:
         """The mixture of each posterior."""
-        count = 1 + self.components[-1].posterior
-        if count == 1:
-            return (replace(self),)  # one that held itself would stay in memory
         found = []
-        for number in range(count):
+        for number in range(1 + self.components[-1].posterior):
             own = [i for i, c in enumerate(self.components) if c.posterior == number]
             weights = self.weights[own]
             parts = tuple(self.components[i]._replace(posterior=0) for i in own)
@@ -104,14 +91,6 @@ class FunctionMixture:
     def map(self, change: Callable[[Part], Part]) -> FunctionMixture:
         """Return the mixture with every component changed."""
         return replace(self, components=tuple(map(change, self.components)))
-
-    def double(self) -> FunctionMixture:
-        """Return it in double precision: small scores are differences of large numbers."""
-        return self.map(lambda part: part.map(Tensor.double))
-
-    def redrawn(self, generator: torch.Generator) -> FunctionMixture:
-        """Return it with new samples of the same covariance."""
-        return self.map(lambda c: c._replace(deviations=redrawn(c.deviations, generator)))
 
     def mean(self) -> Tensor:
         """Return the mean of f."""
@@ -143,17 +122,19 @@ class FunctionMixture:
 
     def samples(self) -> Tensor:
         """Return K functions of each posterior, of its components in proportion to their weights."""
-        return torch.cat([posterior._samples() for posterior in self.posteriors])
-
-    def _samples(self) -> Tensor:
-        first, *certain = self.components
-        samples = first.centre + first.deviations
-        if not certain:
-            return samples
-        count = len(samples)
-        part, own = slots(self.weights, count), torch.arange(count, device="cpu")
-        chosen = torch.where(part > 0, count + part - 1, own)
-        return torch.cat([samples, *(c.centre[None] for c in certain)])[chosen.to(samples.device)]
+        found = []
+        for posterior in self.posteriors:
+            first, *certain = posterior.components
+            samples = first.centre + first.deviations
+            if certain:
+                every, count = (
+                    torch.cat([samples, *(c.centre[None] for c in certain)]),
+                    len(samples),
+                )
+                part, own = slots(posterior.weights, count), torch.arange(count, device="cpu")
+                samples = every[torch.where(part > 0, count + part - 1, own).to(every.device)]
+            found.append(samples)
+        return torch.cat(found)
 
     def drawn(self, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Draw so many functions, and return them with the number of the component of each."""
@@ -167,9 +148,12 @@ class FunctionMixture:
                 f[own] = part.centre + redrawn(part.deviations, generator, len(own))
         return f, chosen
 
-    def functions(self, rows: slice = slice(None)) -> Tensor:
+    def functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
         """Return S functions, (S, b, ..., C), those of the first component first."""
-        return _functions(self.components, rows, FUNCTIONS)
+        each = [
+            c.centre[rows] + functions_of(c.deviations[:, rows], at_least) for c in self.components
+        ]
+        return torch.cat(each) if len(each) > 1 else each[0]
 
     @cached_property
     def function_weights(self) -> Tensor | None:
@@ -194,9 +178,21 @@ class FunctionMixture:
                 found.append(functions.expand(round(total * share), *part.centre.shape))
         return torch.cat(found)
 
-    def over_rows(self, take: Taken, dim: int = 0) -> Tensor:
+    def over_rows(
+        self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
+    ) -> Tensor:
         """Apply ``take`` to all functions (S, b, ..., C) of a few examples at a time."""
-        return _over_rows(self.components, take, dim)
+        rows, count = self.f, len(self.f)
+        each = sum(number_of_functions(part.deviations, at_least) for part in self.components)
+        step = max(1, _NUMBERS // max(1, each * rows[:1].numel()))
+        # a single part states no number of rows, so that exported programs take any
+        parts = [slice(start, start + step) for start in range(0, count, step)]
+        with without_autocast(rows.device):
+            found = [
+                take(self.functions(part, at_least), part)
+                for part in (parts if len(parts) > 1 else [slice(None)])
+            ]
+        return torch.cat(found, dim) if len(found) > 1 else found[0]
 
     def expected(self) -> Tensor:
         """Return E[y]."""
@@ -224,23 +220,13 @@ class FunctionMixture:
         return aleatoric + epistemic
 
     def squared_error(self) -> Tensor:
-        """Return the squared Monte Carlo error of E[y]: that of the covariance, and that of the mean."""
-        if len(self.posteriors) > 1:
-            each = torch.stack([posterior.squared_error() for posterior in self.posteriors])
-            return each.mean(0) / len(each)
-        (first, *_), weights = self.components, self.weights
-        count, mean = len(first.deviations), self.likelihood.mean
-
-        def of(f: Tensor, rows: slice) -> Tensor:
-            above, below = ends(mean(f), count)
-            own, *rest = (part.part(rows) for part in self.components)
-            moved = weights[0] * _drift(own) * 0.5 * (above - below)
-            for part, weight in zip(rest, weights[1:]):  # which move with the same mean
-                apart, centre = _drift(part) * own.deviations, part.centre
-                moved = moved + weight * 0.5 * (mean(centre + apart) - mean(centre - apart))
-            return (weights[0] * pair_error(above, below)).square() + mean_square(moved)
-
-        return _over_rows((first,), of)
+        """Return the squared Monte Carlo error of E[y], which is that of the samples' covariance."""
+        mean, each = self.likelihood.mean, []
+        for posterior in self.posteriors:
+            (first, *_), count = posterior.components, len(posterior.components[0].deviations)
+            error = _alone(first).over_rows(lambda f, _, n=count: pair_error(mean(f), n))
+            each.append((posterior.weights[0] * error).square())
+        return torch.stack(each).mean(0) / len(each)
 
     def gaussians(self) -> GaussianTargets:
         """Return the distribution of continuous targets as a mixture of Gaussians."""
@@ -256,32 +242,24 @@ class FunctionMixture:
         weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
         return GaussianTargets(weights, likelihood.mean(f), likelihood.variance(f).sqrt())
 
-    def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n), (B,)."""
+    def log_prob(self, y: Tensor, joint: bool = False) -> Tensor:
+        """Return log p(y_n | x_n), (B,), or log p(y_1..y_B | x_1..x_B), ()."""
 
         def of(part: Part) -> Tensor:
-            likelihood = part.likelihood
-            known = likelihood.predictive_log_prob(part.centre, part.deviations, y)
+            own = part.likelihood
+            known = own.predictive_log_prob(part.centre, part.deviations, y, joint)
             if known is not None:
                 return known
-            return _over_rows(
-                (part,), lambda f, rows: log_mean_exp(likelihood.log_prob(f, y[rows]))
-            )
+            if joint:
+                each = _alone(part).over_rows(lambda f, rows: own.log_prob(f, y[rows]), 1, JOINT)
+                return log_mean_exp(each.sum(1))
+            return _alone(part).over_rows(lambda f, rows: log_mean_exp(own.log_prob(f, y[rows])))
 
         return log_mean_exp(torch.stack(list(map(of, self.components))), self.weights)
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), ()."""
-
-        def of(part: Part) -> Tensor:
-            likelihood = part.likelihood
-            known = likelihood.predictive_log_prob(part.centre, part.deviations, y, joint=True)
-            if known is not None:
-                return known
-            each = _over_rows((part,), lambda f, rows: likelihood.log_prob(f, y[rows]), 1, JOINT)
-            return log_mean_exp(each.sum(1))
-
-        return log_mean_exp(torch.stack(list(map(of, self.components))), self.weights)
+        return self.log_prob(y, joint=True)
 
     def smoothed(self) -> Tensor:
         """Return E[y] in closed form from mean and variance of f."""
@@ -303,25 +281,6 @@ class FunctionMixture:
         return self._averaged(lambda part: within(part) + (of(part) - mean).square())
 
 
-def _functions(parts: Sequence[Part], rows: slice, at_least: int) -> Tensor:
-    each = [c.centre[rows] + functions_of(c.deviations[:, rows], at_least) for c in parts]
-    return torch.cat(each) if len(each) > 1 else each[0]
-
-
-def _over_rows(
-    parts: Sequence[Part], take: Taken, dim: int = 0, at_least: int = FUNCTIONS
-) -> Tensor:
-    """Apply ``take`` to all functions (S, b, ..., C) of components, of a few examples at a time."""
-    centre = parts[0].centre
-    functions = sum(number_of_functions(part.deviations, at_least) for part in parts)
-    step = max(1, _NUMBERS // max(1, functions * centre[:1].numel()))
-    chunks = [slice(start, start + step) for start in range(0, len(centre), step)]
-    if len(chunks) < 2:  # without a number of rows, so that exported programs take any
-        chunks = [slice(None)]
-    with without_autocast(centre.device):
-        found = [take(_functions(parts, rows, at_least), rows) for rows in chunks]
-    return torch.cat(found, dim) if len(found) > 1 else found[0]
-
-
-def _drift(part: Part) -> Tensor | float:
-    return 0.0 if part.drift is None else part.drift
+def _alone(part: Part) -> FunctionMixture:
+    """Return the mixture of one component."""
+    return FunctionMixture((part,), part.centre.new_ones(1))

@@ -96,7 +96,7 @@ class TrainingExamples(NamedTuple):
         """Return the factor of the mean at inputs, (B,): 1 if the variance is within that of training data."""
         variance = output_variance(self.likelihood, deviations)
         largest = self.largest_variance.to(variance)
-        return torch.where(variance > largest, largest / variance, torch.ones_like(variance))
+        return torch.where(variance > largest, largest / variance, 1.0)
 
     def _features(self) -> Tensor:
         # distances are differences of squares, in which float32 would lose half of its digits
@@ -112,8 +112,12 @@ def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
 
 def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
-    variance = centred(likelihood, deviations).square().mean(0)
-    return variance[:, None].flatten(1).mean(1)
+    if likelihood.gives_probabilities and not likelihood.elementwise:
+        found = deviations.var(-1, correction=0)  # about the mean over classes
+    else:
+        found = deviations.square()
+    found = found.mean(0)
+    return found.flatten(1).mean(1) if found.dim() > 1 else found
 
 
 def variances_without(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:

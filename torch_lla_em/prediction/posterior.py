@@ -179,7 +179,7 @@ class Posterior:
         training = self.training(len(Jw) - 1)
         if self.result.constant is not None:
             Jw = torch.cat([Jw[:1] + self.result.constant.to(Jw), Jw[1:]])
-        more = training, class_dim, self.result.mean_error, self.result.network_noise
+        more = training, class_dim, self.result.network_noise
         return Pushforward((Products(self.likelihood, f, Jw, *more),), y)
 
     def as_fitted(self) -> Posterior:

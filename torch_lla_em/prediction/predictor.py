@@ -16,7 +16,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibrates import calibrate, check
 from torch_lla_em.prediction.conformal import Score
 from torch_lla_em.prediction.exports import export
-from torch_lla_em.prediction.functions import SCALE
+from torch_lla_em.prediction.functions import SCALE, redrawn
 from torch_lla_em.prediction.posterior import Components, Posterior, mixed
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
@@ -218,7 +218,12 @@ class Predictor:
             if generator is None:
                 return found
             generator.set_state(state)  # every batch gets the same functions
-            return replace(found, mixture=found.mixture.redrawn(generator))
+            return replace(
+                found,
+                mixture=found.mixture.map(
+                    lambda c: c._replace(deviations=redrawn(c.deviations, generator))
+                ),
+            )
 
         return predict
 

@@ -11,12 +11,16 @@ from torch import Tensor
 from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
+from torch_lla_em.prediction.functions import MODE, SCALE, WEIGHT
 from torch_lla_em.prediction.mixture import FunctionMixture, Part
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
 
-Tables = Tensor | tuple[Tensor, ...]
+Rows = list[list[Any]]
+"""A table of components as numbers, or as tensors of one number each if it is differentiated."""
+
+Table = Tensor | Rows
+Tables = Table | tuple[Table, ...]
 """A table of components, the same for all members of an ensemble, or one for each."""
 
 
@@ -82,9 +86,6 @@ _CLASSES = (
     "an ensemble needs networks with the same classes, or the same targets, in the same order."
 )
 
-# scale below which the deviations of a posterior are 0
-_LEAST_SCALE = 1e-12
-
 
 class Products(NamedTuple):
     """Examples under one posterior: the network's outputs, and products of its Jacobian."""
@@ -103,43 +104,33 @@ class Products(NamedTuple):
     class_dim: int = -1
     """The axis of the classes in the predicted outputs."""
 
-    mean_error: Tensor | None = None
-    """The variance of the error of J w_lin relative to that of the samples, ()."""
-
     network_noise: Tensor | None = None
     """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin; None: 1."""
 
-    def components(
-        self, table: Tensor, noise: Tensor | None = None, posterior: int = 0
-    ) -> list[Part]:
+    def components(self, table: Rows, noise: Tensor | None, posterior: int) -> list[Part]:
         """Return the components of a table, for regression with σ times ``noise``.
 
         Predictions around the network alone have the σ of its own residuals.
         """
-        likelihood, around = self.likelihood, (1,) * self.f.dim()
-        if self.network_noise is not None:
-            own = torch.where(table[0, MODE] == 0, self.network_noise.to(table), 1)
-            noise = own if noise is None else noise * own
+        likelihood, f, h, apart = self.likelihood, self.f, self.Jw[0], self.Jw[1:]
+        if self.network_noise is not None and _is_zero(table[0][MODE]):
+            noise = self.network_noise if noise is None else noise * self.network_noise.to(noise)
         if noise is not None and likelihood.observation_noise is not None:
             likelihood = likelihood.with_noise(likelihood.observation_noise.to(noise) * noise)
-        columns = table.view(*table.shape, *around).unbind(1)
-        centres = columns[MODE] * self.Jw[0] + columns[NETWORK] * self.f
-        deviations = table[0, SCALE].sqrt() * self.Jw[1:]
-        drifts = None if self.mean_error is None else self._drifts(table).view(-1, *around)
         if self.training is not None and likelihood.gives_probabilities:
             # of counts, a mean of 0 would be a rate of 1
-            kept = self.training.kept_share(self.Jw[1:]).view(-1, *around[1:])
-            centres, drifts = centres * kept, None if drifts is None else drifts * kept
-        each = [None] * len(table) if drifts is None else drifts
-        return [
-            Part(likelihood, centre, deviations[: None if i == 0 else 0], drift, posterior)
-            for i, (centre, drift) in enumerate(zip(centres, each))
-        ]
+            kept = self.training.kept_share(apart).view(-1, *(1,) * (f.dim() - 1))
+            f, h = kept * f, kept * h
+        apart, parts = table[0][SCALE] ** 0.5 * apart, []
+        for _, of_mode, of_network, _ in table:
+            terms = [n * v for n, v in ((of_mode, h), (of_network, f)) if not _is_zero(n)]
+            centre = sum(terms[1:], terms[0]) if terms else torch.zeros_like(f)
+            parts.append(Part(likelihood, centre, apart[:0] if parts else apart, posterior))
+        return parts
 
-    def _drifts(self, table: Tensor) -> Tensor:
-        """Return the standard error of the mean of each component relative to the deviations, (components,)."""
-        size = self.mean_error.to(table) / table[0, SCALE].clamp_min(_LEAST_SCALE)
-        return table[:, MODE] * size.sqrt()
+
+def _is_zero(number: float | Tensor) -> bool:
+    return not isinstance(number, Tensor) and number == 0
 
 
 class Pushforward(NamedTuple):
@@ -161,13 +152,15 @@ class Pushforward(NamedTuple):
 
     def mixture(self, table: Tables, noise: Tensor | None = None) -> FunctionMixture:
         """Return the mixture by a table of components, for regression with σ times ``noise``."""
+        tables = table if isinstance(table, tuple) else (table,) * len(self.members)
+        every = [own.tolist() if isinstance(own, Tensor) else own for own in tables]
         parts: list[Part] = []
-        weights, count = [], len(self.members)
-        for i, member in enumerate(self.members):
-            own = (table[i] if isinstance(table, tuple) else table).to(member.f)
+        for i, (member, own) in enumerate(zip(self.members, every)):
             parts += member.components(own, noise, i)
-            weights.append(own[:, WEIGHT] / count if len(own) > 1 else own.new_ones(1) / count)
-        return FunctionMixture(tuple(parts), torch.cat(weights) if count > 1 else weights[0])
+        shares = [row[WEIGHT] / len(every) for own in every for row in own]
+        is_known = not any(isinstance(share, Tensor) for share in shares)
+        weights = self.f.new_tensor(shares) if is_known else torch.stack(shares).to(self.f)
+        return FunctionMixture(tuple(parts), weights)
 
     def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
         """Return the prediction of the examples, for regression with σ times ``noise``."""

@@ -24,7 +24,6 @@ from torch_lla_em.prediction import (
     PredictedData,
     Table,
     advice,
-    outcomes,
     predicted_data,
     scores,
 )
@@ -108,7 +107,7 @@ def _scored(rows: PredictedData, student: Student | None) -> Table:
     if student is not None and rows.inputs is not None:
         with torch.no_grad():  # classes last, as the targets
             predictions["student"] = replace(student.predict(rows.inputs), class_dim=-1)
-    each = [scores(outcomes(p, rows.targets)) for p in predictions.values()]
+    each = [scores(p, rows.targets) for p in predictions.values()]
     values = [(name, *(f"{found[name]:.4g}" for found in each)) for name in each[0]]
     return Table(f"Scores on {len(rows.targets):,} examples", [("", *predictions), *values])
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
-from torch_lla_em.prediction import outcomes, predicted_data, scores
+from torch_lla_em.prediction import predicted_data, scores
 from torch_lla_em.prediction.validation import Comparison
 
 
@@ -38,7 +38,7 @@ def by_torchmetrics(prediction, y, name):
 def test_scores_are_those_of_torchmetrics(name):
     case, la = fitted(name)
     prediction = la.predict(case.x)
-    found = scores(outcomes(prediction, case.y))
+    found = scores(prediction, case.y)
     assert found["NLL"] == pytest.approx(-prediction.log_prob(case.y).mean().item())
     for score, value in by_torchmetrics(prediction, case.y, name).items():
         assert found[score] == pytest.approx(value.item(), rel=1e-5), score

@@ -153,21 +153,6 @@ def test_outputs_of_different_units_are_noticed():
     assert noticed == [[True, True], [False, False]]
 
 
-def test_groups_are_of_examples_of_one_shape():
-    torch.manual_seed(0)
-    model = nn.Conv1d(2, 3, 3, padding=1).double()
-    batches = [
-        (torch.randn(2, 2, size).double(), torch.randint(3, (2, size))) for size in (4, 4, 6, 6)
-    ]
-    la = LinearisedLaplace(model, "classification", num_samples=4, class_dim=1)
-    la.fit(batches, em_steps=0, prior_precision=5.0, progress_bar=False)
-    total, _ = evidence_of(la, batches, 3)
-    groups = []
-    for x, y in (map(torch.cat, zip(*batches[:2])), map(torch.cat, zip(*batches[2:]))):
-        groups += [(x[:3], y[:3]), (x[3:], y[3:])]
-    assert total == pytest.approx(sum(la.joint_log_prob(*group) for group in groups).item())
-
-
 def warnings(prediction=None, y=None, **changed):
     """The warnings of a fit of which all is well but for what is changed."""
     if prediction is None:

@@ -110,9 +110,11 @@ class Student(Printed, nn.Module):
         Returns:
             A ``StudentPrediction``. It is differentiable in x if x requires gradients.
         """
-        parts = map(torch.cat, zip(*(self.heads(some) for some in self._batches(x))))
-        how = {"class_dim": self.form.class_dim, "reference": self.reference}
-        return StudentPrediction(self.likelihood, *parts, **how)
+        parts = zip(*(self.heads(some) for some in self._batches(x)))
+        f, uncertainty, scores = map(torch.cat, parts)
+        return StudentPrediction(
+            self.likelihood, f, uncertainty, scores, self.form.class_dim, self.reference
+        )
 
     def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
         """Make p-values, prediction sets and intervals from the student's own scores.

@@ -20,7 +20,6 @@ from torch_lla_em.prediction.metrics import (
     binned,
     calibration_error,
     covered,
-    outcomes,
     scores,
     stated_and_right,
 )
@@ -103,7 +102,6 @@ __all__ = [
     "likelihood_options",
     "mass_above",
     "of_examples",
-    "outcomes",
     "p_values",
     "predicted_data",
     "program_of",

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch_lla_em.prediction.metrics import auroc
 from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
@@ -25,8 +24,8 @@ _LARGEST, _FEWEST = 3, 10
 _CLEAR = 3.0
 """Standard errors below the level at which the coverage of a group is too low; there are many groups."""
 
-_COPIES, _BLIND = 200, 0.7
-"""Most examples of which shifted copies are made, and the AUROC below which OOD flags miss them."""
+_COPIES, _AT_ONCE, _BLIND = 200, 50, 0.7
+"""Most examples of which shifted copies are made, at once, and the AUROC below which OOD flags miss them."""
 
 
 class GroupCoverage(NamedTuple):
@@ -93,35 +92,25 @@ class Check(Printed):
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
         kinds, by = {name.split(" ")[0] for name in low}, self._reference
-        if "all" in low:
-            return "Calibrate with data from the same distribution as these."
-        if "group" in kinds and by.groups is None:
+        own = {"group": by.groups is not None, "class": by.classes is not None}
+        if "all" in low or any(own[kind] for kind in kinds & own.keys()):
             return (
-                "The guarantee is an average over groups. For one in each group, call "
-                "la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)."
+                "Calibrate with data from the same distribution as these, also within each group."
             )
-        if "class" in kinds and by.classes is None and by.groups is None:
+        average = "The guarantee is an average over all inputs. For one in each "
+        if "group" in kinds:
             return (
-                "The guarantee is an average over classes. For one in each class, call "
-                'la.calibrate(validation_loader, groups="classes").'
+                f"{average}group, call la.calibrate(validation_loader, groups=labels) and "
+                "la.predict(x, groups=labels)."
             )
-        own = ("group" in kinds and by.groups is not None) or (
-            "class" in kinds and by.classes is not None
-        )
-        if own:
-            return (
-                "They have calibration examples of their own: calibrate with data from the same distribution "
-                "as these."
-            )
+        if "class" in kinds and by.groups is None:
+            return f'{average}class, call la.calibrate(validation_loader, groups="classes").'
         if self._likelihood.observation_noise is not None:
             return (
                 "If the noise depends on the inputs, train a network that predicts it, and fit it with "
                 'likelihood="heteroscedastic".'
             )
-        return (
-            "The guarantee is an average over inputs. For one in each quarter, pass the number of each example's "
-            "part as groups= to la.calibrate and la.predict."
-        )
+        return f"{average}quarter, pass the number of each example's part as groups= to la.calibrate and la.predict."
 
     def _table(self) -> tuple[str, Cells]:
         size = "width" if self._likelihood.real_valued else "set size"
@@ -137,10 +126,7 @@ class Check(Printed):
 
 def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
     """Return the coverage by group, class, predicted noise and the inputs' largest features."""
-    parts, products = zip(*under_all(la._members(True), loader))
-    data = joined(products)
-    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in parts}
-    x = torch.cat(parts) if len(shapes) == 1 and None not in shapes else None
+    x, data = under_all(la._members(True), loader)
     known = data.likelihood.labelled(data.y)
     if not known.any():
         raise ValueError("No example has a label, so no coverage can be measured.")
@@ -155,14 +141,16 @@ def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
         found = list(_groups(prediction, data.y, x, stated.groups, level))
         shifted = {}
         if x is not None and x.is_floating_point() and len(x):
-            own, size = prediction.p_value, len(parts[0])
+            own = prediction.p_value
             for name, copies in _copies(x[:_COPIES]):
                 if torch.equal(copies, x[:_COPIES]):  # such as a blur of small images
                     continue
                 values = []
-                for i, other in enumerate(la.predictions(list(copies.split(size)))):
+                for i, other in enumerate(la.predictions(list(copies.split(_AT_ONCE)))):
                     if by_group:
-                        some = stated.part(slice(_COPIES)).part(slice(i * size, (i + 1) * size))
+                        some = stated.part(slice(_COPIES)).part(
+                            slice(i * _AT_ONCE, (i + 1) * _AT_ONCE)
+                        )
                         other = replace(other, stated=some)
                     values.append(other.p_value)
                 shifted[name] = auroc(-torch.cat(values), -own).item()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import log
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,78 +31,35 @@ _SHARED = 0.01
 _RESIDUALS = 0.8
 
 
-class Outcomes(NamedTuple):
-    """Predictions compared with their targets; a field is None if it does not apply."""
-
-    log_prob: Tensor
-    """log p(y | x) of each example with a label, (B,)."""
-
-    stated: Tensor | None = None
-    """The probability of each predicted class or label, (labels,)."""
-
-    right: Tensor | None = None
-    """Whether the predicted class or label is the true one, (labels,)."""
-
-    error: Tensor | None = None
-    """y - E[y], (sites, outputs)."""
-
-    y: Tensor | None = None
-    """The targets of ``error``, or the 0/1 labels of several to an example."""
-
-    inside: Tensor | None = None
-    """Whether each target lies in its 90 % prediction interval, (targets,)."""
-
-
-def outcomes(prediction: Prediction, y: Tensor, log_prob: Tensor | None = None) -> Outcomes:
-    """Compare a prediction, classes last, with its targets as ``align`` returns them, (B, ...).
-
-    ``log_prob`` is log p(y), (B,); None: that of the prediction, which aligns y itself.
-    """
-    likelihood = prediction.likelihood
-    log_prob = prediction.log_prob(y) if log_prob is None else log_prob
-    log_prob = log_prob.double()[likelihood.labelled(y)]
-    if likelihood.gives_probabilities:
-        stated, right = stated_and_right(prediction, y)
-        labels = y.double().flatten() if likelihood.elementwise else None
-        return Outcomes(log_prob, stated.double(), right, y=labels)
-    mean = prediction.expectation
-    if mean.shape != y.shape:
-        return Outcomes(log_prob)
-    # outputs last, whose means may differ
-    shape = (-1, 1) if y.dim() == 1 else (-1, y.shape[prediction.class_dim])
-    targets, mean = (v.double().movedim(prediction.class_dim, -1).reshape(shape) for v in (y, mean))
-    inside = covered(prediction, y).flatten() if likelihood.real_valued else None
-    return Outcomes(log_prob, error=targets - mean, y=targets, inside=inside)
-
-
 def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
     """Return which targets lie in their prediction intervals, in the shape of the targets."""
     lower, upper = prediction.credible_interval(level)
     return (y >= lower) & (y <= upper)
 
 
-def scores(found: Outcomes) -> dict[str, float]:
-    """Return the scores that apply, by name.
+def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
+    """Return the scores that apply, by name, of a prediction and its targets, both with the classes last.
 
     They are the NLL; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R² (the mean over
     outputs) and the coverage of 90 % intervals.
     """
-    values = {"NLL": -found.log_prob.mean()}
-    if found.stated is not None:
-        values["accuracy"] = found.right.double().mean()
-        values["ECE"] = calibration_error(found.stated, found.right)
-        if found.y is not None:
-            label = found.y > 0.5
-            p = torch.where(found.right == label, found.stated, 1 - found.stated)
+    likelihood = prediction.likelihood
+    values = {"NLL": -prediction.log_prob(y).double()[likelihood.labelled(y)].mean()}
+    if likelihood.gives_probabilities:
+        stated, right = stated_and_right(prediction, y)
+        values["accuracy"] = right.double().mean()
+        values["ECE"] = calibration_error(stated.double(), right)
+        if likelihood.elementwise:
+            p, label = prediction.probs.flatten(), y.flatten() > 0.5
             values["AUROC"] = auroc(p[label], p[~label])
-    if found.error is not None:
-        squares = found.error.square()
-        values["RMSE"] = squares.mean().sqrt()
-        values["MAE"] = found.error.abs().mean()
-        spread = (found.y - found.y.mean(0)).square()
+    elif prediction.expectation.shape == y.shape:
+        shape = (-1, 1) if y.dim() == 1 else (-1, y.shape[-1])
+        targets, mean = (v.double().reshape(shape) for v in (y, prediction.expectation))
+        squares, spread = (targets - mean).square(), (targets - targets.mean(0)).square()
+        values["RMSE"], values["MAE"] = squares.mean().sqrt(), squares.sqrt().mean()
         values["R²"] = (1 - squares.sum(0) / spread.sum(0)).mean()
-    if found.inside is not None:
-        values["90 % coverage"] = found.inside.double().mean()
+        if likelihood.real_valued:
+            values["90 % coverage"] = covered(prediction, y).double().mean()
     return {name: value.item() for name, value in values.items()}
 
 

@@ -56,18 +56,20 @@ def pushed(posterior: Posterior, loader: Iterable[Any]) -> list[tuple[Any, Pushf
 
 def under_all(
     posteriors: Iterable[Posterior], loader: Iterable[Any]
-) -> list[tuple[Any, Pushforward]]:
-    """Return the inputs of every batch and their products under all posteriors; one pass for each.
+) -> tuple[Tensor | None, Pushforward]:
+    """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass for each posterior.
 
     Raises:
         ValueError: If the examples of a pass differ from those of the first.
     """
-    each, known = [], None
+    each: list[Pushforward] = []
     for posterior in posteriors:
-        each.append(pushed(posterior, loader))
-        known = same_targets([part.y for _, part in each[-1]], known)
-    batches = (zip(*of_batch) for of_batch in zip(*each))
-    return [(inputs[0], stack_members(parts)) for inputs, parts in batches]
+        inputs, parts = zip(*pushed(posterior, loader))
+        each.append(joined(parts))
+        same_targets([each[-1].y], each[0].y.flatten().cpu())
+    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
+    x = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
+    return x, stack_members(each)
 
 
 def unseen_under_all(

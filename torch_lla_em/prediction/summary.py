@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE, WEIGHT
 from torch_lla_em.solvers import is_accurate, relative_error
 
 Cells = list[tuple[str, ...]]
@@ -241,12 +240,10 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
     """Yield the result of ``calibrate``, if it was called."""
     if found is None:
         return
-    per = "NLL per label" if found.labels > 1 else "NLL"
+    per, words = "NLL per label" if found.labels > 1 else "NLL", str(found)
     if found.applied:
-        kind = "good" if found.is_measurable else "calibration"
-        yield kind, f"calibrated on {found.num_rows:,} examples: validation {per} {found}"
-    else:
-        yield "calibration", str(found)
+        words = f"calibrated on {found.num_rows:,} examples: validation {per} {found}"
+    yield "good" if found.applied and found.is_measurable else "calibration", words
     if found.network is not None:
         words = f"network alone {found.network / found.labels:.4g}"
         if found.temperature is not None:
@@ -300,27 +297,11 @@ def _numbers(la: Any) -> Iterator[tuple[str, str]]:
     yield "prior precision λ", _several(la.prior_precision)
     yield "effective dimension γ", f"{gamma:.4g} ± {error:.2g}"
     yield "log evidence", f"{evidence:.6g} ± {spread:.2g}"
-    yield "predictions", _components(la.mixture)
     if la.history:
         last = la.history[-1]
         passes, seconds = last["data_passes"], last["seconds"]
         yield "EM", f"{last['step']} steps, {passes} passes, {seconds:.3g} s"
     yield from (("memory plan", plan) for plan in la.messages[:1])
-
-
-def _components(table: Tensor) -> str:
-    """Return the components of predictions in words."""
-    words = []
-    for row in table.tolist():
-        centre = [
-            name if abs(row[i] - 1) < 1e-9 else f"{name} × {row[i]:.3g}"
-            for name, i in (("linear mode", MODE), ("network", NETWORK))
-            if row[i]
-        ]
-        posterior = f"posterior (τ = {row[SCALE]:.3g}) around " if row[SCALE] else ""
-        weight = f"{row[WEIGHT]:.0%} " if len(table) > 1 else ""
-        words.append(f"{weight}{posterior}{' + '.join(centre)}")
-    return ", ".join(words)
 
 
 def _several(values: Tensor) -> str:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
-from torch_lla_em.prediction.metrics import Outcomes, outcomes, scores, untrained, warnings_of
-from torch_lla_em.prediction.passes import over_batches, same_targets, under_all
-from torch_lla_em.prediction.posterior import Components, Posterior
+from torch_lla_em.prediction.metrics import scores, untrained, warnings_of
+from torch_lla_em.prediction.passes import same_targets, under_all
+from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Predictor, at_inputs, predicted
-from torch_lla_em.prediction.pushforward import Pushforward, joined
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, report
@@ -45,65 +44,11 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
 
-class _Held:
-    """What ``compare`` keeps of held-out examples under one posterior, batch by batch.
-
-    The evidence Σ log p(y of some examples | x of them) is that of so many consecutive examples ``together``,
-    whatever the batches; only the last ones may be fewer, and those in front of examples of another shape.
-    """
-
-    def __init__(self, components: Components, together: int):
-        self._components, self._together = components, together
-        self._kept: list[tuple[Any, ...]] = []
-        self._joint: list[Tensor] = []
-        self._rest: Pushforward | None = None
-        """The last examples, which are too few."""
-
-    def add(self, _: Any, part: Pushforward) -> None:
-        """Add the examples of a batch."""
-        predicted = self._predicted(part)
-        found = outcomes(predicted, part.y, predicted.mixture.log_prob(part.y))
-        network = part.network().mixture.log_prob(part.y).double()[part.likelihood.labelled(part.y)]
-        rest, joint = self._rest, []
-        if rest is not None and rest.f.shape[1:] != part.f.shape[1:]:
-            rest, joint = None, [self._joint_of(rest)]
-        whole = part if rest is None else joined([rest, part])
-        full = len(whole.y) - len(whole.y) % self._together
-        joint += [self._joint_of(some) for some in whole.part(slice(full)).split(self._together)]
-        rest = whole.part(torch.arange(full, len(whole.y), device=whole.f.device))
-        # at once, since a batch is repeated if memory runs out
-        self._kept, self._joint = [*self._kept, (part.y, network, *found)], [*self._joint, *joint]
-        self._rest = rest if len(rest.y) else None
-
-    def evidence(self) -> tuple[float, float]:
-        """Return the evidence and its standard error, NaN for a single group."""
-        values = torch.stack([*self._joint, *([self._joint_of(self._rest)] if self._rest else [])])
-        return values.sum().item(), len(values) ** 0.5 * (
-            values.std().item() if len(values) > 1 else nan
-        )
-
-    def kept(self) -> tuple[list[Tensor], Tensor, Outcomes]:
-        """Return the targets of each batch, log p(y | x) under the network, and the outcomes."""
-        y, network, *fields = zip(*self._kept)
-        whole = (None if each[0] is None else torch.cat(each) for each in fields)
-        return list(y), torch.cat(network).cpu(), Outcomes(*whole)
-
-    def _predicted(self, part: Pushforward) -> Prediction:
-        return part.prediction(self._components.tables, self._components.noise)
-
-    def _joint_of(self, some: Pushforward) -> Tensor:
-        return self._predicted(some).mixture.joint_log_prob(some.y).double()
-
-
 def predicted_data(la: Predictor, loader: Iterable[Any]) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass for each network."""
-    posteriors, components = la._members(surely=True), la._components
-    inputs, parts = zip(*under_all(posteriors, loader))
-    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
-    whole = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
+    inputs, data = under_all(la._members(surely=True), loader)
     with torch.no_grad():
-        every = joined(parts)
-        return PredictedData(whole, every.y, every.network(), predicted(every, components))
+        return PredictedData(inputs, data.y, data.network(), predicted(data, la._components))
 
 
 @dataclass(frozen=True, repr=False)
@@ -233,25 +178,27 @@ def compare(
     loader = as_loader(paired(validation, targets))
     records, log_probs, networks, known = {}, {}, {}, None
     for name, la in named.items():
-        held = _Held(la._components, together)
-        if len(members[name]) == 1:
-            over_batches(members[name][0], loader, held.add)
-        else:
-            for pair in under_all(members[name], loader):
-                held.add(*pair)
-        y, networks[name], found = held.kept()
-        known = same_targets(y, known)
-        value, error = held.evidence()
-        records[name] = {
-            **scores(found),
-            "network NLL": -networks[name].mean().item(),
-            "held-out evidence": value,
-            "evidence error": error,
-            "parameters": sum(p.setting.linear_model.layout.size for p in members[name]),
-        }
+        _, data = under_all(members[name], loader)
+        known = same_targets([data.y], known)
+        labelled = data.likelihood.labelled(data.y)
+        with torch.no_grad():
+            own, alone = predicted(data, la._components), data.network()
+            log_probs[name], networks[name] = (
+                p.mixture.log_prob(data.y).double()[labelled].cpu() for p in (own, alone)
+            )
+            groups = (predicted(some, la._components) for some in data.split(together))
+            ys = data.y.split(together)
+            joint = [p.mixture.joint_log_prob(y).double() for p, y in zip(groups, ys)]
+            mean, error = _mean_and_error(torch.stack(joint))
+            records[name] = {
+                **scores(own, data.y),
+                "network NLL": -networks[name].mean().item(),
+                "held-out evidence": len(joint) * mean,
+                "evidence error": len(joint) * error,
+                "parameters": sum(p.setting.linear_model.layout.size for p in members[name]),
+            }
         if all(p.history for p in members[name]):
             records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in members[name])
-        log_probs[name] = found.log_prob.cpu()
     return Comparison(records, log_probs, together, networks)
 
 

@@ -128,7 +128,7 @@ def calibrated_by():
     return found
 
 
-OWN, PARTS = "calibration examples of their own", "number of each example's part"
+OWN, PARTS = "same distribution", "number of each example's part"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
-from torch_lla_em.prediction import Posterior, predictor
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em.prediction import predictor
 
 FIXED = {"progress_bar": False, "em_steps": 0, "prior_precision": 2.0}
 
@@ -74,7 +74,6 @@ def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():
 CALLS = {
     "call": lambda la, case, loader: la(loader),
     "flags": lambda la, case, loader: la.is_ood(loader, 0.3),
-    "compare": lambda la, case, loader: compare([la, la], loader, together=4),
 }
 
 
@@ -92,14 +91,7 @@ def test_one_batch_is_in_memory_at_a_time(name, monkeypatch):
         note(Jw)
         return f, Jw
 
-    def of_products(posterior, f, Jw, *more, own=Posterior.of_products):
-        note(Jw)
-        return own(posterior, f, Jw, *more)
-
-    if name == "compare":
-        monkeypatch.setattr(Posterior, "of_products", of_products)
-    else:
-        monkeypatch.setattr(predictor, "push_forward", push_forward)
+    monkeypatch.setattr(predictor, "push_forward", push_forward)
     CALLS[name](la, case, loader)
     assert len(alive) >= 5
 

@@ -118,15 +118,14 @@ class Expectations:
 
 
 def _with_unit_moments(draws: Tensor) -> Tensor:
-    """Return draws (..., K, S) whose second moments over S are the identity, if S ≥ K.
+    """Return draws (..., K, S) whose second moments over S are the identity, if these are many for every column.
 
-    Then E[loss] has the same derivatives as E[H] says up to fourth order in the deviations, and the bound its maximum where
-    MacKay's update has its fixed point.
+    Then E[loss] changes with the deviations as E[H] says, and the bound is highest where MacKay's update rests: otherwise λ of
+    30 examples moved by 15 % with its start. Of few draws it would make the tails too light: with 20 for 16 columns λ of a CNN rose to
+    1.6 times that of many draws.
     """
     K, S = draws.shape[-2:]
-    if K > S:
-        return draws
-    return S**0.5 * torch.linalg.qr(draws.mT).Q.mT
+    return S**0.5 * torch.linalg.qr(draws.mT).Q.mT if S >= 8 * K else draws
 
 
 def draws_for(sites: float, many: bool) -> int:

@@ -206,7 +206,56 @@ for step in range(1, 31):
 print(f"la's samples: bound {la.certificate.max():.1e} sd")
 
 # %% [markdown]
+# ## Solve small, check large, extend
+#
+# With millions of weights the library runs this EM on a small problem: the linear model restricted to a *span* of
+# directions. `e_step` computes mode and samples over the span, `m_step` the λ that follows, and `measured` takes one pass for the
+# residuals of the whole problem. They bound the error, and are the next directions. Here the span begins with one
+# random direction instead of two dozen, so that there is something left to extend.
+
+# %%
+from torch_lla_em.data import Data  # noqa: E402
+from torch_lla_em.inference import get_sto_samples  # noqa: E402
+from torch_lla_em.inference.em import e_step, m_step  # noqa: E402
+from torch_lla_em.inference.over_span import OverSpan  # noqa: E402
+from torch_lla_em.inference.span import Span  # noqa: E402
+from torch_lla_em.jacobian import LinearModel, ParameterLayout  # noqa: E402
+from torch_lla_em.jacobian import Network as Wrapped  # noqa: E402
+from torch_lla_em.likelihoods import Bernoulli  # noqa: E402
+from torch_lla_em.problem import Problem  # noqa: E402
+
+linear_model = LinearModel(Wrapped(model), ParameterLayout.of(model, ["weights"]))
+problem = Problem(linear_model, Bernoulli(), Data([(x, y)], x.device))
+noise = get_sto_samples(problem, num_samples=64, g_prior=False)
+span = Span(problem, noise.prior, noise.xi, memory=1e8)
+span.widen(noise.xi[:1])
+over = OverSpan(problem, noise, span, curvature="variational", tolerance=0.03)
+q = e_step(over, over.first(1.0))
+while True:
+    for _ in range(25):  # small
+        new_precision, _ = m_step(over, q)  # the rule of λ
+        new_H = over.expected.next(q.outputs, q.curved.deviations)  # the rule of H
+        q = e_step(over, over.moved(q, new_precision, None, q.H.towards(new_H, 0.5)))
+    q = over.measured(q)  # large
+    print(
+        f"{span.size} of 2 directions: λ = {q.precision:.3f}, bound {q.bounds.mean():.2f}, ", end=""
+    )
+    print(f"error of samples {q.errors[0]:.1e} and mean {q.errors[1]:.1e}")
+    if max(q.errors) < 0.03 or not span.widen(q.residuals):  # the end
+        break
+    q = e_step(over, over.widened(q))  # extend
+
+# %% [markdown]
+# The restricted problem has another λ and a lower bound on the evidence, and the residuals say that it is wrong. Over both
+# directions λ is that of the dense algebra.
+#
 # ## Change it
 #
-# To try another rule for λ or for H, change its line in the loop above and compare the bound. The lines of the
-# library that correspond to it are named in CONTRIBUTING.md, under "How to change".
+# Each rule is one line of this loop, so try it here first:
+#
+# - **λ**: replace `m_step(over, q)`, as by `em_update` of `inference/mackay.py`. In the library it is
+#   `function_space_Mackay_update` there.
+# - **H**: replace `new_H`; `over.expected.first(over.f.double())` keeps it near the network's outputs. In the library it is `next` in
+#   `inference/expectations.py`.
+# - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ
+#   is found anew, how far it may move over a small span, and what takes back a step that lowers the bound.

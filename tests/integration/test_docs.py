@@ -11,12 +11,15 @@ import torch
 from daily import daily
 from fresh import run_python
 from small import SIZES, small, written
-from tiny import fitted
+from tiny import known
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text()
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+BOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+SCRIPTS = [path for path in EXAMPLES if "__file__" in path.read_text()]
+NOTEBOOKS = [path for path in BOOKS if path.stem not in {script.stem for script in SCRIPTS}]
 NUMBER = re.compile(r"\d+\.\d+")
 
 
@@ -42,11 +45,16 @@ def results(name):
     return [json.loads(line) for line in lines]
 
 
+def shown_table(text, name):
+    """Return the rows of a table between comments of this name."""
+    return re.search(rf"<!-- {name} -->\n(.*?)<!-- /", text, re.DOTALL)[1].splitlines()[2:]
+
+
 @pytest.mark.parametrize("threads", daily(1, rest=[2]))
 def test_the_readme_prints_what_it_shows(threads, capsys):
     pytest.importorskip("sklearn")
     code, shown = re.findall(r"```(?:python|text)\n(.*?)```", README, re.DOTALL)
-    assert len(code.splitlines()) <= 25
+    assert len(code.splitlines()) <= 25 and len(README.splitlines()) <= 90
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -59,56 +67,34 @@ def test_the_readme_prints_what_it_shows(threads, capsys):
     # rounding differs between machines, and training amplifies it
     assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.02)
     network, posterior, test_digits, rotated_digits = numbers[0]
-    assert posterior < network
-    assert test_digits < 0.08 and rotated_digits > 0.9
+    assert posterior < network and test_digits < 0.08 and rotated_digits > 0.9
 
 
-def test_the_table_of_the_readme_is_a_committed_result():
-    lines = [line for line in results("tables") if line["set"] == "kept"]
-    shown = re.search(r"<!-- headline -->\n(.*?)<!-- /headline -->", README, re.DOTALL).group(1)
-    rows = [NUMBER.findall(row) for row in shown.splitlines()[2:]]
-    columns = [sorted(column) for column in zip(*rows, strict=True)]
-    methods = {"network", "temperature", "ensemble of 5", "ensemble of 5, temperature"}
-    methods |= {"ours, as fitted", "ours, calibrated"}
-    for column, stage in zip(columns, ("early", "on"), strict=True):
-        stored = [x for x in lines if x["network"] == stage and x["row"] in methods]
-        assert column == sorted(f"{line['nll']:.2f}" for line in stored)
-
-
+# of the tables kept apart; a figure is {method/stage/score} of results/tables.jsonl
 SENTENCES = {
-    "README.md": (
-        "On the worst data set the ratio is {ours, as fitted/on/worst} as fitted, {ours, calibrated/on/worst} "
-        "calibrated, and {ensemble of 5, temperature/on/worst} with the ensemble and temperature scaling.",
-    ),
-    "docs/benchmarks.md": (
-        "our posterior as fitted has a mean ratio of {ours, as fitted/on/nll} for both networks, and "
-        "{ours, as fitted/early/worst} (early stopping) and {ours, as fitted/on/worst} (100 epochs) on the worst data "
-        "set. The network alone has {network/early/nll} and {network/on/nll},",
-        "**Calibrated** it has {ours, calibrated/early/nll} and {ours, calibrated/on/nll}, and "
-        "{ours, calibrated/early/worst} and {ours, calibrated/on/worst} at worst",
-    ),
-    "docs/which_method.md": (
-        "The NLL is on average {ours, as fitted/on/nll} times that of temperature scaling, which needs a validation "
-        "set, and {ours, as fitted/on/worst} times on the worst data set",
-    ),
+    "README.md": "On the worst data set the ratio is {ours, as fitted/on/worst} as fitted, {ours, calibrated/on/worst} calibrated, and {ensemble of 5, temperature/on/worst} with the ensemble and temperature scaling.",
+    "docs/benchmarks.md": "our posterior as fitted has a mean ratio of {ours, as fitted/on/nll} for both networks, and {ours, as fitted/early/worst} (early stopping) and {ours, as fitted/on/worst} (100 epochs) on the worst data set. The network alone has {network/early/nll} and {network/on/nll},|**Calibrated** it has {ours, calibrated/early/nll} and {ours, calibrated/on/nll}, and {ours, calibrated/early/worst} and {ours, calibrated/on/worst} at worst",
+    "docs/which_method.md": "The NLL is on average {ours, as fitted/on/nll} times that of temperature scaling, which needs a validation set, and {ours, as fitted/on/worst} times on the worst data set",
 }
-"""What pages say of the tables kept apart; a figure is {method/stage/score} of results/tables.jsonl."""
 
 
-@pytest.mark.parametrize("name", SENTENCES)
-def test_figures_in_sentences_are_those_of_the_results(name):
+def test_figures_of_pages_are_those_of_the_results():
     kept = {(x["row"], x["network"]): x for x in results("tables") if x["set"] == "kept"}
 
     def figure(match):
         row, stage, score = match[1].split("/")
         return f"{kept[row, stage][score]:.2f}"
 
-    text = " ".join((ROOT / name).read_text().split())
-    for sentence in SENTENCES[name]:
-        assert re.sub(r"\{(.+?)\}", figure, sentence) in text
-
-
-def test_the_table_on_ood_scores_is_a_committed_result():
+    for name, sentences in SENTENCES.items():
+        text = " ".join((ROOT / name).read_text().split())
+        for sentence in sentences.split("|"):
+            assert re.sub(r"\{(.+?)\}", figure, sentence) in text, name
+    rows = [NUMBER.findall(row) for row in shown_table(README, "headline")]
+    methods = {"network", "temperature", "ensemble of 5", "ensemble of 5, temperature"}
+    methods |= {"ours, as fitted", "ours, calibrated"}
+    for column, stage in zip(zip(*rows, strict=True), ("early", "on"), strict=True):
+        due = [f"{x['nll']:.2f}" for (row, at), x in kept.items() if row in methods and at == stage]
+        assert sorted(column) == sorted(due)
     found, due = {}, set()
     for record in results("ood"):
         case = "six tables" if record["kind"] == "tables" else record["case"]
@@ -118,17 +104,12 @@ def test_the_table_on_ood_scores_is_a_committed_result():
         means = [sum(record[score] for record in group) / len(group) for score in scores]
         due.add("| " + " | ".join([*key, *(f"{mean:.3f}" for mean in means)]) + " |")
         assert means[0] > max(means[1:3]) - 0.03
-    shown = re.search(r"<!-- ood scores -->\n(.*?)<!-- /", page("out_of_distribution"), re.DOTALL)
-    assert set(shown[1].splitlines()[2:]) == due
+    assert {*shown_table(page("out_of_distribution"), "ood scores")} == due
 
 
-def test_the_readme_is_short_and_its_links_exist():
-    assert len(README.splitlines()) <= 90
+def test_links_and_lists_are_complete():
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / path).exists(), path
-
-
-def test_every_subpackage_and_example_is_listed():
     faces = sorted(path.parent.name for path in (ROOT / "torch_lla_em").glob("*/__init__.py"))
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert sorted(re.findall(r"^\| `([a-z]+)` \|", contributing, re.MULTILINE)) == faces
@@ -136,60 +117,65 @@ def test_every_subpackage_and_example_is_listed():
     assert all(f"tutorials/{path.stem}.md" in contents for path in EXAMPLES)
 
 
-@pytest.mark.slow
-def test_the_quickstart_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = run_page("index")
-    assert names["probs"].shape == (200, 3)
-    assert (tmp_path / "posterior.pt").exists()
-
-
-@pytest.mark.slow
-def test_the_pages_on_calibration_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng():
-        names = run_page("out_of_distribution", run_page("calibration"))
-    la, X, prediction = names["la"], names["X"], names["prediction"]
-    assert (tmp_path / "ensemble.pt").exists()
-    assert prediction.prediction_set(0.9).shape == (len(X) - 1000, 10)
-    shares = [la.is_ood(x).float().mean() for x in (X[1000:], 3 * X[1000:])]
-    assert shares[0] < 0.15 and shares[1] > 0.5, shares
-
-
-@pytest.mark.slow
-def test_the_page_on_mixtures_runs(capsys):
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(300) % 3
+def run_mixtures():
+    generator, labels = torch.Generator().manual_seed(0), torch.arange(300) % 3
     x = 3 * torch.eye(3)[labels] + torch.randn(300, 3, generator=generator)
     loader = list(zip(x.split(50), labels.split(50), strict=True))
     names = {"model": nn.Sequential(), "train_loader": loader, "features": x, "x": x}
     names["model"].add_module("body", nn.Linear(3, 3, bias=False))
     nn.init.eye_(names["model"].body.weight)
-    assert len(blocks(page("mixtures"))) == 4
-    run_page("mixtures", names)
-    assert names["density"].score(x).shape == (300,)
-    assert names["mixture"].responsibilities(x).shape == (300, 3)
-    assert names["posterior"].parameters.expected().weights.topk(3).values.sum() > 0.85
-    assert "-" in capsys.readouterr().out
+    return run_page("mixtures", names)
+
+
+# pages, what runs them, and what holds of the names that they define
+PAGES = {
+    "index": (lambda: run_page("index"), lambda n: n["probs"].shape == (200, 3) and Path("posterior.pt").exists()),
+    "calibration": (
+        lambda: run_page("out_of_distribution", run_page("calibration")),
+        lambda n: Path("ensemble.pt").exists()
+        and n["prediction"].prediction_set(0.9).shape == (len(n["X"]) - 1000, 10)
+        and n["la"].is_ood(n["X"][1000:]).float().mean() < 0.15
+        and n["la"].is_ood(3 * n["X"][1000:]).float().mean() > 0.5,
+    ),
+    "mixtures": (
+        run_mixtures,
+        lambda n: n["density"].score(n["x"]).shape == (300,)
+        and n["mixture"].responsibilities(n["x"]).shape == (300, 3)
+        and n["posterior"].parameters.expected().weights.topk(3).values.sum() > 0.85,
+    ),
+    "method": (
+        lambda: run_page("method"),
+        lambda n: n["la"].prior_precision == pytest.approx(0.2) and n["small"].history[-1]["why"] == "accurate",
+    ),
+    "regression": (
+        lambda: run_page("regression"),
+        lambda n: n["covariance"].shape == (3, 3)
+        and n["held"].sigma_noise == pytest.approx(0.1)
+        and n["mean"].shape == n["variance"].shape == (300, 1),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_pages_on_the_method_and_on_regression_run():
-    names = run_page("method")
-    assert names["la"].prior_precision == pytest.approx(0.2)
-    assert names["small"].history[-1]["why"] == "accurate"
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, holds = PAGES[name]
     with torch.random.fork_rng():
-        names = run_page("regression")
-    assert names["covariance"].shape == (3, 3)
-    assert names["held"].sigma_noise == pytest.approx(0.1)
-    assert names["mean"].shape == names["variance"].shape == (300, 1)
+        assert holds(run())
+
+
+OTHERS = {
+    "lightning_uq_box": ("x", (30, 2)),
+    "mapie": ("sets", (139, 2, 1)),
+    "pytabkit": ("probabilities", (40, 2)),
+    "sklearn.neural_network": ("probabilities", (37, 3)),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "package", ["lightning_uq_box", "mapie", "pytabkit", "sklearn.neural_network"]
-)
+@pytest.mark.parametrize("package", OTHERS)
 def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -198,42 +184,33 @@ def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples" / "recipes")
     (block,) = [block for block in blocks(page("other_libraries")) if f"from {package}" in block]
-    case, la = fitted(em_steps=0, prior_precision=5.0)
+    case, la = known()
     names = {"la": la, "model": la.model, "x": case.x, "y": case.y}
     if package == "pytabkit":
         names |= {"frame": pandas.DataFrame({"a": range(40), "b": ["x", "y"] * 20})}
         names |= {"y": [0, 1] * 20}
     torch.manual_seed(0)
     exec(block.replace("use_ls", 'n_epochs=2, device="cpu", use_ls'), names)
-    shapes = {"mapie": ("sets", (139, 2, 1)), "pytabkit": ("probabilities", (40, 2))}
-    shapes |= {"sklearn.neural_network": ("probabilities", (37, 3))}
-    name, shape = shapes.get(package, ("x", case.x.shape))
+    name, shape = OTHERS[package]
     assert names[name].shape == shape
-
-
-@pytest.fixture(scope="module")
-def migration():
-    """Names of laplace-torch's code, None where it is not installed, and of ours, both fitted."""
-    theirs = {} if importlib.util.find_spec("laplace") else None
-    ours, seen = {}, []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for block in blocks(page("coming_from_laplace_torch")):
-            if not block.startswith("# laplace-torch"):
-                exec(block, ours)
-                if theirs is not None and not block.startswith("# torch_lla_em"):
-                    theirs.update(ours)
-            elif theirs is not None:
-                exec(block, theirs)
-            seen.append((theirs and dict(theirs), dict(ours)))
-    assert len(seen) > 10 and ours["preference"].shape == (40, 2)
-    return seen[2]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_code_of_both_libraries_runs_and_shapes_agree(migration):
-    theirs, ours = migration
+def test_code_of_laplace_torch_and_ours_runs_and_shapes_agree():
+    """Of laplace-torch where it is installed."""
+    theirs = {} if importlib.util.find_spec("laplace") else None
+    ours, seen = {}, []
+    for block in blocks(page("coming_from_laplace_torch")):
+        if not block.startswith("# laplace-torch"):
+            exec(block, ours)
+            if theirs is not None and not block.startswith("# torch_lla_em"):
+                theirs.update(ours)
+        elif theirs is not None:
+            exec(block, theirs)
+        seen.append((theirs and dict(theirs), dict(ours)))
+    assert len(seen) > 10 and ours["preference"].shape == (40, 2)
+    theirs, ours = seen[2]
     table = page("coming_from_laplace_torch").split("| laplace-torch | torch_lla_em |")[1]
     rows = [re.findall(r"`([^`]*)`", row) for row in table.split("\n\n")[0].splitlines()[2:]]
     assert len(rows) > 8
@@ -258,34 +235,24 @@ def pages():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_notebooks_are_made_from_their_scripts(path, pages):
+    """Their sizes are those that tests replace."""
     stored = (pages.NOTEBOOKS / f"{path.stem}.ipynb").read_text()
     made = pages.notebook(path.stem, *pages.stored(path.stem))
     assert made == stored, f"run: python docs/pages.py {path.stem}"
     cells = json.loads(stored)["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells)
-    words = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    for link in re.findall(r"\]\((?!http)([^)#]+)", words):
+    texts = {kind: "".join("".join(c["source"]) for c in cells if c["cell_type"] == kind) for kind in ("markdown", "code")}  # fmt: skip
+    for link in re.findall(r"\]\((?!http)([^)#]+)", texts["markdown"]):
         assert (pages.NOTEBOOKS / link).exists(), link
-    code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     own = [cell.text for cell in pages.cells(path) if cell.is_code]
     for text in own if pages.is_portable(path.stem) else ():
-        assert re.sub("from helpers.*\n", "", text) in code
+        assert re.sub("from helpers.*\n", "", text) in texts["code"]
     if importlib.util.find_spec("nbformat"):
         nbformat = importlib.import_module("nbformat")
         nbformat.validate(nbformat.from_dict(json.loads(stored)))
-
-
-def test_tutorials_have_the_sizes_that_tests_replace():
+    code = path.read_text()
+    assert (small(path.stem, code) != code) == (path.stem in SIZES) and "TINY" not in code
     assert {path.stem for path in EXAMPLES} == {path.stem for path in BOOKS}
-    for path in EXAMPLES:
-        code = path.read_text()
-        assert (small(path.stem, code) != code) == (path.stem in SIZES) and "TINY" not in code
-
-
-_MARK = "\n# the next cell\n"
-SCRIPTS = [path for path in EXAMPLES if "__file__" in path.read_text()]
-BOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
-NOTEBOOKS = [path for path in BOOKS if path.stem not in {script.stem for script in SCRIPTS}]
 
 
 @pytest.mark.slow
@@ -303,10 +270,10 @@ def test_notebooks_run_in_a_kernel(path, tmp_path, monkeypatch):
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("MPLBACKEND", raising=False)
-    book = nbformat.read(path, as_version=4)
+    book, mark = nbformat.read(path, as_version=4), "\n# the next cell\n"
     stored = [_kinds(cell) for cell in book.cells]
     code = [cell for cell in book.cells if cell.cell_type == "code"]
-    of_all = small(path.stem, _MARK.join(cell.source for cell in code)).split(_MARK)
+    of_all = small(path.stem, mark.join(cell.source for cell in code)).split(mark)
     for cell, source in zip(code, of_all, strict=True):
         cell.source = source
     resources = {"metadata": {"path": str(tmp_path)}}

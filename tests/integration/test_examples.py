@@ -5,19 +5,20 @@ import inspect
 import logging
 import re
 import warnings
-from copy import deepcopy
+from copy import copy, deepcopy
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import known
 
 import torch_lla_em
 from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace, Student
 from torch_lla_em.mixtures import Mixture
 
-MODULES = {  # beside the package itself, whose names are those of __all__
+# modules beside the package itself, whose names are those of __all__ -> the library that they need
+MODULES = {
     "plot": None,
     "integrations.botorch": "botorch",
     "integrations.estimators": "sklearn",
@@ -25,15 +26,12 @@ MODULES = {  # beside the package itself, whose names are those of __all__
     "integrations.lightning": "lightning",
     "integrations.sklearn": "sklearn",
 }
-"""Modules -> the library that they need."""
-
 MORE = {
     "likelihoods": ["compare_with_log_prob"],
     "mixtures": ["GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
 BRIEF = Likelihood, FeatureDensity, Mixture, Student
-GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}
-"""Arguments that need no description; those of hooks are described by Lightning."""
+GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}  # described by Lightning, or not at all
 
 
 def _defined(module):
@@ -61,24 +59,16 @@ def _found(address):
 @pytest.fixture(scope="module")
 def names():
     """What the examples use: posteriors of two networks and of a regression, and data."""
-    fit = {"em_steps": 1, "progress_bar": False}
-    case, real = tiny("classification"), tiny("regression")
-    la, other = (LinearisedLaplace(case.model, "classification", num_samples=4) for _ in range(2))
-    regression = LinearisedLaplace(real.model, "regression", num_samples=4)
+    (case, la), (real, regression) = known(), known("regression")
+    la, regression = copy(la).calibrate(case.x, case.y), copy(regression).calibrate(real.x, real.y)
     line = torch.nn.Linear(real.x.shape[1], 1).double()
     one_output = LinearisedLaplace(line, "regression", num_samples=4)
-    for each in (la, other):
-        each.fit(case.x, case.y, **fit).calibrate(case.x, case.y)
-    regression.fit(real.x, real.y, **fit).calibrate(real.x, real.y)
-    one_output.fit(real.x, real.y[:, :1], **fit)
+    one_output.fit(real.x, real.y[:, :1], em_steps=1, progress_bar=False)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(case.x, case.y), 16)
     names = {name: getattr(torch_lla_em, name) for name in torch_lla_em.__all__}
-    names |= {"la": la, "other": other, "regression": regression, "one_output": one_output}
-    return (
-        names
-        | {"torch": torch, "plot": torch_lla_em.plot, "model": case.model}
-        | {"x": case.x, "y": case.y, "loader": loader}
-    )
+    names |= {"la": la, "other": copy(la), "regression": regression, "one_output": one_output}
+    names |= {"torch": torch, "plot": torch_lla_em.plot, "model": case.model}
+    return names | {"x": case.x, "y": case.y, "loader": loader}
 
 
 def _of_lightning(names):

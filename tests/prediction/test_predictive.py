@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import replace
-from math import log
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import distributions
 from torch.distributions import Categorical, MultivariateNormal, Normal
 from torch.testing import assert_close
 
+from torch_lla_em import Prediction
 from torch_lla_em.likelihoods import (
     Bernoulli,
     Classification,
@@ -18,33 +19,16 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction.functions import (
-    FUNCTIONS,
-    JOINT,
-    functions_of,
-    number_of_functions,
-    redrawn,
-)
+from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, functions_of, redrawn
 from torch_lla_em.prediction.mixture import FunctionMixture
-from torch_lla_em.prediction.prediction import Prediction
 
 K, B, C = 9, 4, 3
+LABELS = torch.tensor([0, 2, 1, 1])
 
 
-def prediction(likelihood, *sites, outputs=C, class_dim=-1):
-    return Prediction.of(
-        likelihood, draw(B, *sites, outputs), draw(K, B, *sites, outputs, seed=1), class_dim
-    )
-
-
-def mixture(likelihood, *sites, class_dim=-1):
-    plain = prediction(likelihood, *sites, class_dim=class_dim)
-    plain = with_samples(plain, draw(10, *plain.centre.shape, seed=1))
-    return with_certain(plain, draw(2, B, *sites, C, seed=7))
-
-
-def with_samples(p, deviations):
-    return Prediction.of(p.likelihood, p.centre, deviations, p.class_dim)
+def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
+    deviations = draw(samples, B, *sites, outputs, seed=1)
+    return Prediction.of(likelihood, draw(B, *sites, outputs), deviations, class_dim)
 
 
 def with_certain(posterior, functions, weights=(0.5, 0.2, 0.3)):
@@ -53,6 +37,11 @@ def with_certain(posterior, functions, weights=(0.5, 0.2, 0.3)):
     certain = (part._replace(centre=f, deviations=part.deviations[:0]) for f in functions)
     mixture = FunctionMixture((part, *certain), torch.tensor(weights).double())
     return replace(posterior, mixture=mixture)
+
+
+def mixture(likelihood, *sites, class_dim=-1, weights=(0.5, 0.2, 0.3)):
+    plain = prediction(likelihood, *sites, class_dim=class_dim, samples=10)
+    return with_certain(plain, draw(2, *plain.centre.shape, seed=7), weights)
 
 
 def together(*predictions):
@@ -66,10 +55,6 @@ def together(*predictions):
     return replace(predictions[0], mixture=FunctionMixture(tuple(parts), weights))
 
 
-def reweighted(p, *weights):
-    return replace(p, mixture=replace(p.mixture, weights=torch.tensor(weights).double()))
-
-
 def deviations_of(p):
     return p.mixture.components[0].deviations
 
@@ -81,7 +66,6 @@ BOTH = pytest.mark.parametrize("make", [prediction, mixture])
 @pytest.mark.parametrize("class_dim", [-1, 1])
 def test_classes_average_over_functions(make, class_dim):
     p = make(Classification(), 2, class_dim=class_dim)
-    assert make is prediction or len(p.functions) == 2 * number_of_functions(deviations_of(p))
     functions = p.functions.movedim(class_dim if class_dim < 0 else class_dim + 1, -1)
     probs = functions.softmax(-1)
     assert_close(p.probs.movedim(class_dim, -1), probs.mean(0))
@@ -112,53 +96,56 @@ def test_labels_and_counts_average_over_functions(make):
     assert_close(q.aleatoric, rates.mean(0))
     assert_close(q.epistemic, rates.var(0, correction=0))
     assert_close(q.predictive_variance, rates.mean(0) + rates.var(0, correction=0))
-
-
-def test_intervals_of_mixtures_are_quantiles():
-    for p, link in ((mixture(Bernoulli()), torch.sigmoid), (mixture(Poisson()), torch.exp)):
+    for p, values in ((b, labels), (q, rates)):
         for end, share in zip(p.credible_interval(0.8), (0.1, 0.9)):
-            below = (link(p.functions) <= end + 1e-9).double().mean(0)
+            below = (values <= end + 1e-9).double().mean(0)
             assert ((below - share).abs() < 0.31).all()  # a function beside holds that much
 
 
-def test_log_probs_of_certain_outputs_are_finite():
-    centre = torch.tensor([[500.0, 0.0]])
+def test_entropies_and_log_probs_at_the_edges():
+    p = prediction(Poisson())
+    counts = torch.arange(200.0, dtype=torch.float64).view(-1, 1, 1, 1)
+    shares = distributions.Poisson(p.functions.exp()).log_prob(counts).exp().mean(1)
+    assert_close(p.entropy, -torch.special.xlogy(shares, shares).sum(0))
     for likelihood in (Classification(), Bernoulli()):
-        p = Prediction.of(likelihood, -centre, torch.zeros(2, 1, 2))
+        p = Prediction.of(likelihood, torch.tensor([[-500.0, 0.0]]), torch.zeros(2, 1, 2))
         assert torch.isfinite(p.log_probs).all()
         assert_close(p.log_probs[0, 0].item(), -500.0)
 
 
-def test_entropy_of_counts_sums_over_counts():
-    p = prediction(Poisson())
-    counts = torch.arange(200.0, dtype=torch.float64).view(-1, 1, 1, 1)
-    mixture = distributions.Poisson(p.functions.exp()).log_prob(counts).exp().mean(1)
-    assert_close(p.entropy, -torch.special.xlogy(mixture, mixture).sum(0))
-    with pytest.raises(ValueError, match="too many counts"):
-        Prediction.of(Poisson(), torch.full((1, 1), 20.0), torch.zeros(2, 1, 1)).entropy
-
-
-def test_regression_has_moments():
-    sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
-    p = prediction(Regression(sigma), 2, class_dim=1)
-    noise = (sigma**2).view(1, 3, 1).expand(B, 3, 2)
-    assert_close(p.aleatoric, noise)
+@pytest.mark.parametrize("has_axis", [True, False])
+def test_regression_has_moments_and_gaussian_densities(has_axis):
+    """Of several units and sites, and of outputs without an axis of their own."""
+    if has_axis:
+        sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+        p, noise = prediction(Regression(sigma), 2, class_dim=1), sigma.square()[:, None]
+    else:
+        p = Prediction.of(Regression(0.5), draw(B), draw(K, B, seed=1))
+        noise = torch.tensor(0.25).double()
+    shape = p.mean.shape
+    noise, y = noise.expand(shape), draw(*shape, seed=2)
+    total = Normal(p.mean, (p.variance + noise).sqrt())
+    assert_close(p.aleatoric.expand(shape), noise)
     assert_close(p.epistemic, p.variance)
     assert_close(p.expectation, p.mean)
     assert_close(p.predictive_variance, p.variance + noise)
-    total = Normal(p.mean, (p.variance + noise).sqrt())
     assert_close(p.entropy, total.entropy())
+    each = total.log_prob(y)
+    assert_close(p.log_prob(y), each.flatten(1).sum(1) if has_axis else each)
+    assert p.covariance.shape == (y.numel(), y.numel())
     for level in (0.5, 0.95):
         lower, upper = p.credible_interval(level)
         assert_close(total.cdf(upper) - total.cdf(lower), torch.full_like(lower, level))
         assert_close(lower + upper, 2 * p.mean)
+    dense = MultivariateNormal(p.mean.flatten(), p.covariance + noise.flatten().diag())
+    assert_close(p.joint_log_prob(y), dense.log_prob(y.flatten()))
+    assert (p.standard_error == 0).all()
 
 
 def test_predicted_noise_splits_the_variance():
     p = prediction(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
     assert p.samples.shape == (K, B, 4, 2)
-    samples = p.functions
-    mu, variance = samples[:, :, :2], samples[:, :, 2:].exp()
+    mu, variance = p.functions[:, :, :2], p.functions[:, :, 2:].exp()
     assert_close(p.expectation, p.mean[:, :2])
     assert_close(p.aleatoric, variance.mean(0))
     assert_close(p.epistemic, mu.var(0, correction=0))
@@ -175,180 +162,75 @@ def test_predicted_noise_splits_the_variance():
     assert_close(p.joint_log_prob(y), densities.mean().log())
 
 
-@pytest.mark.parametrize("likelihood", [Bernoulli(), Poisson()])
-def test_intervals_of_monotone_links_are_those_of_f(likelihood):
-    p = prediction(likelihood)
-    f = Normal(p.mean, p.variance.sqrt())
-    ends = [likelihood.mean(f.icdf(torch.tensor(q, dtype=torch.float64))) for q in (0.1, 0.9)]
-    for end, expected in zip(p.credible_interval(0.8), ends):
-        assert_close(end, expected)
+def test_intervals_follow_the_link():
+    """Those of f where it is monotone, else quantiles over functions, also of one sample."""
+    for likelihood in (Bernoulli(), Poisson()):
+        p = prediction(likelihood)
+        f = Normal(p.mean, p.variance.sqrt())
+        ends = [likelihood.mean(f.icdf(torch.tensor(q, dtype=torch.float64))) for q in (0.1, 0.9)]
+        assert_close(tuple(p.credible_interval(0.8)), tuple(ends))
+    for likelihood in (Classification(), Binomial()):
+        p, shares = prediction(likelihood), torch.tensor([0.1, 0.9], dtype=torch.float64)
+        due = likelihood.mean(p.functions).quantile(shares, dim=0)
+        assert_close(torch.stack(p.credible_interval(0.8)), due)
+        one = prediction(likelihood, samples=1)
+        ends = likelihood.mean(one.functions).sort(0).values
+        due = ends[:1].lerp(ends[1:], shares.view(2, 1, 1))
+        assert_close(torch.stack(one.credible_interval(0.8)), due)
 
 
-@pytest.mark.parametrize("likelihood", [Classification(), Binomial()])
-def test_intervals_of_other_links_are_quantiles(likelihood):
-    p = prediction(likelihood)
-    expected = likelihood.mean(p.functions).quantile(
-        torch.tensor([0.1, 0.9], dtype=torch.float64), dim=0
-    )
-    assert_close(torch.stack(p.credible_interval(0.8)), expected)
-    one = with_samples(p, deviations_of(p)[:1])
-    ends = likelihood.mean(one.functions).sort(0).values
-    assert_close(
-        torch.stack(one.credible_interval(0.9)),
-        ends[:1].lerp(ends[1:], torch.tensor([0.05, 0.95]).double().view(2, 1, 1)),
-    )
-
-
-@pytest.mark.parametrize("level", [0.0, 1.0, -1, 2])
-def test_levels_are_probabilities(level):
-    with pytest.raises(ValueError, match="level"):
-        prediction(Regression()).credible_interval(level)
-
-
-def test_log_prob_of_continuous_targets_is_gaussian():
-    p = prediction(Regression(0.7), 2, class_dim=1)
-    y = draw(B, C, 2, seed=2)
-    expected = Normal(p.mean, (p.variance + 0.49).sqrt()).log_prob(y).flatten(1).sum(1)
-    assert_close(p.log_prob(y), expected)
-
-
-@pytest.mark.parametrize("class_dim", [-1, 1])
-def test_joint_density_is_the_dense_gaussian(class_dim):
-    p = prediction(Regression(0.7), 2, class_dim=class_dim)
-    y = draw(*p.mean.shape, seed=2)
-    dense = p.covariance + 0.49 * torch.eye(B * C * 2).double()
-    expected = MultivariateNormal(p.mean.flatten(), dense).log_prob(y.flatten())
-    assert_close(p.joint_log_prob(y), expected)
-
-
-def test_joint_probability_is_the_average_of_products():
-    p = prediction(Classification())
-    y = torch.tensor([0, 2, 1, 1])
+def test_joint_probabilities_are_averages_of_products():
+    p, q = prediction(Classification()), prediction(Poisson())
     functions = p.centre + functions_of(deviations_of(p), JOINT)
-    product = torch.ones(len(functions), dtype=torch.float64)
-    for row in range(B):
-        product *= functions[:, row].softmax(-1)[:, y[row]]
-    assert_close(p.joint_log_prob(y), product.mean().log())
+    products = functions.softmax(-1)[:, torch.arange(B), LABELS].prod(1)
+    assert_close(p.joint_log_prob(LABELS), products.mean().log())
     counts = torch.tensor([[0.0, 1, 2]]).expand(B, 3).double()
-    q = prediction(Poisson())
     functions = q.centre + functions_of(deviations_of(q), JOINT)
     densities = distributions.Poisson(functions.exp()).log_prob(counts).sum((1, 2)).exp()
     assert_close(q.joint_log_prob(counts), densities.mean().log())
+    m = mixture(Classification())
+    first, *rest = m.mixture.components
+    own = Prediction.of(*first[:3]).joint_log_prob(LABELS).exp()
+    one, two = (part.centre.log_softmax(-1).gather(1, LABELS[:, None]).sum().exp() for part in rest)
+    assert_close(m.joint_log_prob(LABELS).exp(), 0.5 * own + 0.2 * one + 0.3 * two)
+    sure = Prediction.of(Classification(), p.centre, torch.zeros(1, B, C).double())
+    each = p.centre.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
+    assert_close(sure.log_prob(LABELS), each)
+    assert_close(sure.joint_log_prob(LABELS), each.sum())
 
 
-def test_outputs_without_an_axis_of_their_own():
-    centre, deviations, y = draw(B), draw(K, B, seed=1), draw(B, seed=2)
-    p = Prediction.of(Regression(0.5), centre, deviations)
-    total = Normal(centre, (deviations.square().mean(0) + 0.25).sqrt())
-    assert_close(p.log_prob(y), total.log_prob(y))
-    assert_close(p.entropy, total.entropy())
-    assert p.joint_log_prob(y).shape == ()
-    assert p.covariance.shape == (B, B)
-
-
-def test_targets_are_checked():
-    p = prediction(Regression(0.5), 2, class_dim=1)
-    with pytest.raises(ValueError, match="reshape"):
-        p.log_prob(torch.zeros(B, 1))
-    with pytest.raises(ValueError, match="outside"):
-        prediction(Classification()).joint_log_prob(torch.full((B,), 7))
-
-
-def test_probit_uses_the_variance_alone():
+def test_probit_uses_the_variance_alone_and_mixtures_average_their_parts():
     p = prediction(Classification(), 2, class_dim=1)
-    scaled = p.mean / (1 + torch.pi / 8 * p.variance).sqrt()
-    assert_close(p.smoothed(), scaled.softmax(1))
+    assert_close(p.smoothed(), (p.mean / (1 + torch.pi / 8 * p.variance).sqrt()).softmax(1))
     q = prediction(Poisson())
     assert_close(q.smoothed(), (q.mean + 0.5 * q.variance).exp())
-
-
-@pytest.mark.parametrize("likelihood", [Regression(), Poisson(), HeteroscedasticRegression()])
-@pytest.mark.parametrize("name", ["probs", "log_probs"])
-def test_probs_raise_for_other_likelihoods(likelihood, name):
-    with pytest.raises(TypeError, match="expectation"):
-        getattr(prediction(likelihood, outputs=4), name)
-
-
-def test_a_likelihood_without_an_entropy_raises():
-    with pytest.raises(NotImplementedError, match="epistemic"):
-        prediction(Binomial()).entropy
-
-
-def test_fresh_samples_keep_the_covariance():
-    p = prediction(Classification())
-    generator = torch.Generator().manual_seed(0)
-    many = torch.stack([redrawn(deviations_of(p), generator) for _ in range(1000)]).flatten(0, 1)
-    products = many.flatten(1)[:, :, None] * many.flatten(1)[:, None]
-    error = products.std(0) / len(many) ** 0.5
-    assert ((products.mean(0) - p.covariance).abs() < 5 * error).all()
-
-
-def test_one_sample_is_enough_for_a_density():
-    p = prediction(Classification())
-    one = with_samples(p, 0 * deviations_of(p)[:1])
-    y = torch.tensor([0, 2, 1, 1])
-    assert_close(one.log_prob(y), p.centre.log_softmax(-1).gather(1, y[:, None])[:, 0])
-    assert_close(one.log_prob(y).sum() - log(1), one.joint_log_prob(y))
-
-
-def test_joint_probabilities_of_mixtures_are_averages_of_products():
-    p, y = mixture(Classification()), torch.tensor([0, 2, 1, 1])
-    first, *rest = p.mixture.components
-    own = Prediction.of(*first[:3]).joint_log_prob(y).exp()
-    certain = [torch.log_softmax(part.centre, -1) for part in rest]
-    probs = [each.gather(1, y[:, None]).sum().exp() for each in certain]
-    assert_close(p.joint_log_prob(y).exp(), 0.5 * own + 0.2 * probs[0] + 0.3 * probs[1])
-
-
-def test_samples_of_mixtures_come_in_its_shares():
-    plain = with_samples(prediction(Classification()), draw(200, B, C, seed=1))
-    certain = draw(2, B, C, seed=7)
-    p = with_certain(plain, certain)
-    for first in (20, 200):
-        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in certain]
-        assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
-
-
-def test_smoothed_mixtures_average_the_parts():
-    p = mixture(Classification())
-    first, *rest = p.mixture.components
+    m = mixture(Classification())
+    first, *rest = m.mixture.components
     own = Prediction.of(*first[:3])
     parts = [own.smoothed(), *(part.centre.softmax(-1) for part in rest)]
-    assert_close(p.smoothed(), sum(w * part for w, part in zip(p.mixture.weights, parts)))
-    assert_close(p.standard_error, 0.5 * own.standard_error)
+    assert_close(m.smoothed(), sum(w * part for w, part in zip(m.mixture.weights, parts)))
+    assert_close(m.standard_error, 0.5 * own.standard_error)
 
 
-def test_the_standard_error_is_that_of_the_samples():
-    """Of many draws of K samples the probabilities spread by it."""
-    centre, root = draw(30, 3), draw(6, 30, 3, seed=1)
-    drawn = []
-    for seed in range(2, 202):
-        drawn.append(
-            Prediction.of(
-                Classification(), centre, torch.tensordot(draw(16, 6, seed=seed), root, 1)
-            )
-        )
-    spread = torch.stack([p.probs for p in drawn]).std(0)
-    said = torch.stack([p.standard_error for p in drawn]).square().mean(0).sqrt()
-    ratio = (said.square().mean() / spread.square().mean()).sqrt()
-    assert 0.9 < ratio < 1.3
-    one = Prediction.of(Classification(), centre, root[:1])
-    assert one.standard_error.isnan().all()
-    assert (prediction(Regression()).standard_error == 0).all()
+REGRESSION = Regression(0.5)
+REFUSED = [
+    *((ValueError, "level", partial(prediction(REGRESSION).credible_interval, n)) for n in (0.0, 1, -1)),
+    (ValueError, "reshape", lambda: prediction(REGRESSION, 2, class_dim=1).log_prob(torch.zeros(B, 1))),
+    (ValueError, "outside", lambda: prediction(Classification()).joint_log_prob(torch.full((B,), 7))),
+    *((TypeError, "expectation", partial(getattr, prediction(kind, outputs=4), name))
+      for kind in (REGRESSION, Poisson(), HeteroscedasticRegression()) for name in ("probs", "log_probs")),
+    (NotImplementedError, "epistemic", lambda: prediction(Binomial()).entropy),
+    (ValueError, "too many counts", lambda: Prediction.of(Poisson(), torch.full((1, 1), 20.0), torch.zeros(2, 1, 1)).entropy),
+    *((TypeError, "not continuous", partial(getattr(prediction(Classification()), name), of))
+      for name, of in (("cdf", LABELS), ("quantile", 0.5), ("crps", LABELS))),
+    (ValueError, "q must lie between 0 and 1", lambda: prediction(REGRESSION).quantile(1.0)),
+]  # fmt: skip
 
 
-def test_functions_of_a_rare_posterior_stay_few():
-    p = reweighted(mixture(Classification()), 0.01, 0.49, 0.5)
-    assert_close(p.functions.softmax(-1).mean(0), p.probs, rtol=0, atol=0.01)
-    assert len(p.functions) < 1100
-
-
-def test_functions_of_mixtures_of_mixtures_have_equal_weights():
-    p = mixture(Classification())
-    rare = reweighted(p, 0.05, 0.45, 0.5)
-    both = together(p, rare)
-    assert_close(both.functions.softmax(-1).mean(0), both.probs, rtol=0, atol=0.01)
-    assert_close(both.probs, (p.probs + rare.probs) / 2)
+@pytest.mark.parametrize("error, words, call", REFUSED)
+def test_what_a_prediction_cannot_say_raises(error, words, call):
+    with pytest.raises(error, match=words):
+        call()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 32, 300])
@@ -360,13 +242,57 @@ def test_functions_keep_covariance_and_mean(count):
     assert_close(flat.T @ flat / len(flat), samples.T @ samples / count)
     assert_close(flat.mean(0), torch.zeros(12).double(), rtol=0, atol=1e-12)
     assert_close(drawn[:count], deviations)
+    assert len(functions_of(torch.zeros(4, 2, 3000))) == 8  # mirror images only
 
 
-def test_many_outputs_use_mirror_images_only():
-    assert len(functions_of(torch.zeros(4, 2, 3000))) == 8
+def test_fresh_samples_keep_the_covariance():
+    p, generator = prediction(Classification()), torch.Generator().manual_seed(0)
+    many = torch.cat([redrawn(deviations_of(p), generator) for _ in range(1000)]).flatten(1)
+    products = many[:, :, None] * many[:, None]
+    error = products.std(0) / len(many) ** 0.5
+    assert ((products.mean(0) - p.covariance).abs() < 5 * error).all()
 
 
-def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
+def test_functions_of_mixtures_come_in_its_shares():
+    certain = draw(2, B, C, seed=7)
+    p = with_certain(prediction(Classification(), samples=200), certain)
+    for first in (20, 200):
+        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in certain]
+        assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
+    rare = mixture(Classification(), weights=(0.01, 0.49, 0.5))
+    assert_close(rare.functions.softmax(-1).mean(0), rare.probs, rtol=0, atol=0.01)
+    assert len(rare.functions) < 1100
+    p = mixture(Classification())
+    both = together(p, rare)
+    assert_close(both.functions.softmax(-1).mean(0), both.probs, rtol=0, atol=0.01)
+    assert_close(both.probs, (p.probs + rare.probs) / 2)
+
+
+def of_root(count, root, seed):
+    """A prediction of so many samples of the same posterior."""
+    deviations = torch.tensordot(draw(count, 6, seed=seed), root, 1)
+    return Prediction.of(Classification(), draw(len(root[0]), 3), deviations)
+
+
+def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
+    """Against many samples, the error falls by more than a half; over repeats it is the standard error."""
+    root = draw(6, 40, 3, seed=1)
+    exact, drawn = (
+        of_root(20_000, root, 2).probs,
+        [of_root(32, root, seed) for seed in range(3, 23)],
+    )
+    plain = sum((p.predictive_samples.mean(0) - exact).square().mean() for p in drawn)
+    better = sum((p.probs - exact).square().mean() for p in drawn)
+    assert (better / plain).sqrt() < 0.5
+    drawn = [of_root(16, root, seed) for seed in range(2, 152)]
+    spread = torch.stack([p.probs for p in drawn]).var(0).mean()
+    said = torch.stack([p.standard_error for p in drawn]).square().mean()
+    assert 0.9 < (said / spread).sqrt() < 1.3
+    assert of_root(1, root, 0).standard_error.isnan().all()
+
+
+def test_neither_chunks_nor_garbage_matter(monkeypatch):
+    """Averages do not depend on the chunk size; predictions are freed without a collection."""
     p, y = Prediction.of(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
 
     def everything():
@@ -375,55 +301,41 @@ def test_averages_do_not_depend_on_the_chunk_size(monkeypatch):
 
     whole = everything()
     monkeypatch.setattr("torch_lla_em.prediction.mixture._NUMBERS", 1)
-    for few, all_at_once in zip(everything(), whole):
-        assert_close(few, all_at_once)
+    assert_close(everything(), whole)
+    for make in (prediction, mixture):
+        other = make(Classification())
+        freed = weakref.ref(other)
+        assert other.probs.shape == (B, C) and len(other.functions) > K
+        del other
+        assert freed() is None
 
 
-def test_averages_are_nearer_to_those_of_the_gaussian():
-    """Against many samples: the error of probabilities falls by more than a half."""
-    centre, root = draw(40, 3), draw(6, 40, 3, seed=1)
-    truth = Prediction.of(
-        Classification(), centre, torch.tensordot(draw(20_000, 6, seed=2), root, 1)
-    )
-    exact, plain, better = truth.probs, 0.0, 0.0
-    for seed in range(3, 23):
-        p = Prediction.of(
-            Classification(), centre, torch.tensordot(draw(32, 6, seed=seed), root, 1)
-        )
-        plain += (p.predictive_samples.mean(0) - exact).square().mean()
-        better += (p.probs - exact).square().mean()
-    assert (better / plain).sqrt() < 0.5
-
-
-@BOTH
-def test_predictions_are_freed_without_garbage_collection(make):
-    p = make(Classification())
-    freed = weakref.ref(p)
-    assert p.probs.shape == (B, C) and len(p.functions) > K
-    del p
-    assert freed() is None
+def test_functions_first_used_in_inference_mode_can_be_differentiated():
+    with torch.inference_mode():
+        functions_of(torch.randn(11, 3, 1).double())
+    deviations = torch.randn(11, 3, 1).double().requires_grad_()
+    functions_of(deviations).square().sum().backward()
+    assert deviations.grad is not None
 
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("likelihood", [Regression(0.7), HeteroscedasticRegression()])
 def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     """Against numerical integration of the density, which is that of log_prob."""
-    p = Prediction.of(likelihood, draw(B, 2), draw(K, B, 2, seed=1))
+    p = prediction(likelihood, outputs=2)
     if several:  # of which the second has another σ
-        (part,) = prediction(likelihood, outputs=2).mixture.components
+        (part,) = p.mixture.components
         other = part._replace(centre=part.centre + 1, deviations=part.deviations[:0])
         if likelihood.observation_noise is not None:
             other = other._replace(likelihood=Regression(0.2))
         p = together(p, replace(p, mixture=FunctionMixture((other,), torch.ones(1).double())))
-    outputs = p.expectation.shape[1]
-    step = 0.01
+    outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
     density = p.mixture.gaussians()
     each = Normal(density.means[:, None], density.deviations[:, None]).log_prob(grid).exp()
     whole = (density.weights.view(-1, 1, 1, 1) * each).sum(0)
     if outputs == 1:  # the same density as that of log_prob
-        y = draw(B, 1, seed=3)
-        at = ((y - grid).abs().argmin(0))[0, 0]
+        at = ((draw(B, 1, seed=3) - grid).abs().argmin(0))[0, 0]
         assert_close(whole[at, 0, 0].log(), p.log_prob(grid[at].expand(B, 1))[0], rtol=1e-6, atol=0)
     cdf = (step * whole).cumsum(0) - 0.5 * step * whole
     for y in (draw(B, outputs, seed=3), 5 * draw(B, outputs, seed=4)):
@@ -440,13 +352,8 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     assert ((below - 0.3).abs() < 5 * (0.21 / 4000) ** 0.5 + 0.03).all()
 
 
-def test_samples_of_targets_are_labels_and_other_targets_have_no_cdf():
+def test_samples_of_classes_are_labels():
     p = mixture(Classification())
     drawn = p.sample(20_000, torch.Generator().manual_seed(0))
     shares = torch.nn.functional.one_hot(drawn, C).double().mean(0)
     assert drawn.shape == (20_000, B) and ((shares - p.probs).abs() < 0.05).all()
-    for ask in (lambda: p.cdf(drawn[0]), lambda: p.quantile(0.5), lambda: p.crps(drawn[0])):
-        with pytest.raises(TypeError, match="not continuous"):
-            ask()
-    with pytest.raises(ValueError, match="q must lie between 0 and 1"):
-        prediction(Regression(0.7)).quantile(1.0)

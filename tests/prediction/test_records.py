@@ -1,4 +1,4 @@
-"""Everything after a fit works on a record, also on one that was built by hand."""
+"""Everything after a fit works on a record, also on one that was built by hand; regressions around their mean."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from tiny import draw
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import compare
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
 from torch_lla_em.distil import distil
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState, ParameterLayout
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.prediction import NotFittedError, Posterior, Records, Setting
+from torch_lla_em.prediction import Posterior, Records, Setting
 
 SIGMA = 0.3
 
@@ -53,9 +53,9 @@ def test_predictions_of_a_record_are_those_of_the_dense_posterior(dense):
 
 
 def test_a_record_is_calibrated_checked_compared_and_distilled(dense):
-    record, _, _, _, x, y = dense
-    one = Records(record)
-    assert one.calibrate(draw(80, 3, seed=2), draw(80, 2, seed=3)) is one
+    record, *_, x, y = dense
+    one, unseen = Records(record), (draw(80, 3, seed=2), draw(80, 2, seed=3))
+    assert one.calibrate(*unseen) is one
     assert record.calibration is None and one.posteriors[0].calibration.applied
     prediction = one.predict(x)
     assert prediction.log_prob(y).mean() > Records(record).predict(x).log_prob(y).mean()
@@ -65,11 +65,8 @@ def test_a_record_is_calibrated_checked_compared_and_distilled(dense):
     assert len(compare({"as fitted": Records(record), "calibrated": one}, x, y).records) == 2
     student = distil(one, x, steps=2, num_inputs=4, progress_bar=False)
     assert student(x)[0].shape == (30, 2)
-    # from the record as fitted, whatever was calibrated before
-    first = one.posteriors[0].result.mixture
-    assert_close(
-        one.calibrate(draw(80, 3, seed=2), draw(80, 2, seed=3)).posteriors[0].result.mixture, first
-    )
+    first = one.posteriors[0].result.mixture  # from the record as fitted, whatever was before
+    assert_close(one.calibrate(*unseen).posteriors[0].result.mixture, first)
 
 
 def test_records_are_refused(dense):
@@ -81,3 +78,52 @@ def test_records_are_refused(dense):
     record.setting.linear_model.network.module.bias.data += 1
     with pytest.raises(NotFittedError, match="changed"):
         Records(record).predict(x)
+
+
+# regressions are predicted around the function whose residuals σ describes
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def early(request):
+    """A network that is far from trained, with outputs in one unit or in two; training and test data."""
+    outputs = request.param
+    torch.manual_seed(0)
+    x = (2 * torch.rand(500, 3) - 1).double()
+    y = torch.cat([torch.sin(3 * x[:, :1]), 100 * x[:, 1:2] * x[:, 2:]], 1) + 5
+    y = (y + torch.tensor([0.05, 5.0]) * torch.randn(500, 2))[:, :outputs]
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
+    model[2].weight.data[1:] *= 100
+    sigma = None if outputs == 1 else torch.tensor([0.1, 10.0])
+    la = LinearisedLaplace(model, "regression", sigma_noise=sigma, num_samples=8)
+    return la.fit(x[:150], y[:150], progress_bar=False), x[:150], y[:150], x[150:], y[150:]
+
+
+def test_predictions_are_around_the_linear_model_with_its_noise(early):
+    la, x, y, x_test, y_test = early
+    linear, network = la.predict(x_test, mean="linear"), la.predict(x_test, mean="network")
+    mean, variance = la(x_test)
+    assert la.mean == "linear"
+    assert_close(mean, linear.expectation)
+    assert_close(la.functional_samples(x_test), linear.samples)
+    assert_close(la.function_sample(3)(x_test), la.functional_samples(x_test)[3])
+    inside = ((y_test - mean).abs() < 1.645 * variance.sqrt()).double().mean().item()
+    assert 0.84 < inside < 0.96
+    assert_close(LaplaceEnsemble([la, la])(x_test)[0], mean)
+    # the network has the noise of its own residuals, also where predictions are compared with it
+    residuals = (la.model(x) - y).square().mean(0).sqrt().detach()
+    assert_close(network.mean, la.model(x_test).detach())
+    assert_close(network.aleatoric.sqrt()[0], residuals)
+    sigma = la._at(x_test).network().likelihood.sigma_noise
+    assert_close(sigma.expand_as(residuals), residuals)
+
+
+def test_a_noise_that_is_not_learnt_belongs_to_the_network(early):
+    model, x, y = early[0].model, *early[1:3]
+    la = LinearisedLaplace(model, "regression", num_samples=2)
+    la.fit(x, y, em_steps=0, prior_precision=1.0, progress_bar=False)
+    assert la.mean == "network"
+    assert la.sigma_noise.item() == pytest.approx((model(x) - y).square().mean().sqrt().item())
+    weighted = LinearisedLaplace(model, "regression", sigma_noise=3.0, num_samples=2)
+    weighted.fit(x, y, weights=torch.ones(150), progress_bar=False, em_steps=2)
+    assert_close(weighted(x)[0], model(x).detach())
+    assert weighted.predict(x, mean="network").aleatoric[0, 0].item() == pytest.approx(9)

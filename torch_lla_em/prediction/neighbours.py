@@ -112,11 +112,7 @@ def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
 
 def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
-    if likelihood.gives_probabilities and not likelihood.elementwise:
-        found = deviations.var(-1, correction=0)  # about the mean over classes
-    else:
-        found = deviations.square()
-    found = found.mean(0)
+    found = centred(likelihood, deviations).square().mean(0)
     return found.flatten(1).mean(1) if found.dim() > 1 else found
 
 

@@ -8,6 +8,6 @@
 from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.prediction import StudentPrediction
 from torch_lla_em.distil.student import Student
-from torch_lla_em.distil.training import distil, distilled
+from torch_lla_em.distil.training import distil
 
-__all__ = ["Student", "StudentError", "StudentPrediction", "distil", "distilled"]
+__all__ = ["Student", "StudentError", "StudentPrediction", "distil"]

@@ -143,29 +143,6 @@ def distil(
     return found if validation is None else found.calibrate(validation)
 
 
-def distilled(
-    la: Any, asked: bool | dict[str, Any], inputs: Any, validation: Any, seed: int = 0
-) -> Student | None:
-    """Return the student that an argument ``distil`` of an estimator or a callback asks for, or None.
-
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The posterior.
-        asked (bool or dict): Whether to distil, or arguments of ``la.distil``.
-        inputs (Tensor, DataLoader or list of batches): As in ``la.distil``.
-        validation (DataLoader or tuple, optional): As in ``la.distil``.
-        seed (int): As in ``la.distil``. Default 0.
-    """
-    if not isinstance(asked, (bool, dict)):
-        raise ValueError(
-            f"distil must be True, False or a dict of arguments of la.distil, not {asked!r}."
-        )
-    if asked is False:
-        return None
-    options: dict[str, Any] = {"validation": validation, "progress_bar": False, "seed": seed}
-    student: Student = la.distil(inputs, **options | (asked if isinstance(asked, dict) else {}))
-    return student
-
-
 def _untrained(posterior: Predictor, network: Network, own: nn.Module | None, some: Any) -> Student:
     """Return a copy of the model or of a user's network, with a head that has learnt nothing."""
     _last_of(network, some, "model")

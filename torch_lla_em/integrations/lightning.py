@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace, Student, compare
-from torch_lla_em.distil import distilled
+from torch_lla_em import LinearisedLaplace, compare
 from torch_lla_em.integrations import needs
 
 with needs("lightning"):
@@ -38,13 +37,10 @@ class LaplaceCallback(Callback):
         calibrate (bool): Calibrate on the validation set after the scores were computed; logs
             "posterior/calibrated_NLL". Default True.
         path (str, optional): File to which rank 0 saves the posterior. Default None.
-        distil (bool or dict): Train a network of one forward pass on the posterior's predictions, and
-            log its KL divergence and NLL; or a dict of arguments of ``la.distil``. Default False.
         **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
     Attributes:
         la (LinearisedLaplace): The posterior, on the CPU once the trainer is done.
-        student (Student or None): The network of one forward pass, with ``distil=True``.
         metrics (dict): The logged scores.
 
     Raises:
@@ -57,7 +53,6 @@ class LaplaceCallback(Callback):
     """
 
     la: LinearisedLaplace
-    student: Student | None
 
     def __init__(
         self,
@@ -67,13 +62,11 @@ class LaplaceCallback(Callback):
         loader: Any = None,
         calibrate: bool = True,
         path: str | PathLike[str] | None = None,
-        distil: bool | dict[str, Any] = False,
         **options: Any,
     ):
         """Keep the options; the class documents the arguments."""
         self.likelihood, self.network, self.loader = likelihood, network, loader
-        self.calibrate, self.path, self.distil = calibrate, path, distil
-        self.options, self.student = options, None
+        self.calibrate, self.path, self.options = calibrate, path, options
         self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,20 +92,14 @@ class LaplaceCallback(Callback):
                 self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
         if self.path is not None and trainer.is_global_zero:
             self.la.save(self.path)
-        self.student = distilled(self.la, self.distil, loader, held_out)
-        if self.student is not None and self.student.error.held_out is not None:
-            self.metrics["student/KL"] = self.student.error.held_out.kl
-        if self.student is not None and self.student.error.nll is not None:
-            self.metrics["student/NLL"] = self.student.error.nll.student
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move the posterior to the CPU, where the trainer leaves the network."""
-        for each in (getattr(self, "la", None), self.student):
-            if stage == "fit" and each is not None:
-                each.to("cpu")
+        if stage == "fit" and hasattr(self, "la"):
+            self.la.to("cpu")
 
     def _network(self, module: LightningModule) -> nn.Module:
         if self.network is not None:

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
-from torch_lla_em.distil import distilled
 from torch_lla_em.integrations import needs
 from torch_lla_em.runtime import current_group, first, report
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
-    from sklearn.utils import check_array, check_random_state
+    from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -50,18 +49,6 @@ _VALID = {
     "validation_fraction": "at least 0 and below 1, since the other examples train the network",
     "ensemble": "None or a number of networks from 2",
 }
-
-
-def _weights(given: Any, count: int) -> Any:
-    given = np.asarray(given)
-    if given.shape not in ((), (count,)) or not given.any():
-        raise ValueError(
-            f"sample_weight must be {count} numbers, one for each example, that are not all zero; its shape is "
-            f"{given.shape}."
-        )
-    row = np.broadcast_to(given, (1, count))
-    how = {"dtype": _DTYPES, "ensure_non_negative": True, "input_name": "sample_weight"}
-    return check_array(row, **how)[0]
 
 
 class _Standardise(nn.Module):
@@ -98,7 +85,6 @@ class _Estimator(BaseEstimator):
         weight_decay: float | None = None,
         validation_fraction: float = 0.1,
         ensemble: int | None = None,
-        distil: bool | dict[str, Any] = False,
         num_samples: int = 32,
         options: dict[str, Any] | None = None,
         device: str = "cpu",
@@ -118,8 +104,6 @@ class _Estimator(BaseEstimator):
                 training. Default 0.1. If that is fewer than 20 examples, none are held out.
             ensemble (int, optional): Train so many networks by ``LaplaceEnsemble.from_folds``, for a lower
                 NLL at the cost of as many fits; no other examples are held out. Default None: one.
-            distil (bool or dict): Whether to predict by ``student_``, which takes one forward pass; or a
-                dict of arguments of ``laplace_.distil``. Default False.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
             options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
             device (str): Device to train and predict on. Default "cpu".
@@ -129,16 +113,15 @@ class _Estimator(BaseEstimator):
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.validation_fraction, self.ensemble = validation_fraction, ensemble
-        self.distil, self.num_samples = distil, num_samples
-        self.options, self.device, self.random_state = options, device, random_state
+        self.num_samples, self.options = num_samples, options
+        self.device, self.random_state = device, random_state
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(self, X: Any, y: Any) -> Any:
         """Train the network, fit its posterior and calibrate it; return the estimator itself.
 
         Args:
             X (array): Inputs, shape (N, D).
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
-            sample_weight (array, optional): An example of weight 2 counts twice, shape (N,). Default None.
         """
         holds = {
             "hidden": all(_is_whole(width, 1) for width in np.atleast_1d(self.hidden)),
@@ -149,56 +132,42 @@ class _Estimator(BaseEstimator):
         for name in [name for name in holds if not holds[name]]:
             raise ValueError(f"{name} must be {_VALID[name]}, not {getattr(self, name)!r}.")
         X, y = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
-        weights, x = None, torch.tensor(X)
+        x = torch.tensor(X)
         targets, outputs = self._targets(y, x)
-        if sample_weight is not None:
-            weights = torch.tensor(_weights(sample_weight, len(X)))
-        if weights is not None and self.ensemble is not None:
-            raise ValueError("sample_weight is not supported with ensemble: use ensemble=None.")
-        self._fit(x, targets, outputs, weights)
-        return self
-
-    def _fit(self, x: Tensor, y: Tensor, outputs: int, weights: Tensor | None) -> None:
         own = int(check_random_state(self.random_state).randint(2**31 - 1))
         seed = current_group().meet(own, first)  # every rank trains the same network
-        options = {"num_samples": self.num_samples, "seed": seed, **self._options}
-        options |= self.options or {}
-        train, held_out = partial(self._trained, outputs=outputs), None
+        how = {"num_samples": self.num_samples, "seed": seed, **self._options}
+        how |= self.options or {}
+        train = partial(self._trained, outputs=outputs)
         with _FITTING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if self.ensemble is not None:
-                how = {"folds": int(self.ensemble), "likelihood": self._likelihood, **options}
-                self.laplace_ = LaplaceEnsemble.from_folds(train, x, y, progress_bar=False, **how)
+            if self.ensemble is None:
+                self.laplace_ = self._fitted(train, x, targets, how)
             else:
-                count = int(self.validation_fraction * len(x))
-                if 0 < count < _LEAST_HELD_OUT:
-                    few = _FEW.format(self.validation_fraction)
-                    report("log", f"Predictions are not calibrated: {few}")
-                    count = 0
-                out, kept = torch.randperm(len(x)).tensor_split([count])
-                held_out = (x[out], y[out]) if len(out) else None
-                x, y, weights = x[kept], y[kept], None if weights is None else weights[kept]
-                model = train(x, y, weights)
-                if weights is not None and self._likelihood == "regression":  # σ is not learnt then
-                    with torch.no_grad():
-                        squares = (model(x.to(self.device)).cpu() - y).square().mean(1).to(weights)
-                    size = (weights @ squares / weights.sum()).sqrt().item()
-                    options.setdefault("sigma_noise", max(size, 1e-6))
-                self.laplace_ = LinearisedLaplace(model, self._likelihood, **options)
-                self.laplace_.fit(x, y, progress_bar=False, weights=weights)
-                if held_out is not None:
-                    self.laplace_.calibrate(*held_out)
-            self.student_ = distilled(self.laplace_, self.distil, x, held_out, seed=seed)
+                how |= {"folds": int(self.ensemble), "likelihood": self._likelihood}
+                self.laplace_ = LaplaceEnsemble.from_folds(
+                    train, x, targets, progress_bar=False, **how
+                )
+        return self
 
-    def _trained(
-        self, x: Tensor, y: Tensor, weights: Tensor | None = None, *, outputs: int
-    ) -> nn.Module:
+    def _fitted(self, train: Any, x: Tensor, y: Tensor, how: dict[str, Any]) -> LinearisedLaplace:
+        """Return the posterior of one network, calibrated on examples that are held out of its training."""
+        count = int(self.validation_fraction * len(x))
+        if 0 < count < _LEAST_HELD_OUT:
+            few = _FEW.format(self.validation_fraction)
+            report("log", f"Predictions are not calibrated: {few}")
+            count = 0
+        out, kept = torch.randperm(len(x)).tensor_split([count])
+        la = LinearisedLaplace(train(x[kept], y[kept]), self._likelihood, **how)
+        la.fit(x[kept], y[kept], progress_bar=False)
+        return la.calibrate(x[out], y[out]) if count else la
+
+    def _trained(self, x: Tensor, y: Tensor, *, outputs: int) -> nn.Module:
         """Return a network that was trained on these examples, in eval mode."""
         standard = _Standardise(x)
         network = (self.module or self._perceptron)(x.shape[1], outputs)
         network = network.to(self.device, x.dtype)
-        w = torch.ones(len(x)) if weights is None else weights
-        self._train(network, *(part.to(self.device) for part in (standard(x), y, w.to(x))))
+        self._train(network, standard(x).to(self.device), y.to(self.device))
         return nn.Sequential(standard, network).to(self.device).eval()
 
     def _perceptron(self, features: int, outputs: int) -> nn.Module:
@@ -206,7 +175,7 @@ class _Estimator(BaseEstimator):
         layers = [(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(widths)]
         return nn.Sequential(*chain(*layers), nn.Linear(widths[-1], outputs))
 
-    def _train(self, network: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> None:
+    def _train(self, network: nn.Module, x: Tensor, y: Tensor) -> None:
         classes = self._likelihood == "classification"
         loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
         batches = -(-len(x) // _BATCH)
@@ -217,8 +186,7 @@ class _Estimator(BaseEstimator):
         for _ in range(epochs):
             for rows in torch.randperm(len(x)).tensor_split(batches):
                 optimiser.zero_grad()
-                each = loss(network(x[rows]), y[rows], reduction="none").view(len(rows), -1).mean(1)
-                ((w[rows] * each).sum() / w[rows].sum().clamp_min(1e-12)).backward()
+                loss(network(x[rows]), y[rows]).backward()
                 optimiser.step()
                 schedule.step()
 
@@ -251,12 +219,8 @@ class _Estimator(BaseEstimator):
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
         members = getattr(self.laplace_, "members", [self.laplace_])
         own = next(members[0].model.parameters()).dtype
-        predictor: Any = self.laplace_
-        student = self.student_
-        if student is not None and (not held_out or student.reference is not None):
-            predictor = student
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
-        return torch.cat([of(predictor.predict(rows)) for rows in parts]).cpu()
+        return torch.cat([of(self.laplace_.predict(rows)) for rows in parts]).cpu()
 
 
 class LaplaceClassifier(ClassifierMixin, _Estimator):
@@ -265,7 +229,6 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
     Attributes:
         classes_ (ndarray): The labels, in the order of the probabilities.
         laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior, with its ``calibration``.
-        student_ (Student or None): The network that predicts, with ``distil=True``.
 
     Example:
         >>> classifier = LaplaceClassifier(epochs=20, random_state=0).fit(X, labels)
@@ -316,7 +279,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
     Attributes:
         laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior, of standardised targets.
-        student_ (Student or None): The network that predicts, with ``distil=True``.
 
     Example:
         >>> regressor = LaplaceRegressor(epochs=20, random_state=0).fit(X, y)

@@ -19,28 +19,22 @@ __all__ = ["Laplace"]
 _LEARN = "la.optimize_prior_precision() learns prior_precision, and sigma_noise of a regression"
 _BY_NAME = "select tensors by name in LinearisedLaplace(model, likelihood, parameters=[...])"
 _SAMPLES = "the GGN is not stored; la.posterior.w_samples are samples of the posterior"
-_FULL = 'use Laplace(model, likelihood, "{}", "full")'
-_INSTEAD = {
-    "gridsearch": f"it takes a fit for every value. {_LEARN}, from the training data; "
+_REPLACED = {
+    ("gridsearch",): f"it takes a fit for every value. {_LEARN}, from the training data; "
     "la.posterior.calibrate(val_loader) then uses the validation set, and la.posterior(x) predicts",
-    "nn": 'use "glm". The network at sampled weights is another function than its linearisation',
-    "feature_reduction": "select the outputs in the forward_fn of LinearisedLaplace",
-    "functional_variance": "use la(x) of a regression, or la.posterior.predict(x).covariance",
-    "n_params": "use len(la.mean)",
-    "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
-    "n_outputs": "use model(x).shape[-1]",
-    "marglik_training": f"train the network first; then {_LEARN}",
+    ("nn",): 'use "glm". The network at sampled weights is another function than its linearisation',
+    ("bridge", "bridge_norm"): 'use "probit", or "mc" with more n_samples',
+    ("feature_reduction",): "select the outputs in the forward_fn of LinearisedLaplace",
+    ("functional_variance",): "use la(x) of a regression, or la.posterior.predict(x).covariance",
+    ("n_params", "n_outputs"): "use len(la.mean), and model(x).shape[-1]",
+    ("sample",): "use la.mean + la.posterior.w_samples, weights of the linearised network",
+    ("marglik_training",): f"train the network first; then {_LEARN}",
+    ("H", "log_prob", "posterior_precision", "posterior_scale"): _SAMPLES,
+    ("posterior_covariance", "posterior_variance"): _SAMPLES,
+    ("last_layer_name", "subnetwork", "subnetwork_indices"): _BY_NAME,
 }
+_INSTEAD = {name: words for names, words in _REPLACED.items() for name in names}
 """What laplace-torch has and this module has not -> what to use."""
-_INSTEAD |= dict.fromkeys(("bridge", "bridge_norm"), 'use "probit", or "mc" with more n_samples')
-_INSTEAD |= dict.fromkeys(("H", "log_prob", "posterior_precision", "posterior_scale"), _SAMPLES)
-_INSTEAD |= dict.fromkeys(("posterior_covariance", "posterior_variance"), _SAMPLES)
-_INSTEAD |= dict.fromkeys(
-    ("last_layer_name", "subnetwork", "subnetwork_indices", "SubnetLaplace"), _BY_NAME
-)
-for _kind in ("Full", "Kron", "Diag", "LowRank", "Functional"):
-    _INSTEAD |= {f"{_kind}Laplace": _FULL.format("all"), f"{_kind}SubnetLaplace": _BY_NAME}
-    _INSTEAD[f"{_kind}LLLaplace"] = _FULL.format("last_layer")
 
 _CHOICES = {
     "likelihood": ("classification", "regression", "reward_modeling"),
@@ -52,13 +46,14 @@ _CHOICES = {
     "link_approx": ("probit", "mc"),
 }
 _WITHOUT_EFFECT = (
-    "backend backend_kwargs asdl_fisher_kwargs damping n_subset independent_outputs M diagonal_kernel "
+    "enable_backprop backend backend_kwargs asdl_fisher_kwargs damping n_subset independent_outputs M diagonal_kernel "
     "functional_approximation dict_key_x n_steps lr init_prior_prec val_loader loss link_approx n_samples "
     "log_prior_prec_min log_prior_prec_max log_prior_prec_base grid_size verbose"
 ).split()
 """Arguments of how laplace-torch computes what is computed in another way here."""
 
-_PREFIX, _KEPT = "laplace_torch.", ("temperature", "prior_mean")
+_PREFIX = "laplace_torch."
+_KEPT = "prior_precision", "sigma_noise", "temperature", "prior_mean"
 
 
 class Laplace:
@@ -76,7 +71,6 @@ class Laplace:
         prior_precision (float or Tensor): One number, or one for each parameter tensor. Default 1.0.
         prior_mean (float or Tensor): Mean of the prior, for ``log_marginal_likelihood``. Default 0.0.
         temperature (float): Every example counts 1/temperature times. Default 1.0.
-        enable_backprop (bool): Whether predictions are differentiable in x. Default False.
         dict_key_y (str): The key of the targets in batches that are dicts. Default "labels".
         num_samples (int): Variances have a relative Monte Carlo error of √(2 / num_samples). Default 32.
         seed (int): Seed of the samples. Default 0.
@@ -102,7 +96,6 @@ class Laplace:
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
         temperature: float = 1.0,
-        enable_backprop: bool = False,
         dict_key_y: str = "labels",
         *,
         num_samples: int = 32,
@@ -117,8 +110,7 @@ class Laplace:
         if self.likelihood != "regression" and sigma_noise != 1:
             raise ValueError("sigma_noise is the observation noise of a regression: leave it out.")
         self.prior_mean, self.temperature = prior_mean, temperature
-        self.enable_backprop, self.dict_key_y = enable_backprop, dict_key_y
-        self.num_samples, self.seed = num_samples, seed
+        self.dict_key_y, self.num_samples, self.seed = dict_key_y, num_samples, seed
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
         self._loader: Any = None
@@ -146,6 +138,16 @@ class Laplace:
         if not self._is_current:
             self._fit(len(self.prior_precision) > 1, em_steps=0)
         return self._posterior
+
+    @property
+    def mean(self) -> Tensor:
+        """The trained weights of the parameters in the posterior, (P,)."""
+        return self.posterior.w_MAP
+
+    @property
+    def n_data(self) -> int:
+        """The number of training examples."""
+        return int(self.posterior.num_data)
 
     def fit(
         self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
@@ -201,14 +203,14 @@ class Laplace:
                 f"log_marginal_likelihood has no derivatives in prior_precision and sigma_noise: {_LEARN}. "
                 "For its value elsewhere, set la.prior_precision or la.sigma_noise, and call it without arguments."
             )
-        estimate = self.posterior.log_marginal_likelihood().value.cpu()
+        own = self.posterior
+        estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if len(self.prior_precision) > 1:
             raise ValueError(
                 "For one precision per tensor: la.posterior.log_marginal_likelihood()."
             )
         if self._evidence is None:
-            own, last = self.posterior, self.posterior.history[-1]
-            precision = own.prior_precision.double().cpu()
+            last, precision = own.history[-1], own.prior_precision.double().cpu()
             log_det = -2 * (estimate + last["loss"]) - precision * last["squared_norm"]
             apart = (own.w_MAP.double() - self.prior_mean).square().sum().cpu()
             self._evidence = self._log_likelihood() - 0.5 * (log_det + precision * apart)
@@ -237,7 +239,7 @@ class Laplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return probabilities (B, C), or mean and covariance of f for a regression or a reward.
+        """Return probabilities (B, C), or mean and covariance of f; differentiable in x if x requires gradients.
 
         Args:
             x (Tensor or dict): Inputs, as the model takes them.
@@ -248,12 +250,10 @@ class Laplace:
             diagonal_output (bool): Return variances (B, C). Default False.
             generator (torch.Generator, optional): Used to draw the samples. Default None: the seed.
         """
-        _chosen("pred_type", pred_type)
         link = _chosen("link_approx", link_approx)
         if self.likelihood == "classification" and link == "mc":
-            samples = self.predictive_samples(x, n_samples=n_samples, generator=generator)
-            return samples.mean(0)
-        mean, deviations = self._at(x)
+            return self.predictive_samples(x, pred_type, n_samples, generator).mean(0)
+        mean, deviations = self._at(x, pred_type)
         variance = deviations.square().mean(0)
         if self.likelihood == "classification":
             return (mean / (1 + pi / 8 * variance).sqrt()).softmax(-1)
@@ -279,8 +279,7 @@ class Laplace:
             n_samples (int): Number of samples. Default 100.
             generator (torch.Generator, optional): As in ``la(x)``.
         """
-        _chosen("pred_type", pred_type)
-        mean, deviations = self._at(x)
+        mean, deviations = self._at(x, pred_type)
         drawn = deviations.new_empty(n_samples, len(deviations))
         drawn.normal_(generator=generator or self._generator)
         combined: Tensor = torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
@@ -294,7 +293,7 @@ class Laplace:
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that predictions and the log marginal likelihood need, as tensors."""
         state = self.posterior.state_dict()
-        own = {name: getattr(self, name) for name in ("prior_precision", "sigma_noise", *_KEPT)}
+        own = {name: getattr(self, name) for name in _KEPT}
         if len(self.prior_precision) == 1:
             own["log_marginal_likelihood"] = self.log_marginal_likelihood()
         for name, value in own.items():
@@ -310,18 +309,18 @@ class Laplace:
         own = {k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)}
         if not own:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
-        self.prior_precision, self.sigma_noise = own["prior_precision"], own["sigma_noise"]
-        self.temperature, self.prior_mean = own["temperature"].item(), own["prior_mean"]
-        rest = {k: v for k, v in state_dict.items() if not k.startswith(_PREFIX)}
+        for name in _KEPT:
+            setattr(self, name, own[name])
+        self.temperature = self.temperature.item()
         posterior = self._unfitted(len(self.prior_precision) > 1)
-        posterior.load_state_dict(rest)
+        posterior.load_state_dict(
+            {k: v for k, v in state_dict.items() if not k.startswith(_PREFIX)}
+        )
         self._posterior, self._loader, self._is_current = posterior, None, True
         self._evidence = own.get("log_marginal_likelihood")
 
     def __getattr__(self, name: str) -> Any:
-        """Return a number of the posterior, or raise an error that says what to use."""
-        if name in ("mean", "n_data"):
-            return self.posterior.w_MAP if name == "mean" else int(self.posterior.num_data)
+        """Raise an error that says what to use."""
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}.")
 
@@ -341,17 +340,15 @@ class Laplace:
         self._is_current = True
 
     def _unfitted(self, layerwise: bool) -> LinearisedLaplace:
-        # a reward model returns the two logits of a pair in a fit
-        pairs = self.likelihood == "reward_modeling"
-        likelihood: Any = "classification" if pairs else self.likelihood
+        regression = self.likelihood == "regression"
         return LinearisedLaplace(
             self.model,
-            likelihood,
+            "regression" if regression else "classification",  # of the two logits of a pair
             prior="layerwise" if layerwise else "scalar",
             g_prior=False,
             curvature="network",
             parameters="last_layer" if self.subset_of_weights == "last_layer" else "requires_grad",
-            sigma_noise=self.sigma_noise.item() if likelihood == "regression" else None,
+            sigma_noise=self.sigma_noise.item() if regression else None,
             temperature=self.temperature,
             num_samples=self.num_samples,
             seed=self.seed,
@@ -362,8 +359,9 @@ class Laplace:
     def _targets(self, batch: Any) -> Any:
         return batch[self.dict_key_y if isinstance(batch, Mapping) else -1]
 
-    def _at(self, x: Any) -> tuple[Tensor, Tensor]:
+    def _at(self, x: Any, pred_type: str) -> tuple[Tensor, Tensor]:
         """Return the mean of f, (B, C), and K samples of f less the mean, (K, B, C)."""
+        _chosen("pred_type", pred_type)
         prediction = self.posterior.predict(x, mean="network")
         mean, samples = prediction.mean, prediction.samples
         if mean.dim() != 2:
@@ -371,7 +369,6 @@ class Laplace:
                 f"The network's outputs have shape {tuple(mean.shape)}, but laplace-torch's are (B, C). "
                 "Use LinearisedLaplace with class_dim, or la.posterior.predict(x)."
             )
-        mean, samples = (t if self.enable_backprop else t.detach() for t in (mean, samples))
         return mean, samples - mean
 
 
@@ -395,6 +392,9 @@ def _check_others(function: str, options: Mapping[str, Any]) -> None:
 
 def __getattr__(name: str) -> Any:
     """Raise an error that says what to use in place of a name of laplace-torch."""
-    if name in _INSTEAD:
-        raise ImportError(f"{__name__} has no {name}: {_INSTEAD[name]}.")
+    subset = "last_layer" if "LLLaplace" in name else "all"
+    of_class = f'use Laplace(model, likelihood, "{subset}", "full"), or {_BY_NAME}'
+    instead = _INSTEAD.get(name, of_class if name.endswith("Laplace") else "")
+    if instead:
+        raise ImportError(f"{__name__} has no {name}: {instead}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

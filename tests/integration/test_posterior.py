@@ -22,7 +22,6 @@ from torch_lla_em import (
 )
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import e_step
-from torch_lla_em.inference.fit import warn_of_noise
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import (
     em_noise,
@@ -205,16 +204,6 @@ def test_updates_keep_within_their_bounds():
     assert_close(updated, torch.tensor([1e20, 1.0, 7.0]).double())
     stepped = function_space_Mackay_update(gamma, norm, precision, stride=0.5)
     assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
-
-
-@pytest.mark.parametrize(
-    "residual, dims, words",
-    [(1e-16, 5.0, "lost to rounding"), (1.0, 89.0, "reaches the number of targets")],
-)
-def test_noise_that_the_data_do_not_determine_warns(residual, dims, words):
-    residual, least, dims, count = torch.tensor([residual, 1e-16, dims, 90.0]).double()
-    with pytest.warns(UserWarning, match=words):
-        warn_of_noise((residual, least, dims, count), torch.float32)
 
 
 def test_a_precision_at_a_bound_warns():

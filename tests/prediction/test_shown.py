@@ -75,7 +75,7 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     assert found.bound == la.certificate.max() and found.is_reached
     assert f"The samples are accurate: {found}." in words_of(la)
     assert la.log_marginal_likelihood().value.isfinite()
-    with pytest.warns(UserWarning, match="above the tolerance of 0.088"):
+    with pytest.warns(UserWarning, match="not as accurate as `tolerance`"):
         _, la = fitted(solver=BlockCG(max_passes=1), em_steps=0, prior_precision=0.01)
     assert not la.accuracy.is_reached and "are not accurate: " in words_of(la)
 
@@ -116,12 +116,11 @@ def warned(prediction=None, y=None, **changed):
         ({"effective_dim": 0.1, "scale": 1.0}, "is close to the prior. Try a smaller"),
         ({"effective_dim": 10.0, "effective_dim_error": 6.0}, "is close to the prior"),
         ({"effective_dim": 3.0, "effective_dim_error": 0.5}, None),
-        ({"prior_precision": 1e20}, "ended at a bound"),
-        ({"prior_precision": [1.0, 1e-20]}, "ended at a bound"),
+        ({"effective_dim": 0.1, "prior_precision": 1e20}, None),  # the fit has warned
         ({"prior_precision": [1.0, 130.0]}, None),
     ],
 )
-def test_a_posterior_without_data_or_at_a_bound_is_noticed(changed, words):
+def test_a_posterior_without_data_is_noticed(changed, words):
     found = warned(**changed)
     assert len(found) == (words is not None) and (words is None or words in found[0])
 

@@ -1,7 +1,5 @@
 """Solvers of (A + I) X = B against dense solves, and the faults they must find."""
 
-import logging
-
 import pytest
 import torch
 from tiny import draw
@@ -160,13 +158,11 @@ def test_too_few_passes_are_told_not_hidden(solver):
         assert solution.passes <= 4
 
 
-def test_stagnation_is_logged_with_the_remedy(caplog):
+def test_block_cg_ends_where_it_stagnates():
     A = rooted(torch.logspace(6, 0, P))
     A.R = A.R.float()
-    with caplog.at_level(logging.WARNING, "torch_lla_em"):
-        solution = BlockCG(tolerance=1e-12, max_passes=2000).solve(A, draw(K, P).float())
-    assert not solution.converged
-    assert "stagnates" in caplog.text and "float64" in caplog.text
+    solution = BlockCG(tolerance=1e-12, max_passes=2000).solve(A, draw(K, P).float())
+    assert not solution.converged and solution.passes < 2000
 
 
 def test_a_product_that_changes_from_call_to_call_is_not_believed():

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import State, e_step
 from torch_lla_em.inference.expectations import COPIES, entries_of, takes_draws
-from torch_lla_em.inference.mackay import LEAST_FREEDOM
 from torch_lla_em.inference.options import FitOptions, choose_curvature
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.posterior_samples import refuse_noise
@@ -28,6 +27,7 @@ from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     DoesNotFit,
     TensorList,
+    or_float64,
     release,
     report,
     shortage_of,
@@ -108,10 +108,9 @@ def learn(
                 start = start._replace(state=None, span=None)
                 report(
                     "log",
-                    "The span of directions cannot be stored: there is not enough memory, or the examples come in a "
-                    "different order in every pass. The fit continues with an iterative solver and H at the network's "
-                    "outputs, whose predictions are usually worse. Use a loader with a fixed order, fewer `parameters`, "
-                    "or more memory; otherwise call `calibrate`.",
+                    "There is no memory for directions, or examples change their order. The fit takes a "
+                    "solver and H at the network's outputs, whose predictions are mostly worse. Use fewer `parameters`, or "
+                    "a loader with a fixed order.",
                 )
         if found is None:
             found = by_solver(problem, noise, options, watch, start)
@@ -312,11 +311,10 @@ def _tell(state: State, options: FitOptions, dtype: torch.dtype) -> None:
     if is_accurate(error, tolerance):
         return
     refuse_noise(error, state.precision, dtype, 10.0)
-    remedy = "" if dtype == torch.float64 else ", or convert the model and its data to float64"
     report(
         "warn",
         f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
-        f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase `tolerance`{remedy}.",
+        f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase `tolerance`{or_float64(dtype)}.",
     )
 
 
@@ -339,26 +337,16 @@ def _warn_of_bounds(precision: Tensor, unsettled: bool, options: FitOptions) -> 
 
 
 def warn_of_noise(sums: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
-    """Warn if σ is lost to rounding, or the data do not determine it, from the sums of its update."""
-    residual, rounding, dims, count = sums
+    """Warn if σ is lost to rounding, from the sums of its update."""
+    residual, rounding, *_ = sums
     if (residual < 10 * rounding).any():
         remedy = (
-            ""
-            if dtype == torch.float64
-            else " If it really is that small, convert the model and its data to float64."
+            "" if dtype == torch.float64 else " If the noise is that small, convert to float64."
         )
         report(
             "warn",
-            "The linear model reproduces the targets so closely that their observation noise may "
-            f"be lost to rounding: sigma_noise is held above {torch.finfo(dtype).eps ** 0.5:.0e} of their root mean "
-            f"square. Check that the targets are not constant or without noise.{remedy}",
-        )
-    if (count - dims < LEAST_FREEDOM * count).any():
-        report(
-            "warn",
-            "The effective dimension reaches the number of targets, so the data cannot separate "
-            "noise from signal. sigma_noise is limited as if the effective dimension were 95 % of "
-            "the number of targets. Use more data, or fewer `parameters` in the posterior.",
+            "The residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
+            f"above {torch.finfo(dtype).eps ** 0.5:.0e} of the targets' root mean square. Check that targets vary.{remedy}",
         )
 
 

@@ -121,8 +121,7 @@ def calibrated_on(
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         data = unseen_under_all(posteriors, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        is_whole = all(posterior.setting.is_whole() for posterior in posteriors)
-        found = calibrated([data], [tables], is_whole)
+        found = calibrated([data], [tables])
         # ranks may round differently
         table = group.from_first(found.table)
         noise = found.noise if found.noise is None else group.from_first(found.noise)

@@ -41,7 +41,7 @@ _ERRORS = 2.0
 
 _BETTER_ALONE = (
     "The network alone has a validation NLL of {:.4g}, lower by {:.2g} ± {:.2g} than these predictions. Predict by "
-    "the network, or fit again with more {}`num_samples`."
+    'the network: la.predict(x, mean="network").'
 )
 
 
@@ -144,12 +144,8 @@ class CalibratedComponents(NamedTuple):
     numbers: Numbers
 
 
-def calibrated(
-    parts: Sequence[Pushforward], before: Sequence[Tables], is_whole: bool = False
-) -> CalibratedComponents:
-    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted.
-
-    If all parameters are in the posterior, it ``is_whole``, and no more are advised."""
+def calibrated(parts: Sequence[Pushforward], before: Sequence[Tables]) -> CalibratedComponents:
+    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted."""
     likelihood = parts[0].likelihood
     count = sum(int(likelihood.labelled(part.y).sum()) for part in parts)
     if not count:
@@ -198,8 +194,7 @@ def calibrated(
     _, error = mean_and_error(alone - (new if applied else old))
     lower = calibration.kept - network
     if lower > _ERRORS * error:
-        more = "" if is_whole else "`parameters` or "
-        report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels, more))
+        report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels))
     return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
 
 

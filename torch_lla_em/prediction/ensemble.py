@@ -116,8 +116,7 @@ class Ensemble(PrintedResult, Predictor, nn.Module):
         with collected(messages), torch.inference_mode(False), torch.no_grad():
             each = zip(self._members(), unseen)
             parts = [joined(part for _, part in pushed(*pair)) for pair in each]
-            is_whole = all(posterior.setting.is_whole() for posterior in self._members())
-            found = calibrated(parts, [member.mixture for member in self.members], is_whole)
+            found = calibrated(parts, [member.mixture for member in self.members])
             reference = folds_as_reference(parts, found)
         self._keep(found, reference, messages)
 

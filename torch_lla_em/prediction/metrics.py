@@ -100,17 +100,14 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
     result, likelihood = posterior.result, prediction.likelihood
     gamma, error = result.effective_dim
     gamma, error = gamma.sum().item(), error.norm().item()
-    low, high = PRECISION_BOUNDS
-    if collapsed := gamma < max(4 / len(result.w_samples), 2 * error):
+    collapsed = gamma < max(4 / len(result.w_samples), 2 * error)
+    if (
+        collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any()
+    ):  # otherwise the fit has warned
         scaling = "g_prior=False, " if (result.scale != 1).any() else ""
         yield (
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
             f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
-        )
-    elif (result.prior_precision <= 2 * low).any() or (result.prior_precision >= high / 2).any():
-        yield (
-            f"The prior precision ended at a bound of [{low:g}, {high:g}], so prior or data are ignored. Check "
-            "that the network was trained on these targets, or set prior_precision with em_steps=0."
         )
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
@@ -169,5 +166,5 @@ def _overfitted(squares: Tensor, share: float) -> Iterator[str]:
         )
         yield (
             f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
-            "examples; la.predict(x).interval(level) has a guaranteed coverage then."
+            "examples, or use more data."
         )

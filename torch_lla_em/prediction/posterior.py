@@ -61,11 +61,6 @@ class Setting(NamedTuple):
         dtypes = {p.dtype for p in self.linear_model.network.module.parameters()}
         return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
 
-    def is_whole(self) -> bool:
-        """Return whether all parameters of the network are in the posterior."""
-        model = self.linear_model
-        return model.layout.size == sum(p.numel() for p in model.network.module.parameters())
-
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""
         if not self.state.holds(self.linear_model.network, surely):

@@ -215,7 +215,7 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     if worst.accuracy.is_reached:
         yield "good", f"The samples{which} are accurate: {worst.accuracy}."
     else:
-        yield "to do", f"The samples{which} are not accurate: {worst.accuracy}. {_remedy(worst)}"
+        yield "accuracy", f"The samples{which} are not accurate: {worst.accuracy}."
     gamma, error = worst.effective_dim.sum(), worst.effective_dim_error.norm()
     if error > _TOO_LARGE * gamma:
         yield (
@@ -229,9 +229,10 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
         if warned:
             text = f"Members {', '.join(warned)} have warnings: print(ensemble.members[i])."
             yield "warning", text
-    for words in la.messages if several else warnings_in(la, calibrated):
-        yield "warning", words
-    if not calibrated and not members[0].likelihood.is_quadratic:
+    found = la.messages if several else list(warnings_in(la, calibrated))
+    yield from (("warning", words) for words in found)
+    told = any(CALL in words for words in found)
+    if not calibrated and not members[0].likelihood.is_quadratic and not told:
         name = "ensemble." if several else "la."
         yield "to do", f"{CALL.replace('la.', name)} to calibrate the predictions on held-out data."
 
@@ -258,17 +259,6 @@ def warnings_in(la: Any, calibrated: bool) -> Iterator[str]:
 
 def _members(la: Any) -> list[Any]:
     return list(getattr(la, "members", [la]))
-
-
-def _remedy(la: Any) -> str:
-    """Return what makes samples more accurate that is not so already."""
-    if la._posterior.result.why == "budget":
-        return "The budget ended the fit: call fit with a larger budget, or without one."
-    if la.w_lin.dtype != torch.float64:
-        return "Use a float64 model: model.double()."
-    if la.solver is not None:
-        return f"Allow {type(la.solver).__name__} more passes over the data."
-    return "Fit fewer `parameters`, or allow a larger tolerance."
 
 
 def _size(la: Any) -> str:

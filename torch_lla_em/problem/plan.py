@@ -186,8 +186,8 @@ def _warn_of_influence(problem: Problem) -> None:
     report(
         "log",
         f"The network's outputs for an example change by {100 * pieces.influence:.0f} % with the other "
-        f"examples in its batch{named}. The posterior and all predictions then depend on the batches. "
-        "Let layers use running statistics, or always predict with batches like those of the fit.",
+        f"examples in its batch{named}, and so do predictions. Let layers use running statistics, or always "
+        "predict with batches like those of the fit.",
     )
 
 

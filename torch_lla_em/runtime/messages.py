@@ -34,11 +34,15 @@ def report(kind: Literal["log", "warn", "show"], text: str) -> None:
         kind (str): "log" for what happens while a program runs, such as a lack of memory. "warn"
             for what the user's code should change; it is attributed to the line of this code. "show"
             for what only matters while a program runs, such as how long it takes: it is not stored.
-        text (str): One or more sentences.
+        text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is collected.
     """
-    for messages in _LISTS.get() if kind != "show" else ():
+    lists = _LISTS.get() if kind != "show" else ()
+    told = bool(lists) and all(text in messages for messages in lists)
+    for messages in lists:
         if text not in messages:
             messages.append(text)
+    if told:
+        return
     if kind != "warn":
         logger.warning("%s", text)
     else:

@@ -31,7 +31,14 @@ MORE = {
     "mixtures": ["GaussianMixture", "Mixture", "VariationalGaussianMixture"],
 }
 BRIEF = Likelihood, FeatureDensity, Mixture, Student
-GIVEN = {"self", "cls", "trainer", "pl_module", "stage"}  # described by Lightning, or not at all
+GIVEN = {
+    "self",
+    "cls",
+    "trainer",
+    "pl_module",
+    "stage",
+    "state",
+}  # described by Lightning, or not at all
 
 
 def _defined(module):

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,17 +14,23 @@ from tiny import fitted, tiny
 from torch import nn
 from torch.testing import assert_close
 
+from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.jacobian.state import ONE_AT_A_TIME
+from torch_lla_em.runtime import Turns
+
 
 class Slow:
     """Counts the threads that are inside of the network at once, and sees whether it is in eval mode."""
 
     def __init__(self, net, seconds=0.0):
-        self.inside, self.most, self.seconds, self.entered = 0, 0, seconds, threading.Event()
+        self.inside, self.most, self.seconds, self.sizes = 0, 0, seconds, []
+        self.entered = threading.Event()
         self.model = Calls(self.forward, net=net, rnn=nn.GRU(2, 2, batch_first=True).double())
 
     def forward(self, m, x):
         self.inside += 1
         self.most = max(self.most, self.inside)
+        self.sizes.append(len(x))
         self.entered.set()
         time.sleep(self.seconds)
         self.inside -= 1
@@ -49,7 +56,47 @@ def test_fits_and_predictions_in_threads_enter_a_network_one_at_a_time():
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.mha.get_fastpath_enabled()
 
 
-def _end_of_child(check):
+def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
+    case, slow = tiny("classification"), Slow(tiny("classification").model, 0.002)
+    _, other = fitted(em_steps=0, prior_precision=1.0)
+    sized = [(case.x[:n], case.y[:n]) for n in range(10, 30)]
+    options = {"parameters": ["net.*"], "compute": Compute(keep_data=False), "num_samples": 2}
+    la = LinearisedLaplace(slow.model, "classification", **options)
+    fixed = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
+    fit = threading.Thread(target=la.fit, args=(sized,), kwargs=fixed)
+    fit.start()
+    waits = []
+    while fit.is_alive():
+        before = len(slow.sizes)
+        other(case.x)
+        passed = [n for n in slow.sizes[max(0, before - 1) :] if n >= 10]  # none of a probe
+        waits.append(sum(a != b for a, b in pairwise(passed)))
+        time.sleep(0.001)
+    fit.join()
+    assert la.prior_precision > 0 and len(waits) > 20
+    # one batch each; on a busy machine some pass before the thread gets in line
+    assert sorted(waits)[len(waits) * 4 // 5] <= 2
+
+
+def test_a_waiting_thread_gets_its_turn_before_the_holder():
+    turns, order = Turns(), []
+
+    def wait():
+        with turns, turns:
+            order.append("other")
+
+    with turns:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        order.append("holder")
+    with turns:
+        order.append("holder again")
+    thread.join()
+    assert order == ["holder", "other", "holder again"]
+
+
+def end_of_child(check):
     """Return 0 where the check holds in a forked process; an alarm ends one that hangs."""
     process = os.fork()
     if process == 0:
@@ -59,7 +106,7 @@ def _end_of_child(check):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_waits_until_other_threads_have_left_the_network():
+def test_forks_wait_for_threads_in_the_network_and_children_for_none_that_they_lack():
     case = tiny("classification")
     slow = Slow(case.model)
     _, la = fitted(model=slow.model, em_steps=1, parameters=["net.*"])
@@ -68,4 +115,16 @@ def test_a_fork_waits_until_other_threads_have_left_the_network():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(la, case.x)
         slow.entered.wait()
-        assert _end_of_child(lambda: not slow.inside and torch.equal(la(case.x), expected)) == 0
+        assert end_of_child(lambda: not slow.inside and torch.equal(la(case.x), expected)) == 0
+    with ThreadPoolExecutor(1) as pool:
+        with ONE_AT_A_TIME:
+            waiting = pool.submit(la, case.x)
+            time.sleep(0.05)
+
+            def enter():
+                ONE_AT_A_TIME.release()
+                with ONE_AT_A_TIME:
+                    return True
+
+            assert end_of_child(enter) == 0
+        assert torch.equal(waiting.result(), expected)

@@ -8,12 +8,12 @@ from allocator import Allocator
 from daily import daily
 from fresh import run_fresh
 from models import Centred
-from tiny import fitted as tiny_fit
+from tiny import fitted, problem_of
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import SGD, BlockCG, FunctionSpace, LinearisedLaplace
-from torch_lla_em.data.loader import Data
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.plan import measured
 from torch_lla_em.problem.problem import Problem
@@ -29,17 +29,20 @@ def network(width=200):
     return nn.Sequential(first, nn.Tanh(), nn.Linear(width, 50), nn.Tanh(), last)
 
 
+def rows(count):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 20, generator=generator), torch.arange(count) % 3
+
+
 def problem(model=None):
     """A problem that has been probed, and takes all columns at once."""
-    torch.manual_seed(1)
-    x, y = torch.randn(300, 20), torch.randint(0, 3, (300,))
-    la = LinearisedLaplace(model or network(), "classification")
-    batches = list(zip(x.split(200), y.split(200)))
-    problem = Problem(la._linear_model, Classification(), Data(batches, torch.device("cpu")))
-    linear = problem.linear_model
-    linear.probe(x[:200])
-    linear.path = linear.path._replace(columns=None)
-    return problem
+    x, y = rows(300)
+    made = problem_of(
+        model or network(), Classification(), [(x[:200], y[:200]), (x[200:], y[200:])]
+    )
+    made.linear_model.probe(x[:200])
+    made.linear_model.path = made.linear_model.path._replace(columns=None)
+    return made
 
 
 def product(problem):
@@ -61,10 +64,10 @@ def outputs(problem):
     return torch.cat([Jw for _, _, Jw in problem.push_forward(w)], dim=1)
 
 
-@pytest.mark.parametrize(
-    "work, least",
-    daily((gradient, 0.25), rest=[(outputs, 0.25), (product, 0.35), (noise, 0.4)]),
-)
+WORK = [(outputs, 0.25), (product, 0.35), (noise, 0.4)]
+
+
+@pytest.mark.parametrize("work, least", daily((gradient, 0.25), rest=WORK))
 def test_smaller_gpus_give_the_same(work, least):
     with Allocator() as unlimited:
         expected = work(problem())
@@ -72,29 +75,19 @@ def test_smaller_gpus_give_the_same(work, least):
     for share in (0.9, 0.5 * (0.9 + least), least):
         small = problem()
         with Allocator(share * unlimited.peak) as allocator:
-            found = work(small)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        refused.append(allocator.refusals)
+            assert_close(work(small), expected, rtol=1e-4, atol=1e-4)
+            refused.append(allocator.refusals)
+            if work is product:  # what did not fit is remembered
+                work(small)
+        assert allocator.refusals == refused[-1]
     assert refused == sorted(refused) and refused[-1] > refused[0]
 
 
-@pytest.mark.slow
-def test_what_did_not_fit_is_remembered():
-    with Allocator() as unlimited:
-        product(problem())
-    small = problem()
-    with Allocator(0.4 * unlimited.peak) as allocator:
-        product(small)
-        assert small.sweep.limits.columns < K
-        refusals = allocator.refusals
-        product(small)
-    assert allocator.refusals == refusals
+MODELS = [(network(2000), "1 row "), (Centred(*network()), "200 rows ")]
 
 
-@pytest.mark.parametrize(
-    "model, rows", [(network(2000), "1 row "), (Centred(*network()), "200 rows ")]
-)
-def test_what_cannot_be_made_smaller_is_said(model, rows):
+@pytest.mark.parametrize("model, rows", daily(MODELS[1], rest=MODELS[:1]))
+def test_what_cannot_be_made_smaller_is_said_and_tried_in_vain(model, rows):
     small = problem(model)
     with Allocator(2.9 * 4 * small.size), pytest.raises(DoesNotFit) as caught:
         gradient(small)
@@ -102,35 +95,30 @@ def test_what_cannot_be_made_smaller_is_said(model, rows):
     assert f"One column of {rows}of batch 0 does not fit" in message
     for knob in ("smaller batches", 'parameters="last_layer"', 'vectors="cpu"', "2 P numbers"):
         assert knob in message
+    assert small.sweep.limits.columns is None and small.sweep.limits.rows == float("inf")
 
 
 def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
-    whole, small = problem(), problem()
-    expected = product(whole)
+    expected, small = product(problem()), problem()
     small.linear_model.path = small.linear_model.path._replace(columns=3)
-    pulls = []
-    adding = small.linear_model.layout.add_
+    pulls, adding, reshape = [], type(small.linear_model.layout).add_, torch.Tensor.reshape
+    left = iter([True, True, True, False])
 
-    def out_of_memory_once(total, tensors):
+    def noted(layout, total, tensors):
         pulls.append(len(total))
-        return adding(total, tensors)
-
-    reshape, failures = torch.Tensor.reshape, [4]
+        return adding(layout, total, tensors)
 
     def failing(self, *args):
-        failures[0] -= 1
-        if failures[0] == 0:
+        if not next(left, True):
             raise torch.OutOfMemoryError("while a gradient was made flat")
         return reshape(self, *args)
 
-    monkeypatch.setattr(
-        type(small.linear_model.layout), "add_", lambda _, *a: out_of_memory_once(*a)
-    )
-    monkeypatch.setattr(torch.Tensor, "reshape", failing)
-    found = product(small)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(small.linear_model.layout), "add_", noted)
+        patched.setattr(torch.Tensor, "reshape", failing)
+        found = product(small)
     assert len(pulls) > 3
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 class EndsOnce(TorchDispatchMode):
@@ -149,7 +137,9 @@ class EndsOnce(TorchDispatchMode):
 
 def test_a_shortage_is_no_property_of_the_network():
     def prepared(refused=0):
-        fresh = problem_of_rows(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+        x, y = torch.randn(8, 3), torch.arange(8) % 3
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        fresh = problem_of(model, Classification(), [(x, y)])
         first = fresh.data.first()
         with EndsOnce(refused) as operations:
             measured(fresh, first, 4)
@@ -157,65 +147,48 @@ def test_a_shortage_is_no_property_of_the_network():
 
     expected, count = prepared()
     assert expected.path.forward and count > 100
-    for refused in range(1, count, count // 10):
+    for refused in range(1, count, count // 5):
         linear, _ = prepared(refused)
         assert linear.path.forward and not linear.report.unbatched and not linear.report.forward
 
 
-def problem_of_rows(model):
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 3), torch.randint(0, 3, (8,))
-    la = LinearisedLaplace(model, "classification")
-    return Problem(la._linear_model, Classification(), Data([(x, y)], torch.device("cpu")))
+SHORTAGES = """std::bad_alloc
+could not create a primitive
+cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED
+cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`
+cuFFT error: CUFFT_ALLOC_FAILED
+CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
+cuDNN error: CUDNN_STATUS_NOT_INITIALIZED
+cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`
+GET was unable to find an engine to execute this computation"""
 
 
-@pytest.mark.parametrize(
-    "words", ["shapes do not match", "could not create a primitive descriptor for a convolution"]
-)
-def test_other_errors_are_not_mistaken_for_shortage(words):
-    with pytest.raises(RuntimeError, match=words):
-        shortage_of(RuntimeError(words))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "std::bad_alloc",
-        "could not create a primitive",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-        "cuFFT error: CUFFT_ALLOC_FAILED",
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
-        "cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`",
-        "GET was unable to find an engine to execute this computation",
-    ],
-)
-def test_libraries_have_words_of_their_own(words):
-    assert shortage_of(RuntimeError(words)) == words
-
-
-def field(name):
-    with open("/proc/self/status") as lines:
-        return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
+def test_libraries_have_words_of_their_own_and_other_errors_are_no_shortage():
+    for words in SHORTAGES.splitlines():
+        assert shortage_of(RuntimeError(words)) == words
+    for words in ("shapes do not match", "could not create a primitive descriptor for a conv"):
+        with pytest.raises(RuntimeError, match=words):
+            shortage_of(RuntimeError(words))
 
 
 def convolve_without_room():
     import resource
 
+    def field(name):
+        with open("/proc/self/status") as lines:
+            return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
+
     torch.set_num_threads(1)
-    layer = nn.Conv2d(3, 32, 3, padding=1)
+    layer, x = nn.Conv2d(3, 32, 3, padding=1), torch.randn(128, 3, 32, 32)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    x = torch.randn(128, 3, 32, 32)
     resource.setrlimit(resource.RLIMIT_DATA, (field("VmData") + (8 << 20), limits[1]))
     try:
         layer(x)  # whose result takes 16 MiB
     except RuntimeError as error:
         shortage = shortage_of(error)
     resource.setrlimit(resource.RLIMIT_DATA, limits)
-    assert shortage
-    assert layer(x).shape == (128, 32, 32, 32)
+    assert shortage and layer(x).shape == (128, 32, 32, 32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
@@ -226,73 +199,57 @@ def test_layers_that_run_out_of_memory_are_understood():
 ROWS = torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize(
-    "work, outputs",
-    [
+def test_work_on_blocks_takes_no_copies_of_them(monkeypatch):
+    """Beside what it returns, and the bfloat16 rows it is given."""
+    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 10)
+    for work, outputs in (
         (lambda rows: blocks.gram(rows, rows), 0.0),
         (lambda rows: blocks.gram(rows, rows.bfloat16()), 0.5),
         (lambda rows: blocks.dots(rows, rows), 0.0),
         (lambda rows: blocks.add_combined(rows, torch.eye(4).double(), ROWS, -0.5), 0.0),
         (lambda rows: blocks.add_combined(rows, torch.eye(4), rows.bfloat16()), 0.5),
         (lambda rows: blocks.orthonormalise(rows), 1.0),
-    ],
-)
-def test_work_on_blocks_takes_no_copies_of_them(work, outputs, monkeypatch):
-    """Beside what it returns, and the bfloat16 rows it is given."""
-    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 10)
-    rows = ROWS.clone()
-    with Allocator() as allocator:
-        work(rows)
-    assert allocator.peak < (outputs + 0.3) * rows.nbytes
+    ):
+        given = ROWS.clone()
+        with Allocator() as allocator:
+            work(given)
+        assert allocator.peak < (outputs + 0.3) * given.nbytes
 
 
 @pytest.mark.parametrize("dependent", [False, True])
 def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
-    rows = ROWS[:, :1000].double()
-    rows = torch.cat([rows, rows[:2] - rows[2:]]) if dependent else rows
-    whole = blocks.orthonormalise(rows)
+    given = ROWS[:, :1000].double()
+    given = torch.cat([given, given[:2] - given[2:]]) if dependent else given
+    whole = blocks.orthonormalise(given)
     monkeypatch.setattr(blocks, "_ENTRIES", 1)
-    basis, coefficients = blocks.orthonormalise(rows)
-    torch.testing.assert_close(basis @ basis.T, torch.eye(4).double())
-    torch.testing.assert_close(coefficients @ basis, rows)
-    torch.testing.assert_close((basis, coefficients), whole)
+    basis, coefficients = blocks.orthonormalise(given)
+    assert_close(basis @ basis.T, torch.eye(4).double())
+    assert_close(coefficients @ basis, given)
+    assert_close((basis, coefficients), whole)
 
 
-SOLVERS = [
-    (BlockCG(), "scalar"),
-    (SGD(epochs=10), "scalar"),
-    (FunctionSpace(), "scalar"),
-    (BlockCG(), "layerwise"),
-]
+SOLVERS = [(SGD(epochs=10), "scalar"), (FunctionSpace(), "scalar"), (BlockCG(), "layerwise")]
 
 
-@pytest.mark.parametrize("solver, prior", daily(SOLVERS[0], rest=SOLVERS[1:]))
+@pytest.mark.parametrize("solver, prior", daily((BlockCG(), "scalar"), rest=SOLVERS))
 @pytest.mark.filterwarnings("ignore:The samples", "ignore:The mode")
 def test_fits_on_smaller_gpus_are_the_same(solver, prior, monkeypatch, caplog):
-    fit, x = small_fit(solver, prior, monkeypatch)
+    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)  # as small as those of a large problem
+    (x, y), model = rows(96), network(20)
+
+    def fit():
+        la = LinearisedLaplace(model, "classification", solver=solver, prior=prior, num_samples=3)
+        return la.fit(list(zip(x.split(64), y.split(64))), em_steps=1, progress_bar=False)
+
     fit()  # what is made once a process counts for none
     with Allocator() as unlimited:
         whole = fit()
     with Allocator(0.85 * unlimited.peak) as allocator:
         small = fit()
     assert allocator.refusals and "Out of memory" in caplog.text
-    torch.testing.assert_close(small.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
-    error = (small.functional_samples(x) - whole.functional_samples(x)).norm()
-    assert error < 0.05 * whole.functional_samples(x).norm()
-
-
-def small_fit(solver, prior, monkeypatch):
-    """Return a small fit whose pieces of vectors are as small as those of a large one, and inputs."""
-    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)
-    torch.manual_seed(1)
-    x, y = torch.randn(96, 20), torch.randint(0, 3, (96,))
-    batches, model = list(zip(x.split(64), y.split(64))), network(20)
-
-    def fit():
-        la = LinearisedLaplace(model, "classification", solver=solver, prior=prior, num_samples=3)
-        return la.fit(batches, em_steps=1, progress_bar=False)
-
-    return fit, x
+    assert_close(small.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
+    due = whole.functional_samples(x)
+    assert (small.functional_samples(x) - due).norm() < 0.05 * due.norm()
 
 
 def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
@@ -301,25 +258,12 @@ def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
 
     monkeypatch.setattr(sys.modules["torch_lla_em.inference.fit"], "get_sto_samples", full)
     la = LinearisedLaplace(network(), "classification", num_samples=K)
-    x, y = torch.randn(24, 20), torch.randint(0, 3, (24,))
     with pytest.raises(DoesNotFit) as caught:
-        la.fit([(x, y)], progress_bar=False)
-    message = str(caught.value)
-    size = la._linear_model.layout.size
+        la.fit(*rows(24), progress_bar=False)
+    message, size = str(caught.value), la._linear_model.layout.size
     assert f"{K} samples of {size:,} parameters need" in message and "(none left)" in message
     for knob in ("num_samples", 'parameters="last_layer"', 'vectors="cpu"', "memory="):
         assert knob in message
-
-
-@pytest.mark.slow
-def test_smaller_pieces_that_were_tried_in_vain_are_forgotten():
-    small = problem()
-    w = torch.ones(K, small.size)
-    with Allocator((K + 0.9) * 4 * small.size) as allocator, pytest.raises(DoesNotFit):
-        small.ggn_product(w)
-    assert allocator.refusals > 5
-    assert small.sweep.limits.columns is None
-    assert small.sweep.limits.rows == float("inf")
 
 
 def test_factors_that_were_given_up_are_not_used_again(monkeypatch):
@@ -333,6 +277,6 @@ def test_factors_that_were_given_up_are_not_used_again(monkeypatch):
         return inspect(self, rows, batch)
 
     monkeypatch.setattr(Problem, "inspect", short_of_memory)
-    case, la = tiny_fit("classification", em_steps=1)
+    _, la = fitted("classification", em_steps=1)
     assert la._linear_model.factored is None
     assert any("without stored Jacobian factors" in words for words in la.messages)

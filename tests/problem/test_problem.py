@@ -1,18 +1,22 @@
+"""Products, noise and scalings of a problem against dense matrices; numbers that are not finite end a fit."""
+
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LOG_PROBS, draw, likelihood_of, tiny
+from models import Bent
+from tiny import LOG_PROBS, draw, likelihood_of, problem_of, tiny
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from torch_lla_em import BlockCG, FunctionSpace, LinearisedLaplace
 from torch_lla_em.data.loader import Data, Facts
 from torch_lla_em.data.share import Share
 from torch_lla_em.inference.prior import g_prior_scale
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.jacobian.linear_model import LinearModel
-from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Outputs, prepare, pull_back
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import Group
@@ -26,7 +30,7 @@ NAMES = list(LOG_PROBS)
 def test_products_equal_the_dense_ones(name, cuts):
     case = tiny(name)
     problem, exact = case.problem(*cuts), case.exact()
-    w = torch.randn(5, problem.size, dtype=torch.float64)
+    w = draw(5, problem.size)
     assert_close(problem.ggn_product(w), w @ exact.ggn)
     rows = problem.rows()
     assert_close(rows.T @ rows, exact.ggn)
@@ -35,86 +39,13 @@ def test_products_equal_the_dense_ones(name, cuts):
     assert_close(gradient, torch.func.grad(exact.loss)(0.1 * w[0]))
     at = problem.with_curvature_at(0.1 * w[0]).ggn_product(w)
     assert_close(at, w @ torch.func.hessian(exact.loss)(0.1 * w[0]))
-
-
-def test_minibatches_sum_to_the_whole():
-    problem = tiny("classification").problem(7, 8, 22)
-    w = torch.randn(2, problem.size, dtype=torch.float64)
+    parts = list(problem.push_forward(w))
+    assert_close(torch.cat([f for _, f, _ in parts]), exact.f)
+    Jw = torch.cat([Jw for _, _, Jw in parts], dim=1)
+    assert_close(Jw, torch.einsum("ncp,kp->knc", exact.J, w))
     products = [(rows, product(w)) for rows, product in problem.minibatch_products()]
-    assert [rows for rows, _ in products] == [7, 1, 14, 8]
-    assert_close(sum(product for _, product in products), problem.ggn_product(w))
-
-
-def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
-    """Whose places in a pass they have, but not their rows."""
-    case = tiny("classification")
-    loader = DataLoader(TensorDataset(case.x, case.y), 10, shuffle=True)
-    problem = case.problem()
-    problem = Problem(problem.linear_model, problem.likelihood, Data(loader, problem.device))
-    prepare(problem, 2, Compute())
-    problem.data.merge_rows = 0
-    w = torch.randn(1, problem.size, dtype=torch.float64)
-    at = problem.with_curvature_at(w[0])
-    for _ in range(4):
-        Gw = at.ggn_product(w)
-    assert problem.data.cache and problem.sweep.factors.known
-    assert_close(sum(product(w) for _, product in at.minibatch_products()), Gw)
-
-
-def test_the_trunk_of_a_last_layer_runs_in_one_pass():
-    case = tiny("classification")
-    layout = ParameterLayout.of(case.model, ["2.weight", "2.bias"])
-    linear, batches = LinearModel(Network(case.model), layout), list(zip(*parts(case, 10)))
-    problem = Problem(linear, case.problem().likelihood, Data(batches, torch.device("cpu")))
-    prepare(problem, 2, Compute())
-    w, rows = torch.randn(1, problem.size, dtype=torch.float64), []
-    with torch.no_grad():
-        expected = Problem(linear, problem.likelihood, Data(batches, problem.device))
-        expected = expected.noise_features(2, 0), expected.ggn_product(w)
-        handle = case.model[0].register_forward_hook(lambda *call: rows.append(len(call[2])))
-        found = problem.noise_features(2, 0), problem.ggn_product(w)
-        problem.loss_and_gradient(w[0])
-        handle.remove()
-    assert_close(found, expected)
-    assert sum(rows) == 30
-
-
-def test_the_first_pass_finds_the_facts_and_no_other_changes_them():
-    case = tiny("classification")
-    y = case.y.clone()
-    y[[1, 4]] = -100
-    batches = list(zip(case.x.split(10), y.split(10)))
-    linear = LinearModel(Network(case.model), case.layout)
-    problem = Problem(linear, likelihood_of("classification"), Data(batches, torch.device("cpu")))
-    data, w = problem.data, torch.randn(1, problem.size, dtype=torch.float64)
-
-    def stop(*_):
-        assert data.facts == Facts()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        problem.push_forward(w, stop)
-    assert data.facts == Facts()
-    problem.ggn_product(w)
-    found = data.facts
-    assert found == Facts(30, 30, 30 * case.exact().f.shape[1], 28)
-    problem.noise_features(2, 0)
-    assert data.facts is found
-    with pytest.raises(AttributeError):
-        found.num_rows = 3
-
-
-def parts(case, size):
-    return case.x.split(size), case.y.split(size)
-
-
-def test_push_forward_yields_outputs_and_features():
-    case = tiny("regression")
-    w = torch.randn(2, case.layout.size, dtype=torch.float64)
-    parts = list(case.problem(7, 8).push_forward(w))
-    assert_close(torch.cat([f for _, f, _ in parts]), case.exact().f)
-    expected = torch.einsum("ncp,kp->knc", case.exact().J, w)
-    assert_close(torch.cat([Jw for _, _, Jw in parts], dim=1), expected)
+    assert [rows for rows, _ in products] == ([7, 1, 14, 8] if cuts else [30])
+    assert_close(sum(product for _, product in products), w @ exact.ggn)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,10 +65,65 @@ def test_a_product_with_the_transpose_notices_another_order(name):
     pulled = pull_back(problem, u, known)
     assert_close(pulled, torch.einsum("ncp,knc->kp", exact.J, u))
     assert max(crossed) == pulled.numel() and sum(crossed) <= pulled.numel() + 8
-    assert pull_back(problem, u, known._replace(f=exact.f + 0.009 * exact.f)) is not None
-    assert pull_back(problem, u, known._replace(f=exact.f.roll(1, 0))) is None
+    assert pull_back(problem, u, known._replace(f=1.009 * exact.f)) is not None
     others = Share(torch.arange(1, len(exact.f) + 1), len(exact.f))
-    assert pull_back(problem, u, known._replace(share=others)) is None
+    for changed in ({"f": exact.f.roll(1, 0)}, {"share": others}):
+        assert pull_back(problem, u, known._replace(**changed)) is None
+
+
+def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
+    """Whose places in a pass they have, but not their rows."""
+    case = tiny("classification")
+    loader = DataLoader(TensorDataset(case.x, case.y), 10, shuffle=True)
+    problem = problem_of(case.model, likelihood_of(case.name), loader)
+    prepare(problem, 2, Compute())
+    problem.data.merge_rows = 0
+    w = draw(1, problem.size)
+    at = problem.with_curvature_at(w[0])
+    for _ in range(4):
+        Gw = at.ggn_product(w)
+    assert problem.data.cache and problem.sweep.factors.known
+    assert_close(sum(product(w) for _, product in at.minibatch_products()), Gw)
+
+
+def test_the_trunk_of_a_last_layer_runs_in_one_pass():
+    case = tiny("classification")
+    batches, rows = list(zip(case.x.split(10), case.y.split(10))), []
+    problem, other = (
+        problem_of(case.model, likelihood_of(case.name), batches, ["2.*"]) for _ in "ab"
+    )
+    prepare(problem, 2, Compute())
+    w = draw(1, problem.size)
+    with torch.no_grad():
+        expected = other.noise_features(2, 0), other.ggn_product(w)
+        handle = case.model[0].register_forward_hook(lambda *call: rows.append(len(call[2])))
+        found = problem.noise_features(2, 0), problem.ggn_product(w)
+        problem.loss_and_gradient(w[0])
+        handle.remove()
+    assert_close(found, expected)
+    assert sum(rows) == 30
+
+
+def test_the_first_pass_finds_the_facts_and_no_other_changes_them():
+    case = tiny("classification")
+    y = case.y.index_fill(0, torch.tensor([1, 4]), -100)
+    problem = replace(case, y=y).problem(10, 20)
+    data, w = problem.data, draw(1, problem.size)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        problem.push_forward(w, stop)
+    assert data.facts == Facts()
+    problem.ggn_product(w)
+    found = data.facts
+    assert found == Facts(30, 30, 30 * case.exact().f.shape[1], 28)
+    problem.noise_features(2, 0)
+    assert data.facts is found
+
+
+# noise and the scaling of the prior
 
 
 @pytest.mark.parametrize("name", ["classification", "regression per output"])
@@ -146,11 +132,9 @@ def test_noise_does_not_depend_on_batches(name):
     whole, cut = (get_sto_samples(case.problem(*cuts), 4, 7) for cuts in ((), (7, 8, 22)))
     assert_close(whole.xi, cut.xi)
     assert_close(whole.eta, cut.eta)
-    other = get_sto_samples(case.problem(), 4, 8)
-    assert not torch.isclose(other.eta, whole.eta).any()
-
-
-CUTS = {"one batch": (), "two": (11,), "single rows": range(1, 70), "uneven": (1, 2, 33, 40, 66)}
+    assert not torch.isclose(get_sto_samples(case.problem(), 4, 8).eta, whole.eta).any()
+    with pytest.raises(ValueError, match="num_samples"):
+        get_sto_samples(case.problem(), 0)
 
 
 def repeated(name):
@@ -163,7 +147,13 @@ def repeated(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_squares_are_exact_by_factors_however_rows_are_batched(name):
     case = repeated(name)
-    for cuts, columns in [*((cuts, None) for cuts in CUTS.values()), ((), 1)]:
+    for cuts, columns in (
+        ((), None),
+        ((11,), None),
+        (range(1, 70), None),
+        ((1, 2, 33), None),
+        ((), 1),
+    ):
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
         problem.sweep.take(problem.sweep.limits._replace(columns=columns))
@@ -171,15 +161,13 @@ def test_squares_are_exact_by_factors_however_rows_are_batched(name):
 
 
 def test_the_squares_of_groups_are_those_of_32_rows_on_average():
-    case = repeated("classification")
+    case, K = repeated("classification"), 400
     problem = case.problem(50)
     problem.linear_model.probe(case.x)
     problem.linear_model.factored = None
-    K = 400
-    found = problem.noise_features(K, 0).squares
-    expected = case.exact().expected_squared_features
+    ratio = problem.noise_features(K, 0).squares / case.exact().expected_squared_features
     # chi-squared with at least one degree of freedom a group and sample
-    assert ((found / expected - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
+    assert ((ratio - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
 
 
 @pytest.mark.slow
@@ -192,14 +180,13 @@ def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
         problem.linear_model.probe(case.x)
         found = found + problem.noise_features(K, seed).squares / seeds
     assert not torch.allclose(found, expected)
-    # chi-squared with at least one degree of freedom a sample
     assert ((found / expected - 1).abs() < 5 * (2 / (K * seeds)) ** 0.5).all()
 
 
 def scale_of(squares, sizes, g_prior, w=None):
     """The scale of tensors of these sizes, and their layout."""
-    names, shapes = "abc"[: len(sizes)], [torch.Size([1, size]) for size in sizes]
-    layout = ParameterLayout(tuple(names), tuple(shapes))
+    shapes = tuple(torch.Size([1, size]) for size in sizes)
+    layout = ParameterLayout(tuple("abc"[: len(sizes)]), shapes)
     w = torch.ones_like(squares) if w is None else w
     return g_prior_scale(squares, layout, w, g_prior), layout
 
@@ -207,24 +194,20 @@ def scale_of(squares, sizes, g_prior, w=None):
 @pytest.mark.parametrize("g_prior", [None, True, "tensor", "half", "root"])
 def test_rare_features_do_not_take_over(g_prior):
     scale, _ = scale_of(torch.tensor([4.0, 4.0, 1e-14, 0.0]), [4], g_prior)
-    assert scale[3] == 0
-    assert scale[2] < 15 * scale[0]
+    assert scale[3] == 0 and scale[2] < 15 * scale[0]
 
 
 def test_scalings_keep_the_balance_of_tensors_that_they_promise():
     squares = torch.tensor([4.0, 1.0, 0.25, 1e-3, 4e-3], dtype=torch.float64)
-    w = torch.tensor([0.1, 0.2, 0.4, 5.0, 3.0], dtype=torch.float64)
+    w, sizes = torch.tensor([0.1, 0.2, 0.4, 5.0, 3.0], dtype=torch.float64), torch.tensor([3, 2])
     norms = torch.tensor([0.21, 34.0], dtype=torch.float64)
     for g_prior, expected in (("tensor", 1.0), ("half", 0.5), (True, 0.0), (None, norms)):
         scale, layout = scale_of(squares, [3, 2], g_prior, w)
-        mean = layout.block_sums(squares) / torch.tensor([3, 2])
+        mean = layout.block_sums(squares) / sizes
         factor = mean * norms if g_prior is None else mean**expected
         # the prior's variance of the outputs, by tensor
-        own = layout.block_sums(scale.square() * squares) / torch.tensor([3.0, 2.0])
+        own = layout.block_sums(scale.square() * squares) / sizes
         assert_close(own / factor, torch.ones_like(own), rtol=0.05, atol=0)
-
-
-def test_root_lies_between_the_plain_prior_and_tensor():
     squares = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     root, tensor = (scale_of(squares, [3, 4], name)[0] for name in ("root", "tensor"))
     assert_close(root.square(), tensor)
@@ -232,13 +215,13 @@ def test_root_lies_between_the_plain_prior_and_tensor():
 
 def test_weights_of_zero_have_the_scale_of_their_layer_or_one_below_the_others():
     """A bias has that of its matrix, an untrained matrix .1 of others; of an untrained head nothing is known."""
-    squares, zero, one = torch.ones(4, dtype=torch.float64), torch.zeros(2), torch.ones(2)
+    squares, w = torch.ones(4, dtype=torch.float64), torch.tensor([1.0, 1.0, 0.0, 0.0]).double()
     layout = ParameterLayout(("0.weight", "0.bias"), (torch.Size([1, 2]), torch.Size([2])))
-    trained = g_prior_scale(squares, layout, torch.cat([one, zero]).double())
+    trained = g_prior_scale(squares, layout, w)
     assert_close(trained, trained[:1].expand(4))
-    partly, _ = scale_of(squares, [2, 2], None, torch.cat([one, zero]).double())
+    partly, _ = scale_of(squares, [2, 2], None, w)
     assert_close(partly[2] / partly[0], partly.new_tensor((0.005 / 1.005) ** 0.5))
-    untrained, _ = scale_of(squares, [2, 2], None, torch.zeros(4).double())
+    untrained, _ = scale_of(squares, [2, 2], None, 0 * w)
     assert_close(untrained, torch.ones(4).double())
 
 
@@ -247,31 +230,90 @@ def test_dead_weights_have_no_scale():
     with torch.no_grad():
         case.model[2].weight[:, 1] = 0  # the second hidden unit moves no output
     noise = get_sto_samples(case.problem(), 3)
-    dead = noise.prior.layout.unflatten(noise.prior.scale)["0.bias"][1]
-    assert dead == 0
+    assert noise.prior.layout.unflatten(noise.prior.scale)["0.bias"][1] == 0
     assert (noise.xi[:, noise.prior.scale == 0] == 0).all()
     assert torch.isfinite(noise.at(torch.tensor(2.0))).all()
 
 
-def test_samples_must_be_counted():
-    with pytest.raises(ValueError, match="num_samples"):
-        get_sto_samples(tiny("regression").problem(), 0)
+# numbers that are not finite; the first pass names the batch that they come from
+
+CUTS = 7, 14, 21
+
+
+def at(row, value, name="classification", wrap=lambda model: model):
+    """A case with this number in a row, which is batch 0 to 3, and a network around its own."""
+    case = tiny(name)
+    x = case.x.clone()
+    x[row, 0] = value
+    return replace(case, x=x, model=wrap(case.model))
+
+
+class Imputed(nn.Sequential):
+    """A network that has its own way with what is missing."""
+
+    def forward(self, x):
+        return super().forward(torch.nan_to_num(x))
+
+
+@pytest.mark.parametrize("backwards_only", [False, True])
+def test_a_derivative_that_is_not_finite_names_its_batch(backwards_only):
+    case = at(23, 0.0, wrap=lambda model: Bent(model, backwards_only))
+    with pytest.raises(FloatingPointError, match="derivative of the network's outputs on batch 3"):
+        case.problem(*CUTS).noise_features(3, 0)
+    if not backwards_only:  # what is stored for all examples is checked as a whole
+        for take in (lambda p: p.push_forward(draw(2, p.size)), lambda p: p.rows()):
+            with pytest.raises(FloatingPointError, match="or their derivatives, are not finite"):
+                take(case.problem(*CUTS))
+        return
+    batches = list(zip(case.x.split(7), case.y.split(7)))
+    for solver in (None, BlockCG(), FunctionSpace()):
+        la = LinearisedLaplace(case.model, "classification", solver=solver)
+        with pytest.raises(FloatingPointError, match="outputs on batch 0 to 4 is not"):
+            la.fit(batches, progress_bar=False)
+
+
+def test_outputs_and_likelihoods_that_are_not_finite_are_refused(monkeypatch):
+    problem = tiny("classification").problem(*CUTS)
+    w = torch.ones(2, problem.size).double()
+    problem.ggn_product(w)
+    problem.linear_model.network.module.register_forward_hook(lambda *given: given[-1] / 0)
+    with pytest.raises(FloatingPointError, match="although they were in the first pass"):
+        problem.ggn_product(w)
+    case = tiny("classification")
+    marked = case.model(case.x[15]).detach()
+
+    def wrong(self, f, u):
+        return u * torch.where((f - marked).norm(dim=-1, keepdim=True) < 1e-9, float("nan"), 1.0)
+
+    monkeypatch.setattr(Classification, "hessian_sqrt_product", wrong)
+    with pytest.raises(FloatingPointError, match="likelihood's curvature on batch 2 is not"):
+        case.problem(*CUTS).noise_features(3, 0)
+    problem = tiny("poisson").problem(*CUTS)  # steps too long are left to solvers
+    w = torch.full((problem.size,), 1e4).double()
+    assert not problem.loss_and_gradient(w)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("row, batch", [(2, 0), (15, 2)])
+def test_inputs_that_are_not_finite_name_their_batch_unless_the_network_imputes_them(row, batch):
+    with pytest.raises(ValueError, match=f"inputs of batch {batch} hold NaN"):
+        at(row, torch.nan).problem(*CUTS).noise_features(2, 0)
+    imputed = at(row, torch.nan, wrap=Imputed).problem(*CUTS)
+    assert imputed.noise_features(2, 0).eta.isfinite().all()
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", LOG_PROBS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("curved", [False, True])
 def test_the_host_waits_for_the_end_of_a_pass_alone(name, curved, simulated):
     """And in the first pass for each check of a batch's targets: that they are finite, or labels."""
     case, checks = tiny(name), 2 if name in ("bernoulli", "poisson") else 1
-    linear = LinearModel(Network(case.model.cuda()), case.layout)
     batches = list(zip(case.x.split(3), case.y.split(3)))
-    problem = Problem(linear, likelihood_of(name), Data(batches, torch.device("cuda")))
+    made = problem_of(case.model.cuda(), likelihood_of(name), batches)
+    problem = Problem(made.linear_model, made.likelihood, Data(batches, torch.device("cuda")))
     prepare(problem, 3, Compute())
     problem.data.merge_rows = 0
-    w = torch.randn(3, problem.size, dtype=torch.float64, device="cuda")
-    limits = [checks * len(batches) + 3, 2, 2]
-    for limit in limits:
+    w = draw(3, problem.size).cuda()
+    for limit in (checks * len(batches) + 3, 2, 2):
         with simulated.watched() as seen:
             problem.ggn_product(w)
         assert simulated.waits(seen) <= limit, seen

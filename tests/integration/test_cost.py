@@ -1,0 +1,403 @@
+"""What a fit costs, what it says of that before and during it, and what a budget of seconds ends."""
+
+import logging
+import time
+import warnings
+
+import pytest
+import torch
+from allocator import Allocator
+from daily import daily
+from fresh import run_fresh
+from loaders import Loader, batches
+from models import images, small_cnn
+from tiny import fitted, known, tiny
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+from torch_lla_em.data import Data
+from torch_lla_em.inference.em import State
+from torch_lla_em.inference.trend import ErrorTrend
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.problem import duration, prepare
+from torch_lla_em.problem.problem import Problem
+from torch_lla_em.runtime import Budget, Group
+from torch_lla_em.runtime.modes import tf32
+
+FREE = "torch_lla_em.problem.plan.free_memory"
+
+
+def network(*widths):
+    torch.manual_seed(0)
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 3))
+
+
+# what a plan says
+
+
+def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "torch_lla_em")
+    model, x, y = network(4, 30, 30), torch.randn(30, 4), torch.arange(30) % 3
+
+    def plan(num_samples, times=1):
+        la = LinearisedLaplace(model, "classification", num_samples=num_samples)
+        found = la.plan(x.repeat(times, 1), y.repeat(times))
+        assert la.w_lin is None and f"{num_samples} samples of" in str(found)
+        return found
+
+    few, more, long = plan(4), plan(64), plan(4, 100)
+    assert few.memory.expected < more.memory.expected <= more.memory.most
+    assert long.pass_seconds > 5 * few.pass_seconds and long.memory.expected > few.memory.expected
+    assert "A pass over the data takes about" in str(few) and "fits take 10 to 40" in str(few)
+    assert "samples of" not in caplog.text  # since it is printed
+    case = tiny("classification")
+    la = LinearisedLaplace(case.model, "classification")
+    plan = la.plan(Loader(batches(case)))
+    assert plan.pass_seconds is None and "does not state its length" in str(plan)
+    # a long fit names the remedies, which is no warning of its result
+    ways = 'use parameters="last_layer" or a `budget`'
+    assert ways not in str(few)
+    monkeypatch.setattr("torch_lla_em.problem.plan._LONG", 0.0)
+    la.fit(case.x, case.y, em_steps=0, prior_precision=1.0, progress_bar=False)
+    assert ways in caplog.text and not any(ways in words for words in la.messages)
+    assert ways in str(la.plan(case.x, case.y)) and la.w_lin is not None
+    for seconds, words in ((0.0321, "32 ms"), (1.04, "1 s"), (70.0, "1.2 min"), (2e5, "2.3 days")):
+        assert duration(seconds) == words
+
+
+def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeypatch, caplog):
+    x, y, model = torch.randn(64, 20), torch.arange(64) % 3, network(20, 1500, 30)
+    la = LinearisedLaplace(model, "classification", num_samples=8, solver=BlockCG())
+    plan, logged, draws = la.plan(x, y), [], Problem.noise_features
+
+    def noted(self, *args, **options):
+        logged.extend(caplog.messages)
+        return draws(self, *args, **options)
+
+    monkeypatch.setattr(Problem, "noise_features", noted)
+    with caplog.at_level("INFO", "torch_lla_em"), Allocator() as allocator:
+        la.fit([(x, y)], progress_bar=False, em_steps=3)
+    assert any("8 samples of 76," in message for message in logged)
+    assert "8 samples of 76," in repr(la.details())
+    assert 0.6 < allocator.peak / plan.memory.expected < 1.7
+    monkeypatch.setattr(FREE, lambda _: 4000.0)
+    plan = prepare(tiny("classification").problem(), 4, Compute())
+    assert plan.tight and "may not fit" in str(plan)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
+    """Batches and factors of J together; what is free after the plan changes nothing."""
+    problem, free = tiny("classification").problem(10, 20), 1e7
+    data, kept = problem.data, problem.sweep.factors
+    monkeypatch.setattr(FREE, lambda _: free)
+    plan = prepare(problem, 4, Compute(keep_data=keeps))
+    monkeypatch.setattr("torch_lla_em.data.loader.free_memory", lambda _: 0.0 if keeps else 1e12)
+    assert (plan.batches > 0, plan.factors > 0) == (keeps, keeps)
+    assert plan.vectors + plan.batches + plan.factors < free
+    for _ in range(3):
+        problem.ggn_product(torch.ones(5, problem.size).double())
+    assert (data.cache is not None, bool(kept.known)) == (keeps, keeps)
+    assert (data.room, kept.room) == (plan.batches, plan.factors)
+
+
+def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
+    kept, read, small = (Loader(batches(tiny("classification"))) for _ in range(3))
+    _, first = fitted(loader=kept)
+    _, second = fitted(loader=read, compute=Compute(keep_data=False))
+    # the first of two passes begins with the batches that were looked at
+    assert kept.passes == 2 and read.passes >= second.history[-1]["data_passes"] > 5
+    assert_close(first.w_samples, second.w_samples, rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr(FREE, lambda _: 100.0)
+    _, la = fitted(loader=small)
+    assert small.passes >= la.history[-1]["data_passes"] > 5
+
+
+class Two(Group):
+    """Two processes on one device."""
+
+    size = 2
+
+    def meet(self, value, merge):
+        return merge([value, value])
+
+
+def test_ranks_share_a_device_and_keep_neither_batches_nor_factors(monkeypatch):
+    monkeypatch.setattr(FREE, lambda _: 8e6)
+    problem, case = tiny("classification").problem(), tiny("classification")
+    data = Data(batches(case), torch.device("cpu"), group=Two())
+    alone = prepare(case.problem(), 4, Compute())
+    shared = prepare(Problem(problem.linear_model, problem.likelihood, data), 4, Compute())
+    assert (alone.free, shared.free) == (8e6, 4e6)
+    assert shared.batches == shared.factors == 0 < alone.batches
+
+
+def test_data_that_change_are_refused_at_the_second_batch():
+    case, read = tiny("classification"), []
+    la = LinearisedLaplace(case.model, "classification", num_samples=4)
+
+    class Augmented(TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            read.append(index)
+            return x + torch.rand_like(x), y
+
+    assert la.plan(DataLoader(TensorDataset(case.x, case.y), 10, shuffle=True)).of_memory
+    loader = DataLoader(Augmented(case.x, case.y), 10, shuffle=True)
+    for call in (la.plan, la.fit):
+        read.clear()
+        with pytest.raises(ValueError, match="random augmentation"):
+            call(loader)
+        assert len(read) == 20
+
+
+# what is shown meanwhile
+
+
+@pytest.mark.parametrize("curvature", ["network", "variational"])
+@pytest.mark.parametrize("length", [True, False])
+def test_the_bar_shows_the_stage_and_the_time_that_is_left(curvature, length, capsys, monkeypatch):
+    monkeypatch.setattr("torch_lla_em.session._SECONDS_BETWEEN_UPDATES", 0.0)
+    case, compute = tiny("classification"), Compute(keep_data=False, rows=5)
+    options = {"curvature": curvature, "compute": compute, "tolerance": 1e-4, "num_samples": 4}
+    la = LinearisedLaplace(case.model, "classification", **options)
+    loader = list(zip(case.x.split(5), case.y.split(5)))
+    whole = la.fit(loader, progress_bar=False).w_samples
+    la.fit(loader if length else Loader(loader))
+    drawn = [part.strip() for part in capsys.readouterr().err.split("\r") if part.strip()]
+    assert drawn[-1].startswith("fitted:")
+    # the random numbers are drawn in the first pass, batch by batch
+    shares = [
+        part.split("(")[1].split(")")[0] for part in drawn if "random numbers, pass 1 (" in part
+    ]
+    assert shares == [f"{n / 6:.0%}" for n in range(1, 7) if length]
+    learning = [part for part in drawn if "learning the prior and the posterior, pass" in part]
+    assert learning and all(" per pass" in part for part in learning)
+    assert any(", about 1 s left" in part for part in learning)
+    assert torch.equal(la.w_samples, whole)
+
+
+def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():
+    problem, shares = tiny("classification").problem(), []
+    problem.sweep.take(problem.sweep.limits._replace(batch_rows=10))
+    problem.sweep.watch(shares.append)
+    problem.ggn_product(torch.zeros(1, problem.size).double())
+    assert shares == [1 / 3, 2 / 3, 1.0]
+
+
+# options of Compute change memory and speed, but not the posterior
+
+
+@pytest.mark.parametrize(
+    "name", daily("classification", "regression per output", rest=["regression"])
+)
+@pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
+def test_pieces_change_nothing(name, means):
+    # s² of the g-prior is an average over groups of rows, whose size is one of the means
+    data, options = batches(tiny(name)), {"g_prior": "rows" not in means}
+    _, whole = fitted(name, data, **options)
+    _, parts = fitted(name, data, compute=Compute(**means), **options)
+    assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
+    assert_close(parts.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_of_columns_that_visit_the_device_change_nothing():
+    results = []
+    for group in (None, 3):
+        problem = tiny("classification").problem(5, 11)
+        if group:
+            problem._group = group
+        w = torch.randn(8, problem.size, generator=torch.Generator().manual_seed(0)).double()
+        loss, gradient = problem.loss_and_gradient(w[0])
+        curved = problem.with_curvature_at(w[1])
+        found = [*problem.noise_features(8, seed=0)[:2], problem.ggn_product(w), gradient]
+        found += [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()]
+        results.append([*found, torch.tensor(loss)])
+    assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
+def test_bfloat16_products_log_their_error(prior, caplog):
+    caplog.set_level(logging.INFO)
+    fits, x = [], images()[0][0]
+    for precision in ("float32", "bfloat16"):
+        # squared features without factors, as in bfloat16, have a Monte Carlo error of their own
+        means = {"compute": Compute(precision=precision), "prior": prior, "num_samples": 16}
+        la = LinearisedLaplace(small_cnn(), "classification", g_prior=False, **means)
+        fits.append(la.fit(images(), progress_bar=False))
+    error = fits[1]._linear_model.precision_error
+    assert 1e-4 < error < 0.05 and "In bfloat16, the relative error of J w" in caplog.text
+    assert fits[0]._linear_model.precision_error == 0
+    exact, found = (la.functional_samples(x).var(0).mean().item() for la in fits)
+    assert found == pytest.approx(exact, rel=0.1) and fits[1].w_samples.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", daily(torch.bfloat16, rest=[torch.float16]))
+@pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
+def test_models_in_half_precision(dtype, prior):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(60, 5, generator=generator), torch.randint(0, 3, (60,), generator=generator)
+    variances = []
+    for kind in (torch.float32, dtype):
+        la = LinearisedLaplace(
+            network(5, 16).to(kind), "classification", prior=prior, num_samples=16
+        )
+        la.fit(list(zip(x.to(kind).split(30), y.split(30))), progress_bar=False)
+        assert la.w_samples.dtype == torch.float32
+        variances.append(la.functional_samples(x.to(kind)).float().var(0))
+    exact, found = variances
+    assert found.mean().item() == pytest.approx(exact.mean().item(), rel=0.1)
+    assert (found - exact).norm() < 0.1 * exact.norm()
+
+
+OLD = "backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32"
+NEW = [f"backends.{name}.fp32_precision" for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")]
+FLAGS = [*OLD, *NEW, "get_float32_matmul_precision()", "backends.fp32_precision"]
+FLAGS += ["backends.mkldnn.matmul.fp32_precision"]
+SETTINGS = {
+    "nothing": "",
+    "all": "backends.fp32_precision = 'tf32'",
+    "older": "torch.set_float32_matmul_precision('medium')",
+    "older, cudnn": "backends.cudnn.allow_tf32 = False",
+    "all, ieee": "backends.fp32_precision = 'ieee'",
+    "matmul": "backends.cuda.matmul.fp32_precision = 'tf32'",
+    "convolutions": "backends.cudnn.conv.fp32_precision = 'ieee'",
+}
+
+
+def flags():
+    """Return whether TF32 is allowed, by all names that torch has for it."""
+    found = {}
+    for name in FLAGS:
+        try:
+            found[name] = eval(name, vars(torch))
+        except (RuntimeError, AttributeError) as error:
+            found[name] = type(error)
+    return found
+
+
+def flags_come_back(setting, inherits):
+    backends = torch.backends
+    warnings.simplefilter("error")
+    exec(setting)
+    before, is_new = flags(), hasattr(torch.backends, "fp32_precision")
+    for allowed in (True, False):
+        with tf32(torch.device("cuda"), allowed):
+            inside = flags()
+            assert is_new or all(inside[name] == allowed for name in OLD), inside
+            for name in NEW:
+                assert inside[name] in ("tf32" if allowed else "ieee", AttributeError), inside
+        assert flags() == before, (flags(), before)
+    for precision in ("tf32", "ieee") if is_new and inherits else ():
+        backends.fp32_precision = precision
+        assert backends.cuda.matmul.fp32_precision == precision
+
+
+@pytest.mark.parametrize("name", daily("nothing", rest=[*SETTINGS][1:]))
+def test_all_tf32_flags_are_restored(name):
+    """In a fresh process, since some of them cannot be unset."""
+    if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("of a newer torch")
+    inherits = name in ("nothing", "older, cudnn", "all", "all, ieee")
+    run_fresh(flags_come_back, SETTINGS[name], inherits)
+
+
+@pytest.mark.parametrize(
+    "vectors, free, place",
+    [("device", 0.0, "meta"), ("cpu", 1e9, "cpu"), ("auto", 1e9, "meta"), ("auto", 1e3, "cpu")],
+)
+def test_a_loaded_posterior_is_where_compute_puts_vectors(vectors, free, place, monkeypatch):
+    """A device without storage takes the place of a GPU."""
+    case, fit = known()
+    state = fit.state_dict()
+    la = LinearisedLaplace(case.model, case.name, compute=Compute(vectors=vectors))
+    monkeypatch.setattr("torch_lla_em.prediction.stored.free_memory", lambda _: free)
+    monkeypatch.setattr(Network, "device", torch.device("meta"))
+    la.load_state_dict(state)
+    assert {la.w_lin.device.type, la.w_samples.device.type, la.scale.device.type} == {place}
+
+
+# budgets
+
+KINDS = {
+    "variational": ("classification", {}),
+    "fixed": ("classification", {"curvature": "network"}),
+    "noise": ("regression", {}),
+    "solves": ("classification", {"solver": BlockCG()}),
+    "linear": ("classification", {"curvature": "linear"}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypatch, tmp_path):
+    likelihood, options = KINDS[name]
+    case, whole = fitted(likelihood, **options)
+    ends = iter([True, True])  # of the probes, after which a step is taken, and of that step
+    with monkeypatch.context() as patched:
+        patched.setattr(Budget, "ends", lambda _: next(ends))
+        _, la = fitted(likelihood, budget=9.0, checkpoint=tmp_path, **options)
+    assert len(la.history) == 1 < len(whole.history)
+    shown, spent = " ".join(str(la).split()), "The budget is spent after 1 step"
+    assert spent in la.messages[-1] and spent in shown
+    if not la.accuracy.is_reached:
+        assert "call fit with a larger budget" in shown and "max_passes" not in shown
+    variance = la.predict(case.x).variance
+    assert variance.isfinite().all() and (variance > 0).all()
+    _, la = fitted(likelihood, budget=1e6, checkpoint=tmp_path, **options)
+    assert torch.equal(la.w_samples, whole.w_samples) and torch.equal(la.w_lin, whole.w_lin)
+    assert len(la.history) == len(whole.history)
+
+
+def test_a_fit_ends_in_time():
+    torch.manual_seed(0)
+    x = torch.randn(1000, 20)
+    y = (x[:, 0] + torch.randn(1000)).gt(0).long()
+    la, began = LinearisedLaplace(network(20, 200, 200), "classification"), time.monotonic()
+    la.fit(x, y, progress_bar=False, budget=0.4)
+    steps = [0.0, *(record["seconds"] for record in la.history)]
+    longest = max(b - a for a, b in zip(steps, steps[1:]))
+    assert time.monotonic() - began < 0.4 + longest + 0.5
+    assert any("budget" in words for words in la.messages)
+    assert "(ended by: budget)" in str(la)
+
+
+def test_all_ranks_end_where_the_slowest_one_does(monkeypatch):
+    class Slower(Group):
+        def meet(self, value, merge):
+            return merge([value, value - 5])
+
+    now = iter([0.0, 0.0, 2.0, 2.0, 3.0, 3.0])
+    monkeypatch.setattr("torch_lla_em.runtime.budget.time.monotonic", lambda: next(now))
+    alone, slower = Budget(8.0), Budget(8.0, Slower())
+    assert not alone.ends() and slower.ends()
+
+
+def test_the_time_left_follows_the_error(monkeypatch):
+    now, trend = iter([0.0, 10.0, 20.0]), ErrorTrend(0.01)
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    for error, converged in ((4.0, False), (2.0, False), (0.001, True)):
+        trend.note(State(torch.tensor(2.0), errors=(error, error / 2), converged=converged))
+        if error == 2.0:  # log₂(2 / .01) steps
+            words = str(trend)
+            assert "At least 76 s more are needed" in words and len(words.split()) <= 40
+            assert "precision has not converged" in words
+    assert trend.is_exact and trend.seconds_left() == 0
+    assert "converged" not in str(trend) and "more" not in str(trend)
+
+
+REFUSED = [
+    ("precision", lambda: Compute(precision="half")),
+    ("vectors", lambda: Compute(vectors="disk")),
+    ("columns", lambda: Compute(columns=0)),
+    ("rows", lambda: Compute(rows=1.5)),
+    ("budget must be None, or a number of seconds above 0", lambda: fitted(budget=0)),
+]
+
+
+@pytest.mark.parametrize("words, call", REFUSED)
+def test_unknown_options_raise(words, call):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()

@@ -345,7 +345,7 @@ def warn_of_noise(sums: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtyp
         )
         report(
             "warn",
-            "The residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
+            "Residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
             f"above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the targets. Check that they vary.{remedy}",
         )
 

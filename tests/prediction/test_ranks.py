@@ -6,7 +6,7 @@ from tiny import draw
 from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Bernoulli, Classification
-from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without
+from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
 from torch_lla_em.prediction.ranks import (
     Masses,
     mass_above,
@@ -155,7 +155,14 @@ def test_training_examples_are_compared_without_themselves_in_the_posterior():
         sizes = torch.einsum("ncp,pq,ncq->n", centred, without, centred).sqrt()
         relative = every / (sizes * sizes[i]).sqrt()
         expected.append(torch.stack([others(each, i).min() for each in (relative, every)]))
-    found = examples(Classification(), Jw).distances_without(leverages)
+    found = examples(Classification(), Jw).distances_without(without_itself(leverages))
     assert_close(found, torch.stack(expected))
-    assert_close(variances_without(Classification(), Jw, leverages), torch.stack(variances))
-    assert examples(Classification(), Jw[:1]).distances_without(leverages[:1]).isinf().all()
+    assert_close(
+        variances_without(Classification(), Jw, without_itself(leverages)), torch.stack(variances)
+    )
+    assert (
+        examples(Classification(), Jw[:1])
+        .distances_without(without_itself(leverages[:1]))
+        .isinf()
+        .all()
+    )

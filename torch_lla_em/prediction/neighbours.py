@@ -62,7 +62,7 @@ class TrainingExamples(NamedTuple):
         each = list(map(nearest, parts))
         return torch.cat(each) if len(each) > 1 else each[0]
 
-    def distances_without(self, leverages: Tensor) -> Tensor:
+    def distances_without(self, factors: Tensor) -> Tensor:
         """Return the distances of each of these examples to the nearest other one, (n, 2).
 
         They are those of the posterior without the example itself, so that they are comparable to the
@@ -76,16 +76,22 @@ class TrainingExamples(NamedTuple):
         candidates = [
             (apart / scale).topk(count, largest=False).indices for scale in (sizes.sqrt(), 1)
         ]
+        near, every = torch.stack(candidates, 1), torch.arange(len(known), device=known.device)
         found = []
-        for own, near, factor in zip(known, zip(*candidates), _without_itself(leverages)):
-            moved = [
-                (factor @ part.view(len(part), K, -1)).flatten(1)
-                for part in (own[None], *(known[n] for n in near))
-            ]
-            relative, distance = ((moved[0] - others).norm(dim=1) for others in moved[1:])
-            relative = relative / (moved[0].norm() * moved[1].norm(dim=1)).sqrt()
-            found.append(torch.stack([relative.min(), distance.min() / K**0.5]))
-        return torch.stack(found)
+        for rows in every.split(64):  # so that candidates take little memory
+            factor, C = factors[rows], known.shape[1] // K
+            # (n, K, candidates, C)
+            own, *others = (
+                (factor @ known[n].view(len(rows), -1, K, C).movedim(1, 2).flatten(2)).view(
+                    len(rows), K, -1, C
+                )
+                for n in (rows, near[rows, 0], near[rows, 1])
+            )
+            relative, distance = ((own - other).square().sum((1, 3)).sqrt() for other in others)
+            own, other = (moved.square().sum((1, 3)).sqrt() for moved in (own, others[0]))
+            relative = relative / (own * other).sqrt()
+            found.append(torch.stack([relative.amin(1), distance.amin(1) / K**0.5], 1))
+        return torch.cat(found)
 
     def unit(self) -> Tensor:
         """Return the largest standard deviation of these examples, relative to which distances round."""
@@ -116,13 +122,13 @@ def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     return found.flatten(1).mean(1) if found.dim() > 1 else found
 
 
-def variances_without(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:
+def variances_without(likelihood: Likelihood, deviations: Tensor, factors: Tensor) -> Tensor:
     """Return this variance for training examples, each in the posterior without itself, (n,)."""
-    moved = _without_itself(leverages) @ deviations.flatten(2).double()
+    moved = factors @ deviations.flatten(2).double()
     return output_variance(likelihood, moved.view_as(deviations).movedim(1, 0))
 
 
-def _without_itself(leverages: Tensor) -> Tensor:
+def without_itself(leverages: Tensor) -> Tensor:
     """Return the factors that turn J w_k of an example into draws without it, (n, K, K).
 
     With the leverage L_i of an example, (K, K), the covariance of the samples' coefficients is I / K with, and

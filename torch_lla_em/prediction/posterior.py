@@ -15,7 +15,7 @@ from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
-from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without
+from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
 from torch_lla_em.prediction.pushforward import Products, Pushforward, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import rounding
 from torch_lla_em.prediction.reference import Reference
@@ -141,11 +141,10 @@ class Posterior:
         found = cls(setting, likelihood, result, room=setting.room(), **facts)
         if examples is None:
             return found
-        largest = variances_without(likelihood, examples, learnt.leverages).max()
+        factors = without_itself(learnt.leverages)
+        largest = variances_without(likelihood, examples, factors).max()
         found = replace(found, largest_variance=largest.to(examples))
-        return replace(
-            found, training_distances=found.training().distances_without(learnt.leverages)
-        )
+        return replace(found, training_distances=found.training().distances_without(factors))
 
     @property
     def components(self) -> Components:

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch_lla_em.checkpoint import FORMAT
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
 from torch_lla_em.distil import distil as train_student
-from torch_lla_em.inference import FitOptions, Solver, is_cold, learn, learn_cold
+from torch_lla_em.inference import (
+    Estimate,
+    FitOptions,
+    Solver,
+    is_cold,
+    learn,
+    learn_cold,
+    log_evidence,
+)
 from torch_lla_em.jacobian import (
     ForwardFn,
     LinearModel,
@@ -292,6 +300,46 @@ class LinearisedLaplace(PosteriorBase):
             plan = run.timed(run.plan(self._options(), self.compute))
         problem.data.confirm_first()
         return plan
+
+    def log_marginal_likelihood(
+        self, loader: Any = None, targets: Tensor | None = None, *, weights: Any = None
+    ) -> Estimate:
+        """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
+
+        It compares priors, noise levels and likelihoods on the features of one network. It does not
+        compare networks, whose features were learnt from the same targets: use ``compare`` for these.
+
+        Args:
+            loader (DataLoader, Dataset, list of batches, or inputs, optional): The training data, for a fit by a
+                solver or with ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
+            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            weights (Tensor, str or callable, optional): The ``weights`` of the fit.
+
+        Returns:
+            An ``Estimate`` of ``value`` and ``standard_error``.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+            ValueError: If the training data are needed.
+
+        Example:
+            >>> evidence = la.log_marginal_likelihood().value
+        """
+        found = self._fitted().result
+        if loader is None:
+            if found.log_evidence.value.isnan():
+                raise ValueError(
+                    "A fit by a solver computes no evidence, which takes up to 120 passes over the data. Pass the "
+                    "training data: la.log_marginal_likelihood(train_loader)."
+                )
+            return found.log_evidence
+        data = paired(loader, targets)
+        if weights is not None:
+            data, weights = with_weights(data, weights)
+        problem = self._problem(data, Group(), weights)
+        with Session(problem, {}).running() as run:
+            run.plan(self._options(), self.compute)
+            return log_evidence(problem, found, self._options())
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

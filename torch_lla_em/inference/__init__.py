@@ -8,6 +8,7 @@ from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.inference.whole import log_evidence
 
 __all__ = [
     "Estimate",
@@ -21,6 +22,7 @@ __all__ = [
     "is_cold",
     "learn",
     "learn_cold",
+    "log_evidence",
     "memory_of",
     "optimise_MAP",
     "optimise_samples",

@@ -250,7 +250,7 @@ def by_solver(
     _warn_of_bounds(state.precision, state.why == "all steps" and options.em_steps > 0, options)
     if found is not None and found.sigma is not None:
         warn_of_noise(model.noise_sums(found), problem.dtype)
-    found = model.final(state, options.tolerance)
+    found = e_step(model.to(options.tolerance), state)
     why = (
         "accurate"
         if is_accurate(max(found.errors), options.tolerance)

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch_lla_em.inference.em import Equations, State, e_step, m_step
 from torch_lla_em.inference.linear_mode import LinearMode, first_mode
 from torch_lla_em.inference.mackay import count_and_rounding
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver
 from torch_lla_em.inference.quadrature import log_dets, log_evidences
-from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.inference.result import Estimate, FitResult
+from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
 from torch_lla_em.solvers import BlockCG, FunctionSpace, Newton, dot, dots, norm
 
@@ -75,7 +77,7 @@ class Whole:
     def found(
         self, q: State, samples: PosteriorSamples, mode: LinearMode, problem: Problem
     ) -> State:
-        """Return the state with the posterior; its evidence is not known yet."""
+        """Return the state with the posterior; its evidence is not known."""
         return q._replace(
             samples=samples.w,
             gamma=samples.effective_dims,
@@ -114,12 +116,18 @@ class Whole:
         total = q.curved.data.group.sum(total).to(q.sigma.device)
         return torch.stack([total[1], total[0], total[2:].mean(0) / q.sigma**2])
 
-    def final(self, q: State, tolerance: float) -> State:
-        """Return the state with the posterior to the tolerance, and its log evidence."""
-        found = e_step(self.to(tolerance), q)
-        problem, noise, *_ = self.at(q)
-        dets = log_dets(problem, noise, q.precision)
-        return found._replace(bounds=log_evidences(found.loss, q.precision, found.norm, dets))
+
+def log_evidence(problem: Problem, fit: FitResult, options: FitOptions) -> Estimate:
+    """Return log p(y | λ, σ) of a fit by a solver, by up to 120 passes over the data of the fit."""
+    problem.noise_features(1, options.seed, with_squares=False)  # the moments of the targets
+    problem.take(fit.sigma_noise, problem.moments, problem.network_noise)
+    if options.curvature == "linear":
+        problem = problem.with_curvature_at(fit.w_lin)
+    noise = with_noise(problem, fit.w_samples, fit.scale, options.seed, options.layerwise)
+    noise, precision = noise.drawn_again(problem), fit.prior_precision
+    loss, _ = problem.loss_and_gradient(fit.w_lin)
+    dets = log_dets(problem, noise, precision)
+    return Estimate.of(log_evidences(loss, precision, noise.prior.squared_norm(fit.w_lin), dets))
 
 
 def first(whole: Whole, precision: Tensor) -> State:

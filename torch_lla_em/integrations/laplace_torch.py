@@ -204,11 +204,11 @@ class Laplace:
                 "For its value elsewhere, set la.prior_precision or la.sigma_noise, and call it without arguments."
             )
         own = self.posterior
-        estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if len(self.prior_precision) > 1:
             raise ValueError(
-                "For one precision per tensor: la.posterior.log_marginal_likelihood()."
+                "For one precision per tensor: la.posterior.log_marginal_likelihood(train_loader)."
             )
+        estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if self._evidence is None:
             last, precision = own.history[-1], own.prior_precision.double().cpu()
             log_det = -2 * (estimate + last["loss"]) - precision * last["squared_norm"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import TargetFn
-from torch_lla_em.inference import Estimate
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import stored
@@ -123,24 +122,6 @@ class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
             )
         self._posterior.setting.require(surely)
         return self._posterior
-
-    def log_marginal_likelihood(self) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
-
-        It compares priors, noise levels and likelihoods on the features of one network. It does not
-        compare networks, whose features were learnt from the same targets: use ``compare`` for
-        these.
-
-        Returns:
-            An ``Estimate`` of ``value`` and ``standard_error``.
-
-        Raises:
-            NotFittedError: Before ``fit``, or if the model has changed since.
-
-        Example:
-            >>> evidence = la.log_marginal_likelihood().value
-        """
-        return self._fitted().result.log_evidence
 
     def function_sample(self, k: int) -> Callable[[Any], Tensor]:
         """Return the k-th function of the posterior, the same function at every call.

@@ -286,7 +286,8 @@ def _numbers(la: Any) -> Iterator[tuple[str, str]]:
     gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
     yield "prior precision λ", _several(la.prior_precision)
     yield "effective dimension γ", f"{gamma:.4g} ± {error:.2g}"
-    yield "log evidence", f"{evidence:.6g} ± {spread:.2g}"
+    if evidence == evidence:  # otherwise a solver has not computed it
+        yield "log evidence", f"{evidence:.6g} ± {spread:.2g}"
     if la.history:
         last = la.history[-1]
         passes, seconds = last["data_passes"], last["seconds"]

@@ -18,20 +18,11 @@ def draw(seed=0, n=300, dim=3, num_components=3, dtype=torch.float64):
     return (x * torch.logspace(-1, 1, dim) + 7).to(dtype)
 
 
-class Batches(list):
-    """A list of batches that counts how often it is read."""
-
-    passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return super().__iter__()
-
-
 def steps_from(start, mixture, data, **options):
     """Take all EM steps of a Gaussian mixture from given parameters, and return their states."""
 
-    def entered(family, *_):
+    def entered(em, _):
+        family = em.family
         weights, means, *others, matrices = start
         blocks = matrices.reshape(family.blocks) / family.units()
         return type(start)(weights, (means - family.centre) / family.unit, *others, blocks)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from clusters import Batches
 from torch import nn
 from torch.distributions import MultivariateNormal
 
@@ -44,7 +43,7 @@ def data(n=240):
 
 
 def loader(*tensors):
-    return Batches(zip(*(tensor.split(32) for tensor in tensors), strict=True))
+    return list(zip(*(tensor.split(32) for tensor in tensors), strict=True))
 
 
 def features(network, x):

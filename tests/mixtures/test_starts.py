@@ -5,7 +5,7 @@ import torch
 from clusters import steps_from
 from daily import daily
 
-from torch_lla_em.mixtures import GaussianMixture, Gaussians, VariationalGaussianMixture
+from torch_lla_em.mixtures import GaussianMixture, Gaussians, VariationalGaussianMixture, starts
 from torch_lla_em.mixtures.starts import plus_plus
 
 
@@ -44,18 +44,19 @@ def test_superfluous_components_have_no_weight(covariance, seed):
     assert abs(difference) < 0.02
 
 
-def test_the_sample_counts_as_all_examples():
+def test_the_sample_counts_as_all_examples(monkeypatch):
     """Two overlapping clusters that 4,000 examples tell apart, and 150 do not."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, 1, generator=generator, dtype=torch.float64)
     x[::2] = 1 + 0.5 * x[::2]
 
-    def used(data, **options):
-        mixture = VariationalGaussianMixture(2, max_steps=1000, **options).fit(data)
+    def used(data):
+        mixture = VariationalGaussianMixture(2, max_steps=1000).fit(data)
         return int((mixture.parameters.expected().weights > 0.01).sum())
 
     assert used(x) == 2 and used(x[:150]) == 1
-    assert used(x, sample_size=150) == 2
+    monkeypatch.setattr(starts, "_SAMPLE", 150)
+    assert used(x) == 2
 
 
 def test_components_of_a_class_are_emptied_within_it():
@@ -68,10 +69,11 @@ def test_components_of_a_class_are_emptied_within_it():
     assert (single.parameters.expected().weights > 0.4).all()
 
 
-def test_a_class_that_the_sample_lacks_is_fitted():
+def test_a_class_that_the_sample_lacks_is_fitted(monkeypatch):
     x, _ = clusters(0)
     labels = (torch.arange(len(x)) < 4).long()
-    mixture = GaussianMixture(2, sample_size=5, prior=True, max_steps=500)
+    monkeypatch.setattr(starts, "_SAMPLE", 5)
+    mixture = GaussianMixture(2, prior=True, max_steps=500)
     mixture.fit([(x, labels)], by_label=True)
     assert torch.isfinite(mixture.class_log_prob(x)).all()
 

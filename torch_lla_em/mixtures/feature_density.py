@@ -4,7 +4,7 @@ As in deep deterministic uncertainty (Mukhoti et al., 2023): one Gaussian for ea
 mixture without labels, is fitted to the outputs of one layer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -83,9 +83,6 @@ class FeatureDensity:
     def fit(self, data: Any, labels: Any = None) -> "FeatureDensity":
         """Fit the density to the features of training data.
 
-        Every EM step takes one pass over the data. If there are at most ``sample_size`` examples
-        (an argument of the mixture), the network runs over them only once.
-
         Args:
             data (DataLoader, Dataset, list of batches or Tensor): Training data. Batches are inputs,
                 tuples (inputs, labels) or dicts with "labels".
@@ -97,8 +94,7 @@ class FeatureDensity:
 
         Raises:
             TypeError: If the data lack labels, or the layer returns no floats.
-            ValueError: If the data are an iterator, features are not finite, or there are fewer
-                examples than components.
+            ValueError: If features are not finite, or there are fewer examples than components.
         """
         if isinstance(data, (Tensor, np.ndarray)):  # the network runs on a few examples at a time
             given = [data] if labels is None else [data, labels]
@@ -108,7 +104,11 @@ class FeatureDensity:
             data = [data]
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, None if self.by_label else default_targets)
-        self.mixture.fit(_FeatureBatches(self, batches), by_label=self.by_label)
+        parts = []
+        for batch in batches:
+            targets = [default_targets(batch)] if self.by_label else []
+            parts.append((self.features(inputs_of(batch)), *targets))
+        self.mixture.fit(parts, by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self
 
@@ -166,18 +166,6 @@ class FeatureDensity:
         if features.ndim == 2 or self.pool == "flatten":
             return features.flatten(1)
         return features.movedim(self.feature_axis, 1).flatten(2).mean(2)
-
-
-class _FeatureBatches:
-    """The batches (features, labels) of a loader, computed again in every pass."""
-
-    def __init__(self, density: FeatureDensity, batches: Iterable[Any]):
-        self.density, self.batches = density, batches
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        for batch in self.batches:
-            labels = [default_targets(batch)] if self.density.by_label else []
-            yield (self.density.features(inputs_of(batch)), *labels)
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:

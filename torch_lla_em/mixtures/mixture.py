@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, Examples, MixtureState, survey
+from torch_lla_em.mixtures.em import EM, MixtureState, examples_of, pieces
 from torch_lla_em.mixtures.gaussian import Family, Kind
 from torch_lla_em.mixtures.starts import start_of
 from torch_lla_em.runtime import check_choice
@@ -32,9 +33,7 @@ class Mixture:
             EM has not converged.
         tolerance (float): EM stops when the lower bound per example changes by no more than this.
             Default 1e-4; decrease it for more exact parameters.
-        sample_size (int): Number of random examples from which starts are computed. Default 10,000.
-            If the data have no more, they are read only once.
-        seed (int or torch.Generator): Randomness of starts and sample. Default 0.
+        seed (int): Randomness of the starts, which are computed from 10,000 examples or fewer. Default 0.
 
     Raises:
         ValueError: If an option is out of range.
@@ -60,14 +59,12 @@ class Mixture:
         covariance: Literal["full", "diagonal"] = "full",
         max_steps: int = 200,
         tolerance: float = 1e-4,
-        sample_size: int = 10_000,
-        seed: int | torch.Generator = 0,
+        seed: int = 0,
     ):
         check_choice("covariance", covariance, ("full", "diagonal"))
         self.num_components, self.covariance = num_components, covariance
-        self.max_steps, self.tolerance = max_steps, tolerance
-        self.sample_size, self.seed = sample_size, seed
-        for name in ("num_components", "max_steps", "sample_size"):
+        self.max_steps, self.tolerance, self.seed = max_steps, tolerance, seed
+        for name in ("num_components", "max_steps"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
         if not tolerance >= 0:
@@ -80,11 +77,9 @@ class Mixture:
     ) -> "Mixture":
         """Fit the mixture to data.
 
-        Each EM step takes a pass over the data, after a first one. If there are at most
-        ``sample_size`` examples, they are read only once.
-
         Args:
-            data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches that can be read several times.
+            data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches, which are read once and
+                joined.
             by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
                 components of its own. Default False. Examples with the label −100 are ignored.
 
@@ -92,7 +87,6 @@ class Mixture:
             The mixture itself, with ``parameters``, ``history`` and ``converged``.
 
         Raises:
-            TypeError: If the data are an iterator.
             ValueError: If the data are not tensors, are empty, not finite, or fewer than components,
                 or if they lack labels.
         """
@@ -110,28 +104,22 @@ class Mixture:
         self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
     ) -> Iterator[MixtureState]:
         """Fit like ``fit``, with its ``data`` and ``by_label``, and yield the ``MixtureState`` after each EM step."""
-        generator = self.seed
-        if not isinstance(generator, torch.Generator):
-            generator = torch.Generator("cpu").manual_seed(generator)
-        examples = Examples(data, by_label)
-        seen = survey(examples, self.sample_size, generator)
-        if len(seen.x) == seen.num_examples:
-            examples = Examples([(seen.x, seen.labels)], True)
-        smallest = min(seen.counts.values())
-        if smallest < self.num_components:
+        x, labels = examples_of(data, by_label)
+        names, counts = labels.unique(return_counts=True)
+        if counts.min() < self.num_components:
             raise ValueError(
-                f"{'The smallest class has' if by_label else 'The data have'} {smallest} examples "
+                f"{'The smallest class has' if by_label else 'The data have'} {counts.min()} examples "
                 f"for {self.num_components} components. Give at most one component per example."
             )
-        labels = torch.tensor(sorted(seen.counts), device=seen.mean.device)
-        classes, dim = labels.repeat_interleave(self.num_components), len(seen.mean)
+        classes, dim = names.repeat_interleave(self.num_components), x.shape[1]
         shape = (len(classes), dim, dim) if self.covariance == "full" else (len(classes), dim)
+        variance, mean = torch.var_mean(x.double(), 0, correction=0)
         # with the prior, no component of a start collapses onto a few examples
         kinds: tuple[Kind, Kind] = self._kind, "map" if self._kind == "likelihood" else self._kind
-        moments = seen.mean, seen.variance
-        family, regular = (Family(kind, shape, moments, self.min_variance) for kind in kinds)
-        em = EM(family, examples, classes, self.tolerance * seen.num_examples)
-        first = start_of(regular, seen, classes, generator)
+        family, regular = (Family(k, shape, (mean, variance), self.min_variance) for k in kinds)
+        em = EM(family, x, labels, classes, self.tolerance)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        first = start_of(replace(em, family=regular), generator)
 
         self.history, self.converged, self.classes = [], False, classes if by_label else None
         for state in em.states(first, self.max_steps):
@@ -159,7 +147,7 @@ class Mixture:
             raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
         parts = [
             family.log_joint(natural, family.columns(part.to(natural[0].device)))
-            for part, _ in Examples(x).pieces(family.width)
+            for (part,) in pieces(family.width, x.detach())
         ]
         return torch.cat(parts, 1).T.to(x.device)
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from torch_lla_em.mixtures.em import EM, Examples, MixtureState, Survey
-from torch_lla_em.mixtures.gaussian import Family, Tensors
+from torch_lla_em.mixtures.em import EM, MixtureState, pieces
 
 _STARTS = 10
 """Number of clusterings. With 5, mixtures of ten components end below scikit-learn's best of five."""
 
-_ROWS = 2000
-"""Smallest number of rows of the sample on which the starts are compared."""
+_SAMPLE, _ROWS = 10_000, 2000
+"""Most examples of which starts are made, and of those on which they are compared, if these are no classes."""
 
 _TRIED = 3
 """How many components to empty in turn, from that whose loss costs least, if the bound does not rise."""
@@ -29,28 +28,24 @@ _STEPS, _TOLERANCE = 100, 1e-4
 bound per example at which they end."""
 
 
-def start_of(family: Family, seen: Survey, classes: Tensor, generator: torch.Generator) -> Any:
-    """Return parameters to begin with: of several starts, that with the highest bound of the sample."""
-    few, num_starts = seen, _STARTS if classes.unique().numel() < len(classes) else 1
-    if (classes == classes[0]).all():
-        order = torch.randperm(len(seen.x), generator=generator, device=generator.device)
-        rows = order[: max(_ROWS, 50 * len(classes))].sort().values.to(seen.x.device)
-        few = seen._replace(x=seen.x[rows], labels=seen.labels[rows])
-    columns = family.columns(few.x).T.contiguous()
-    em = EM(family, Examples([(few.x, few.labels)], True), classes, _TOLERANCE * len(few.x))
-    best = MixtureState(None, ())
-    for _ in range(num_starts):
-        member = _clusters(columns, few.labels, classes, generator)
-        state = em.last(family.maximise(_sums(family, columns, member, len(classes))), _STEPS)
-        # of starts that reach the same optimum, rounding does not choose
-        if state.lower_bound > best.lower_bound + em.tolerance:
-            best = state
-    if family.kind != "variational":
-        return best.parameters
+def start_of(em: EM, generator: torch.Generator) -> Any:
+    """Return parameters to begin with: of several starts, that with the highest bound of a sample."""
+    order = torch.randperm(len(em.x), generator=generator, device=generator.device)
+    order = order.to(em.x.device)[:_SAMPLE]
     # the number of examples decides how many components they are worth
-    tolerance, each = _TOLERANCE * seen.num_examples, seen.num_examples / len(seen.x)
-    every = Examples([(seen.x, seen.labels)], True)
-    return _emptied(replace(em, examples=every, tolerance=tolerance, weight=each), best.parameters)
+    weight, rows = len(em.x) / len(order), order.sort().values
+    every = replace(em, x=em.x[rows], labels=em.labels[rows], tolerance=_TOLERANCE, weight=weight)
+    several, few = em.classes.unique().numel() < len(em.classes), every
+    if (em.classes == em.classes[0]).all():
+        rows = order[: max(_ROWS, 50 * len(em.classes))].sort().values
+        few = replace(every, x=em.x[rows], labels=em.labels[rows])
+    few, best = replace(few, weight=1.0), MixtureState(None, ())
+    for _ in range(_STARTS if several else 1):
+        state = few.last(_parameters(few, generator), _STEPS)
+        # of starts that reach the same optimum, rounding does not choose
+        if state.lower_bound > best.lower_bound + _TOLERANCE * len(few.x):
+            best = state
+    return _emptied(every, best.parameters) if em.family.kind == "variational" else best.parameters
 
 
 def _emptied(em: EM, parameters: Any) -> Any:
@@ -79,24 +74,19 @@ def _without(em: EM, state: MixtureState) -> Iterator[MixtureState]:
             yield em.step(state._replace(natural=(less, *others)))
 
 
-def _clusters(x: Tensor, labels: Tensor, classes: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the component of each row of x, by k-means among the examples of each label."""
-    member = torch.zeros_like(labels)
-    for label in classes.unique():
-        own, rows = (classes == label).nonzero()[:, 0], labels == label
-        if not rows.any():  # a class that the sample lacks
-            continue
-        member[rows] = own[kmeans(x[rows], len(own), generator)]
-    return member
-
-
-def _sums(family: Family, x: Tensor, member: Tensor, num_components: int) -> Tensors:
-    """Return the sums of φ over each cluster."""
-    sums = None
-    for piece, clusters in Examples([(x, member)], True).pieces(family.width):
-        part = family.sums(one_hot(clusters, num_components).T.to(piece), piece.T)
-        sums = part if sums is None else tuple(a + b for a, b in zip(sums, part))
-    return sums
+def _parameters(em: EM, generator: torch.Generator) -> Any:
+    """Return the parameters of clusters, by k-means among the examples of each label."""
+    x, count = em.family.columns(em.x).T.contiguous(), len(em.classes)
+    member = torch.zeros_like(em.labels)
+    for label in em.classes.unique():
+        own, rows = (em.classes == label).nonzero()[:, 0], em.labels == label
+        if rows.any():  # a sample may lack a class
+            member[rows] = own[kmeans(x[rows], len(own), generator)]
+    each = [
+        em.family.sums(one_hot(clusters, count).T.to(piece), piece.T)
+        for piece, clusters in pieces(em.family.width, x, member)
+    ]
+    return em.family.maximise(tuple(map(sum, zip(*each))))
 
 
 def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: int = 20) -> Tensor:

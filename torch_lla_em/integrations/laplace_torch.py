@@ -142,7 +142,8 @@ class Laplace:
     @property
     def mean(self) -> Tensor:
         """The trained weights of the parameters in the posterior, (P,)."""
-        return self.posterior.w_MAP
+        w_MAP: Tensor = self.posterior.w_MAP
+        return w_MAP
 
     @property
     def n_data(self) -> int:
@@ -311,7 +312,7 @@ class Laplace:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
         for name in _KEPT:
             setattr(self, name, own[name])
-        self.temperature = self.temperature.item()
+        self.temperature = own["temperature"].item()
         posterior = self._unfitted(len(self.prior_precision) > 1)
         posterior.load_state_dict(
             {k: v for k, v in state_dict.items() if not k.startswith(_PREFIX)}

@@ -104,7 +104,7 @@ class FeatureDensity:
             data = [data]
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, None if self.by_label else default_targets)
-        parts = []
+        parts: list[Any] = []
         for batch in batches:
             targets = [default_targets(batch)] if self.by_label else []
             parts.append((self.features(inputs_of(batch)), *targets))

@@ -86,7 +86,7 @@ def _parameters(em: EM, generator: torch.Generator) -> Any:
         em.family.sums(one_hot(clusters, count).T.to(piece), piece.T)
         for piece, clusters in pieces(em.family.width, x, member)
     ]
-    return em.family.maximise(tuple(map(sum, zip(*each))))
+    return em.family.maximise(tuple(torch.stack(parts).sum(0) for parts in zip(*each)))
 
 
 def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: int = 20) -> Tensor:

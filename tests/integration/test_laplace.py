@@ -1,38 +1,30 @@
-"""The public interface: fit on any loader, predict, save and load, and leave the network unchanged."""
+"""The public interface: fits on any loader, functions and their gradients, and what a fit refuses."""
 
 import copy
 import json
-import pickle
+import warnings
+from pathlib import Path
 
 import loaders
 import pytest
 import tiny
 import torch
 from dense import gaussian_log_prob
-from tiny import LOG_PROBS
+from jacobians import Calls
+from tiny import LOG_PROBS, draw, known
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import BlockCG, FunctionSpace, LinearisedLaplace, NotFittedError, Regression
+import torch_lla_em
+from torch_lla_em import BlockCG, Compute, FunctionSpace, LinearisedLaplace, Regression
 
 FIXED = {"em_steps": 0, "prior_precision": 3.0}
+EXACT = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network"}
 
 
 def fitted(name="classification", loader=None, **options):
-    options = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network", **options}
-    return tiny.fitted(name, loader, **options)
-
-
-@pytest.fixture(scope="module")
-def known():
-    """A classifier's posterior that no test changes."""
-    return fitted()
-
-
-def surprising(case):
-    """Validation data whose labels are not those that were learnt."""
-    return [(case.x, (case.y + 1) % 3)]
+    return tiny.fitted(name, loader, **{**EXACT, **options})
 
 
 def dropping_none(case):
@@ -56,8 +48,7 @@ def test_only_seed_and_arguments_decide_a_fit(tmp_path):
     """Neither earlier fits nor the global generator do, nor changes of what was passed in."""
     case, la = fitted("regression", sigma_noise=0.4, em_steps=3, seed=3)
     names = "scale", "prior_precision", "sigma_noise", "w_lin", "w_samples"
-    first = {name: getattr(la, name) for name in names}
-    state = torch.get_rng_state()
+    first, state = {name: getattr(la, name) for name in names}, torch.get_rng_state()
     # the scale is in units of the noise at which it was drawn: that given, not that learnt
     la.fit(case.x[:11], case.y[:11], progress_bar=False)
     assert la.num_data == 11 and not torch.equal(la.w_lin, first["w_lin"])
@@ -71,10 +62,9 @@ def test_only_seed_and_arguments_decide_a_fit(tmp_path):
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
     assert loaded.fit(case.x, case.y, progress_bar=False, **FIXED).sigma_noise == 0.4
     precision = torch.tensor(3.0).double()
-    _, la = fitted("bernoulli", em_steps=0, prior_precision=precision)
+    case, la = fitted("bernoulli", em_steps=0, prior_precision=precision)
     precision.mul_(50)
     assert la.prior_precision == 3.0
-    case = tiny.tiny("bernoulli")
     _, of_booleans = fitted("bernoulli", [(case.x, case.y.bool())], **FIXED)
     assert_close(of_booleans.w_lin, la.w_lin)
 
@@ -93,194 +83,21 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
     data = (case.x, case.y) if prior == "layerwise" else ()
     assert torch.isfinite(la.log_marginal_likelihood(*data).value)
     if learns_noise:
-        mean, variance = la(case.x)
-        assert_close(variance, prediction.variance + la.sigma_noise.expand(3) ** 2)
+        assert_close(la(case.x)[1], prediction.variance + la.sigma_noise.expand(3) ** 2)
     else:
         assert la(case.x).shape == (30, 3)
     json.dumps(la.history)
 
 
-def test_functions_share_their_weights_over_inputs(known):
-    case, la = known
-    together = la.functional_samples(case.x)
-    apart = torch.cat([la.functional_samples(x) for x in case.x.split(4)], dim=1)
-    assert_close(together, apart)
-    assert_close(la.function_sample(2)(case.x), together[2])
-    assert_close(la.predictive_samples(case.x), together.softmax(-1))
-    assert_close(la(case.x), la.predict(case.x).functions.softmax(-1).mean(0))
-    few = la.predict(case.x, num_samples=2)
-    assert_close(few.samples, la.predict(case.x).samples[:2])
-    with pytest.raises(ValueError, match="num_samples=9"):
-        la.predict(case.x, num_samples=9)
-    exact, linear = case.exact(la.scale), la.predict(case.x, mean="linear")
-    assert_close(linear.mean, exact.J @ exact.mode(la.prior_precision), rtol=1e-5, atol=1e-5)
-    plain = la.predict(case.x)
-    assert_close(linear.samples - linear.mean, plain.samples - plain.mean)
-
-
-def test_a_generator_decides_every_draw_and_predictions_change_no_results(known):
-    case, la = known
-    prediction = la.predict(case.x)
-    centre, samples = prediction.centre.clone(), prediction.samples.clone()
-    for call in (la, la.functional_samples, la.predictive_samples):
-        first, again, other = (
-            call(case.x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
-        )
-        assert torch.equal(first, again) and not torch.equal(first, other)
-        assert torch.equal(call(case.x), call(case.x))
-    for link in ("mc", "probit"):
-        la(case.x, link_approx=link)
-    for name in ("mean", "variance", "samples", "probs", "log_probs", "entropy", "epistemic"):
-        getattr(prediction, name)
-    prediction.smoothed(), prediction.credible_interval(), prediction.joint_log_prob(case.y)
-    for found in (prediction, la.predict(case.x)):
-        assert torch.equal(found.centre, centre) and torch.equal(found.samples, samples)
-
-
-def test_the_network_is_not_changed():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
-    model[2].eval()
-    before = copy.deepcopy(model)
-    keys = [set(vars(layer)) for layer in model.modules()]
-    x, y = torch.randn(20, 2), torch.randint(3, (20,))
-    _, la = tiny.fitted(loader=[(x, y)], model=model, num_samples=2)
-    la(x)
-    with pytest.raises(ValueError, match="outside"):
-        la.fit([(x, y + 9)], progress_bar=False)
-    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor)
-    assert keys == [set(vars(layer)) for layer in model.modules()]
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    model.train()(x)  # moves the running statistics
-    with pytest.raises(NotFittedError, match="have changed"):
-        la(x)
-
-
-@pytest.mark.parametrize("name", ["classification", "regression", "poisson"])
-def test_calibration_improves_its_own_validation_set(name):
-    case, la = fitted(name)
-    y = case.y.clone()
-    if name == "classification":
-        y = case.model(case.x).argmin(1)
-    else:
-        y[::2] = y[::2] + 1.0
-    before = la.predict(case.x).log_prob(y).mean().item()
-    assert la.posterior_scale == 1 and la.calibration is None
-    assert la.calibrate([(case.x[:13], y[:13]), (case.x[13:], y[13:])]) is la
-    assert la.predict(case.x).log_prob(y).mean() > before
-    assert la.calibration.num_rows == 30
-    assert la.calibration.before == pytest.approx(-before)
-    la.fit([(case.x, case.y)], progress_bar=False)
-    assert la.mean == ("linear" if name == "regression" else "network")
-    assert la.posterior_scale == 1 and la.calibration is None
-    assert len(la.predict(case.x).mixture.components) == 1
-
-
-def test_all_predictions_follow_the_calibration(tmp_path):
-    case, la = fitted(num_samples=20)
-    function = la.function_sample(1)
-    drawn = function(case.x)
-    la.calibrate(surprising(case))
-    assert torch.equal(function(case.x), drawn)  # a function that was drawn before stays
-    p = la.predict(case.x)
-    assert len(p.mixture.components) == 3 and len(p.members) == 1
-    assert_close(la(case.x), p.probs)
-    assert_close(la.functional_samples(case.x), p.samples)
-    for k in range(20):
-        assert_close(la.function_sample(k)(case.x), p.samples[k])
-    assert_close(la.predictive_samples(case.x), p.samples.softmax(-1))
-    assert_close(la.joint_log_prob(case.x, case.y), p.joint_log_prob(case.y))
-    alone = la.predict(case.x, mean="network")
-    assert len(alone.mixture.components) == 1
-    assert_close(alone.mean, case.model(case.x).detach())
-    # so do fits that are given the validation set; the second comes from the finished checkpoint
-    for _ in range(2):
-        options = {"num_samples": 20, "validation": surprising(case), "checkpoint": tmp_path}
-        _, other = fitted(**options)
-        assert other.calibration == la.calibration
-        assert_close(other(case.x), la(case.x))
-
-
 @pytest.mark.parametrize("solver", [None, BlockCG(), FunctionSpace()])
 def test_history_records_the_steps(solver):
     _, la = fitted(solver=solver)
-    assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
     last = la.history[-1]
     # the last step of log λ is below its Monte Carlo error, which 6 samples leave
     allowed = (6 * last["effective_dim"]) ** -0.5
     assert last["effective_dim"] == pytest.approx(float(la.effective_dim), rel=allowed)
     assert last["prior_precision"] == pytest.approx(float(la.prior_precision), rel=allowed)
     assert last["data_passes"] > 0 and last["seconds"] > 0
-
-
-@pytest.mark.parametrize("name", ["classification", "regression"])
-def test_a_saved_posterior_predicts_the_same(name, tmp_path):
-    case, la = fitted(name)
-    la.calibrate(surprising(case) if name == "classification" else [(case.x, case.y)])
-    la.save(tmp_path / "posterior.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
-    other = LinearisedLaplace(case.model, name)
-    other.load_state_dict({**la.state_dict(), "_modes": torch.ones(3, 5)})  # as 0.3.0 saved it
-    for copied in (loaded, other, copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
-        assert_close(copied(case.x), la(case.x), rtol=0, atol=0)
-        assert copied.calibration[:4] == la.calibration[:4]
-    assert torch.equal(loaded.mixture, la.mixture)
-    assert loaded.history == la.history and loaded.num_data == 30
-    assert torch.equal(loaded.log_marginal_likelihood().value, la.log_marginal_likelihood().value)
-    state = torch.load(tmp_path / "posterior.pt", weights_only=True)
-    assert all(isinstance(value, torch.Tensor) for value in state.values())
-
-
-def test_unsuitable_files_raise(known, tmp_path):
-    case, la = known
-    path, other = tmp_path / "posterior.pt", tmp_path / "other.pt"
-    la.save(path)
-    with pytest.raises(FileNotFoundError):
-        LinearisedLaplace.load(tmp_path / "nowhere.pt", case.model)
-    other.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ValueError, match="truncated"):
-        LinearisedLaplace.load(other, case.model)
-    state = la.state_dict()
-    for content, message in (
-        ({"a": torch.ones(1)}, "no version key"),
-        ({**state, "torch_lla_em_version": torch.tensor(99)}, "format 99"),
-        (state, "load_state_dict"),
-    ):
-        torch.save(content, other)
-        with pytest.raises(ValueError, match=message):
-            LinearisedLaplace.load(other, case.model)
-    changed = copy.deepcopy(case.model)
-    with torch.no_grad():
-        changed[0].bias += 1e-9
-    for model, options, message in (
-        (nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3)), {}, "weights or buffers"),
-        (changed, {}, "weights or buffers"),
-        (case.model, {"parameters": "last_layer"}, "same `parameters`"),
-        (case.model, {"likelihood": "poisson"}, "the same one"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LinearisedLaplace.load(path, model, **options)
-
-
-def test_everything_requires_a_fit_first():
-    case = tiny.tiny("classification")
-    la, x = LinearisedLaplace(case.model, "classification"), case.x
-    of_inputs = la, la.predict, la.functional_samples, la.predictive_samples
-    others = lambda: la.joint_log_prob(x, case.y), lambda: la.calibrate([(x, x)])
-    calls = *(lambda call=call: call(x) for call in of_inputs), *others
-    for call in (*calls, lambda: la.function_sample(0), la.log_marginal_likelihood, la.state_dict):
-        with pytest.raises(NotFittedError, match="[Cc]all la.fit"):
-            call()
-
-
-def test_moving_moves_the_network_too():
-    case, la = fitted()
-    la.to(torch.float32)
-    assert next(case.model.parameters()).dtype == torch.float32
-    assert la(case.x.float()).dtype == torch.float32
-    assert la.train().training and not la.eval().training
 
 
 def test_true_em_reaches_the_same_precision():
@@ -298,30 +115,242 @@ def test_true_em_reaches_the_same_precision():
     assert len(values) > 10 and (torch.stack(values).diff() > -0.05).all()
 
 
-def test_subclasses_of_regression_stay():
+def test_subclasses_of_regression_stay_and_linear_curvature_is_of_the_last_mode():
     class Shifted(Regression):
         def mean(self, f):
             return f + 1.0
 
     _, la = fitted("regression", likelihood=Shifted(0.4))
-    assert type(la.likelihood) is Shifted
-    assert la.likelihood.sigma_noise == la.sigma_noise
-
-
-def test_linear_curvature_is_that_of_the_last_mode():
+    assert type(la.likelihood) is Shifted and la.likelihood.sigma_noise == la.sigma_noise
     options = {"curvature": "linear", "num_samples": 32, "tolerance": 1e-6}
     _, la = fitted(**options)
     _, again = fitted(em_steps=0, prior_precision=la.prior_precision, **options)
     assert_close(again.effective_dim, la.effective_dim, rtol=0.03, atol=0)
 
 
-@pytest.mark.parametrize("name", ["classification", "bernoulli", "regression"])
-def test_networks_that_are_not_trained_are_named(name):
-    for scale, words in ((0.0, 1), (-1.0, 1), (1.0, 0)):
-        model = tiny.tiny(name).model
-        with torch.no_grad():
-            model[-1].weight *= scale
-            model[-1].bias *= scale
-        options = {"likelihood": name, "em_steps": 2, "curvature": "network"}
-        _, la = tiny.fitted(name, model=model, **options)
-        assert sum("train it before fit" in said for said in la.messages) == words
+def test_the_network_is_not_changed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
+    model[2].eval()
+    before, keys = copy.deepcopy(model), [set(vars(layer)) for layer in model.modules()]
+    x, y = torch.randn(20, 2), torch.randint(3, (20,))
+    _, la = tiny.fitted(loader=[(x, y)], model=model, num_samples=2)
+    la(x)
+    with pytest.raises(ValueError, match="outside"):
+        la.fit([(x, y + 9)], progress_bar=False)
+    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert keys == [set(vars(layer)) for layer in model.modules()]
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert la.train().training and not la.eval().training
+
+
+def written_to(m, inputs):
+    """Write to what is given, tokens and numbers."""
+    tokens, x = inputs["tokens"], inputs["x"]
+    tokens[tokens < 0] = 0
+    if x.max() > 2:  # in some batches only
+        x.clamp_(max=2).relu_()
+    return m.head(torch.cat([m.table(tokens), x], -1))
+
+
+def written_to_copies(m, inputs):
+    return written_to(m, {name: tensor.clone() for name, tensor in inputs.items()})
+
+
+def test_inputs_are_not_changed():
+    x, tokens, y = draw(40, 3), torch.arange(40) % 5 - 1, torch.arange(40) % 3
+    parts = zip(tokens.split(10), x.split(10), y.split(10))
+    batches = [{"inputs": {"tokens": t, "x": a}, "labels": b} for t, a, b in parts]
+    before, found = x.clone(), []
+    others = {"tokens": tokens[:7].clone(), "x": 3 * draw(7, 3)}
+    for forward in (written_to, written_to_copies):
+        torch.manual_seed(0)
+        model = Calls(forward, table=nn.Embedding(4, 3), head=nn.Linear(6, 3)).double()
+        la = LinearisedLaplace(model, "classification", num_samples=4)
+        la.fit(batches, em_steps=2, progress_bar=False)
+        kept = others["x"].clone()
+        found.append(la.predict({"inputs": others}).probs)
+        torch_lla_em.compare([la], batches)
+        la.calibrate(batches)
+        assert torch.equal(others["x"], kept) and (others["tokens"] < 0).any()
+    assert torch.equal(x, before) and (tokens < 0).any() and torch.equal(*found)
+
+
+# functions
+
+
+def test_functions_share_their_weights_over_inputs_and_generators_decide_every_draw():
+    case, la = known()
+    together, p = la.functional_samples(case.x), la.predict(case.x)
+    apart = torch.cat([la.functional_samples(x) for x in case.x.split(4)], dim=1)
+    assert_close(together, apart)
+    assert_close(la.function_sample(2)(case.x), together[2])
+    assert_close(la.predictive_samples(case.x), together.softmax(-1))
+    assert_close(la(case.x), p.probs)
+    assert_close(la.predict(case.x, num_samples=2).samples, p.samples[:2])
+    with pytest.raises(ValueError, match="num_samples=9"):
+        la.predict(case.x, num_samples=9)
+    for call in (la, la.functional_samples, la.predictive_samples):
+        first, again, other = (
+            call(case.x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        )
+        assert torch.equal(first, again) and not torch.equal(first, other)
+        assert torch.equal(call(case.x), call(case.x))
+    case, la = fitted(em_steps=1)
+    exact, linear = case.exact(la.scale), la.predict(case.x, mean="linear")
+    assert_close(linear.mean, exact.J @ exact.mode(la.prior_precision), rtol=1e-5, atol=1e-5)
+    plain = la.predict(case.x)
+    assert_close(linear.samples - linear.mean, plain.samples - plain.mean)
+
+
+PREDICTIONS = {
+    "mc": lambda la, x: la(x),
+    "probit": lambda la, x: la(x, link_approx="probit"),
+    "samples": lambda la, x: la.functional_samples(x),
+    "one sample": lambda la, x: la.function_sample(1)(x),
+    "entropy": lambda la, x: la.predict(x, mean="linear").entropy,
+    "epistemic": lambda la, x: la.predict(x).epistemic,
+}
+
+
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_predictions_have_right_gradients_on_request_only(kind):
+    case, la = known(em_steps=0, prior_precision=20.0, num_samples=3)
+    x, call = case.x[:2].clone().requires_grad_(), PREDICTIONS[kind]
+    assert torch.autograd.gradcheck(lambda x: call(la, x), x)
+    assert not call(la, x.detach()).requires_grad
+    with torch.no_grad():
+        assert not call(la, x).requires_grad
+    assert_close(call(la, x).detach(), call(la, x.detach()))
+    (slope,) = torch.autograd.grad(call(la, x).square().sum(), x)
+    assert all(p.grad is None for p in la.model.parameters()) and slope.abs().sum() > 0
+
+
+def test_gradients_pass_a_subset_of_parameters_and_two_reverse_passes():
+    fixed = {"em_steps": 0, "prior_precision": 20.0, "num_samples": 2}
+    for parameters in ("last_layer", ["0.*"]):
+        case, la = tiny.fitted("regression", parameters=parameters, **fixed)
+        x = case.x[:2].clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: la(x)[1], x)
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.weight_norm  # has no forward mode
+    model = nn.Sequential(norm(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 3)).double()
+    _, la = tiny.fitted("regression", model=model, **fixed)
+    assert torch.autograd.gradcheck(la.functional_samples, x)
+
+
+# what is refused with an error that names the cause, or has the right answer
+
+
+def fit(loader=None, model=None, **options):
+    return tiny.fitted("classification", loader, model, **{"em_steps": 1, **options})[1]
+
+
+def test_a_loaded_posterior_is_probed_where_it_is_used(tmp_path):
+    centres, layer = torch.randn(3, 2).double(), nn.Linear(2, 2, dtype=torch.float64)
+    # forward mode is not implemented for distances
+    model = Calls(lambda m, x: -torch.cdist(m.layer(x), centres), layer=layer)
+    la, x = fit(model=model), tiny.tiny("classification").x
+    la.save(tmp_path / "saved")
+    loaded = LinearisedLaplace.load(tmp_path / "saved", model)
+    assert_close(loaded.functional_samples(x), la.functional_samples(x))
+
+
+def test_probabilities_are_refused_and_their_logarithms_are_logits():
+    case = tiny.tiny("classification")
+    model = nn.Sequential(case.model, nn.Softmax(-1))
+    with pytest.raises(ValueError, match="Leave out the last softmax, or pass forward_fn"):
+        fit(model=model)
+    la = fit(model=model, forward_fn=lambda model, x: model(x).log())
+    assert_close(la.predict(case.x, mean="network").mean.exp(), model(case.x).detach())
+
+
+def test_another_number_of_features_is_named():
+    case, la = known()
+    words = r"shape \(3,\) per example, .* '0' \(Linear\): .* as many features"
+    fresh, again = LinearisedLaplace(case.model, "classification"), copy.copy(la)
+    x = draw(30, 3)
+    for call in (lambda: la.predict(x), lambda: fresh.fit(x, case.y)):
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    for call in (
+        again.calibrate,
+        again.fit,
+    ):  # of a network whose derivatives are known to be right
+        with pytest.raises(RuntimeError, match=words):
+            call(x, case.y)
+
+
+def test_nothing_is_unpickled_nor_written_through_links(tmp_path):
+    source = [path.read_text() for path in Path(torch_lla_em.__file__).parent.rglob("*.py")]
+    calls = "import pickle", "pickle.load", "weights_only=False", "broadcast_object_list"
+    assert not [call for call in calls for text in source if call in text]
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    for name in ("header.pt", "posterior.pt", "state.pt"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError):
+        fit(checkpoint=tmp_path / "run")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_that_is_certain_of_every_example_has_the_prior():
+    x, model = torch.cat([torch.eye(3)] * 10).double(), nn.Sequential(nn.Linear(3, 3)).double()
+    model[0].weight.data.copy_(40 * torch.eye(3))
+    model[0].bias.data.zero_()
+    options = {"em_steps": 0, "prior_precision": 4.0, "curvature": "network", "g_prior": False}
+    la = fit([(x, torch.arange(30) % 3)], model, num_samples=200, **options)
+    assert la.effective_dim <= 5 * la.effective_dim_error + 1e-6
+    assert torch.isfinite(la.w_samples).all()
+
+
+def without_gradient_later(layer):
+    def forward(m, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(x[0, 0] < 50)):
+            return m.layers(x)
+
+    data = tiny.tiny("classification")
+    far = data.x.index_fill(0, torch.tensor([0]), 100.0)
+    model = Calls(forward, layers=nn.Sequential(nn.Linear(2, 3), nn.PReLU(3))).double()
+    compute = Compute(keep_data=False)  # batches are not joined
+    fit([(data.x, data.y), (far, data.y)], model, parameters=[f"*.{layer}.*"], compute=compute)
+
+
+def large_inputs():
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    fit([(1e6 * tiny.tiny("classification").x, torch.arange(30) % 3)], model, curvature="network")
+
+
+def a_tiny_prior_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = [(draw(40, 4).float(), torch.arange(40) % 3)]
+    fit(data, model, em_steps=0, prior_precision=1e-16, curvature="network")
+
+
+def a_parameter_in_a_list():
+    bias = nn.Parameter(torch.ones(3).double())
+    # its gradient is easily overlooked
+    forward = lambda m, x: m.layer(x) + 1e-9 * m.kept[0]  # noqa: E731
+    fit(model=Calls(forward, layer=nn.Linear(2, 3).double(), bias=bias, kept=[bias]))
+
+
+NO_GRAD = (NotImplementedError, ArithmeticError), "no_grad"
+REFUSALS = {
+    "inputs × 1e6": (ArithmeticError, "scaled as in training", large_inputs),
+    "λ = 1e-16": (ArithmeticError, "larger `prior_precision`", a_tiny_prior_precision),
+    "no_grad in later batches": (*NO_GRAD, lambda: without_gradient_later("0")),
+    "no_grad in a later layer": (*NO_GRAD, lambda: without_gradient_later("1")),
+    "a parameter in a list": (RuntimeError, "'bias'.*list", a_parameter_in_a_list),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_name_the_cause(name):
+    error, message, call = REFUSALS[name]
+    with warnings.catch_warnings(), pytest.raises(error, match=message):
+        warnings.simplefilter("ignore")
+        call()

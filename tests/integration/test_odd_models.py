@@ -1,18 +1,20 @@
-"""Whole fits at the edges of size, scale and precision against the dense posterior in float64.
+"""Whole fits at the edges of size, scale, precision and weights against the dense posterior in float64."""
 
-Layers have their products with J compared in ``test_architectures``.
-"""
+from dataclasses import replace
 
 import pytest
 import torch
 from daily import daily
 from dense import ExactLaplace
 from jacobians import Calls
-from tiny import LOG_PROBS, draw, likelihood_of, problem_of
+from tiny import LOG_PROBS, draw, likelihood_of, problem_of, tiny
 from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace, compare
+from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.problem import Loss
 
 LAMBDA = 2.0
 
@@ -35,46 +37,28 @@ def scaled(factor):
 
 CLASSES = {"x": draw(8, 3), "y": labels(), "likelihood": "classification"}
 NUMBERS = {"x": draw(8, 3), "y": draw(8, 3, seed=3), "likelihood": "regression"}
+ONE = {"make": lambda: nn.Sequential(linear(1, 1, bias=False)), "x": draw(8, 1)}
 WIDE = draw(3, 1000)
-ONE_WEIGHT = {"make": lambda: nn.Sequential(linear(1, 1, bias=False)), "x": draw(8, 1)}
 # allowed: the precision of the layers, or of G = 1e14 beside λ = 2
 CASES = {
     "plain": CLASSES,
-    "outputs × 1e6": NUMBERS
-    | {"make": lambda: scaled(1e6), "y": 1e6 * NUMBERS["y"], "allowed": 0.1},
+    "outputs × 1e6": NUMBERS | {"make": lambda: scaled(1e6), "y": 1e6 * NUMBERS["y"], "allowed": 0.1},
     "outputs × 1e-6": CLASSES | {"make": lambda: scaled(1e-6)},
-    "a thousand classes": CLASSES
-    | {
-        "make": lambda: Calls(lambda m, x: m.a(x) @ WIDE, a=linear(3, 3)),
-        "x": draw(2, 3),
-        "y": labels(2, 1000),
-    },
     "float32": CLASSES | {"make": lambda: mlp().float(), "allowed": 1e-3},
-    "inputs × 1e6": NUMBERS
-    | {
-        "make": lambda: nn.Sequential(linear(3, 3, bias=False)),
-        "x": 1e6 * draw(8, 3),
-        "allowed": 0.1,
-    },
-    "one output, flat": NUMBERS
-    | {"make": lambda: nn.Sequential(mlp(1), nn.Flatten(0)), "y": draw(8, 4)[:, 3]},
+    "inputs × 1e6": NUMBERS | {"make": lambda: nn.Sequential(linear(3, 3, bias=False)), "x": 1e6 * draw(8, 3), "allowed": 0.1},
+    "one output, flat": NUMBERS | {"make": lambda: nn.Sequential(mlp(1), nn.Flatten(0)), "y": draw(8, 4)[:, 3]},
     "one example": CLASSES | {"x": draw(1, 3), "y": labels(1)},
-    "one weight": ONE_WEIGHT | {"y": draw(8, 2)[:, 1:], "likelihood": "regression"},
-    "one weight, certain": ONE_WEIGHT
-    | {"y": labels(8, 2).double()[:, None], "likelihood": "bernoulli"},
-    "more samples than weights": NUMBERS
-    | {
-        "make": lambda: nn.Sequential(linear(3, 1)),
-        "y": draw(8, 4)[:, 3:],
-        "options": {"num_samples": 9},
-    },
+    "one weight": ONE | {"y": draw(8, 2)[:, 1:], "likelihood": "regression"},
+    "one weight, certain": ONE | {"y": labels(8, 2).double()[:, None], "likelihood": "bernoulli"},
+    "more samples than weights": NUMBERS | {"make": lambda: nn.Sequential(linear(3, 1)), "y": draw(8, 4)[:, 3:], "options": {"num_samples": 9}},
     "last layer": CLASSES | {"options": {"parameters": "last_layer"}},
     "linear curvature": CLASSES | {"options": {"curvature": "linear"}},
-}
-SLOW = ["a thousand classes"]  # it takes half of the time of all models
+    "a thousand classes": CLASSES | {"make": lambda: Calls(lambda m, x: m.a(x) @ WIDE, a=linear(3, 3)), "x": draw(2, 3), "y": labels(2, 1000)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", daily(*(name for name in CASES if name not in SLOW), rest=SLOW))
+# the last takes half of the time of all models
+@pytest.mark.parametrize("name", daily(*[*CASES][:-1], rest=[*CASES][-1:]))
 def test_the_posterior_is_the_dense_one(name):
     torch.manual_seed(0)
     case = CASES[name]
@@ -97,8 +81,7 @@ def test_the_posterior_is_the_dense_one(name):
     w_lin, prior = la.w_lin.double(), LAMBDA * torch.eye(len(la.w_lin)).double()
     curvature = torch.func.hessian(exact.loss)(w_lin)
     H = prior + (curvature if own["curvature"] == "linear" else exact.ggn)
-    truth = torch.linalg.solve(H, right.T).T
-    root = torch.linalg.cholesky(H)
+    truth, root = torch.linalg.solve(H, right.T).T, torch.linalg.cholesky(H)
     error = ((la.w_samples - truth) @ root).norm(dim=1)
     assert (error <= allowed * (1 + truth @ root).norm(dim=1)).all()
     # one step of Newton's method from the mode that was found
@@ -108,36 +91,183 @@ def test_the_posterior_is_the_dense_one(name):
     assert step.norm() <= 10 * allowed * (1 + (w_lin @ root).norm())
 
 
-def written_to(m, inputs):
-    """Write to what is given, tokens and numbers."""
-    tokens, x = inputs["tokens"], inputs["x"]
-    tokens[tokens < 0] = 0
-    if x.max() > 2:  # in some batches only
-        x.clamp_(max=2).relu_()
-    return m.head(torch.cat([m.table(tokens), x], -1))
+# a weight for each example
+
+PRECISION = torch.tensor(5.0).double()
+FIT = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
+OF_CLASSES = torch.tensor([0.5, 2.0, 1.0]).double()
 
 
-def written_to_copies(m, inputs):
-    return written_to(m, {name: tensor.clone() for name, tensor in inputs.items()})
+def weights_of(case):
+    w = 3 * torch.rand(len(case.x), generator=torch.Generator().manual_seed(3)).double()
+    return w.where(w > 0.5, 0.0)  # some weights are 0
 
 
-def test_inputs_of_a_fit_are_not_changed():
-    x, tokens, y = draw(40, 3), torch.arange(40) % 5 - 1, torch.arange(40) % 3
-    batches = [
-        {"inputs": {"tokens": t, "x": a}, "labels": b}
-        for t, a, b in zip(tokens.split(10), x.split(10), y.split(10))
-    ]
-    before, others = x.clone(), {"tokens": tokens[:7].clone(), "x": 3 * draw(7, 3)}
-    found = []
-    for forward in (written_to, written_to_copies):
-        torch.manual_seed(0)
-        model = Calls(forward, table=nn.Embedding(4, 3), head=nn.Linear(6, 3)).double()
-        la = LinearisedLaplace(model, "classification", num_samples=4)
-        la.fit(batches, em_steps=2, progress_bar=False)
-        kept = others["x"].clone()
-        found.append(la.predict({"inputs": others}).probs)
-        compare([la], batches)
-        la.calibrate(batches)
-        assert torch.equal(others["x"], kept) and (others["tokens"] < 0).any()
-    assert torch.equal(x, before) and (tokens < 0).any()
-    assert torch.equal(*found)
+def dense(case, w):
+    """The dense posterior, whose log p is weighted; its targets are indices."""
+    log_prob, index = LOG_PROBS[case.name], torch.arange(len(case.x))
+
+    def weighted(f, i):
+        y = case.y.index_select(0, i.reshape(1)).squeeze(0)
+        return w.index_select(0, i.reshape(1)).squeeze(0) * log_prob(f, y)
+
+    names = [name for name, _ in case.model.named_parameters()]
+    return ExactLaplace.of(case.model.eval(), case.x, index, weighted, names)
+
+
+def fit(case, data, la=None, **options):
+    own = {"curvature": "network", "g_prior": False, "num_samples": 16, "tolerance": 1e-8}
+    posterior = LinearisedLaplace(case.model, likelihood_of(case.name), **{**own, **(la or {})})
+    return posterior.fit(*data, **{**FIT, **options})
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_products_and_fits_use_the_weights(name):
+    case = tiny(name)
+    w = weights_of(case)
+    exact = dense(case, w)
+    batches = list(zip(*(part.tensor_split((7, 8)) for part in (case.x, case.y, w))))
+    problem = problem_of(case.model, likelihood_of(name), batches, weights="last")
+    assert_close(problem.ggn_product(torch.eye(problem.size).double()), exact.ggn)
+    rows = problem.rows()
+    assert_close(rows.T @ rows, exact.ggn)
+    loss, gradient = problem.loss_and_gradient(problem.w_MAP)
+    assert loss == pytest.approx(exact.loss(problem.w_MAP).item())
+    assert_close(gradient, torch.func.grad(exact.loss)(problem.w_MAP))
+    if name.startswith("regression"):
+        exact = dense(replace(case, y=case.exact().centred(w).y), w)
+    mode, gamma = exact.mode(PRECISION), exact.effective_dims(PRECISION).sum()
+    for curvature in ("network", "linear"):
+        la = fit(case, (case.x, case.y), weights=w, la={"curvature": curvature})
+        assert_close(la.w_lin, mode, rtol=1e-5, atol=1e-6)
+        if curvature == "network":
+            assert abs(la.effective_dim - gamma) < 5 * la.effective_dim_error
+
+
+OPTIONS = [{"g_prior": False}, {"g_prior": True}]
+OPTIONS = [{"curvature": "network", **own} for own in (*OPTIONS, {"solver": BlockCG()})]
+OPTIONS += [
+    {"curvature": "variational", "tolerance": None, "g_prior": own} for own in (False, True)
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_integer_weights_equal_repeated_examples(options):
+    case, count = tiny("classification"), torch.arange(30) % 3
+    repeated = (case.x.repeat_interleave(count, 0), case.y.repeat_interleave(count, 0))
+    options = {"la": {"num_samples": 256, **options}, "em_steps": 20, "prior_precision": None}
+    own = fit(case, (case.x, case.y), weights=count, **options)
+    other = fit(case, repeated, **options)
+    # their noise differs, so λ agrees up to the Monte Carlo error of γ
+    gap = (own.prior_precision / other.prior_precision).log().abs()
+    error = sum(la.effective_dim_error / la.effective_dim for la in (own, other))
+    assert (gap < 5 * error + 0.02).all()
+    assert_close(own(case.x), other(case.x), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("sites", [(), (2, 3)])
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "regression"])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_the_loss_and_its_derivatives_belong_together(name, sites, temperature):
+    """Weights of examples or of sites: gradient, H and S Sᵀ are those of the value."""
+    likelihood, generator = likelihood_of(name), torch.Generator().manual_seed(0)
+    f = torch.randn(4, *sites, 3, generator=generator).double()
+    y = torch.randint(3, (4, *sites), generator=generator)
+    if likelihood.elementwise:
+        y = torch.randint(2, f.shape, generator=generator).double()
+    else:
+        y[0] = -100
+    of_examples = torch.rand(4, generator=generator).double()
+    of_sites = torch.rand(y.shape, generator=generator).double()
+    if likelihood.elementwise:  # one weight for all outputs of an example
+        of_sites = of_examples.view(4, *(1,) * (y.dim() - 1)).expand_as(y)
+    for w in (None, of_examples, of_sites):
+        loss = Loss(likelihood, y, w, temperature)
+        gradient, hessian = (d(loss.value)(f) for d in (torch.func.grad, torch.func.hessian))
+        hessian, unit = hessian.view(f.numel(), -1), torch.eye(f.numel()).view(-1, *f.shape).to(f)
+        assert_close(loss.gradient(f), gradient)
+        assert_close(loss.product(f, unit).flatten(1), hessian)
+        root = loss.root(f, unit).flatten(1)
+        assert_close(root.T @ root, hessian)
+        H = loss.expected_hessian(f[None])
+        H = H.diag_embed() if likelihood.elementwise else H
+        assert_close(torch.block_diag(*H.flatten(0, -3)), hessian)
+        parts = [loss.part(some).value(f[some]) for some in (slice(0, 1), slice(1, 4))]
+        assert_close(sum(parts), loss.value(f))
+        assert loss.labelled().tolist() == [likelihood.elementwise, True, True, True]
+
+
+def test_weights_come_in_three_ways_and_with_outputs_of_any_shape():
+    case = tiny("classification")
+    w = OF_CLASSES[case.y]
+    known = fit(case, (case.x, case.y), weights=w)
+    batches, by_class = [(case.x, case.y, w)], lambda y: OF_CLASSES[y]
+    for data, weights, la in (
+        (batches, "last", {}),
+        (batches, "last", {"target_fn": lambda batch: batch[1]}),
+        ([(case.x, case.y)], by_class, {}),
+        (DataLoader(TensorDataset(case.x, case.y, w), 7, shuffle=True), "last", {}),
+    ):
+        found = fit(case, (data,), weights=weights, la=la)
+        assert_close(found.w_lin, known.w_lin, rtol=1e-5, atol=1e-6)
+        assert isinstance(data, DataLoader) or torch.equal(found.w_samples, known.w_samples)
+    torch.manual_seed(0)
+    case = tiny("bernoulli")
+    w, x, y, column = weights_of(case), case.x, case.y[:, :1], linear(2, 1)
+    options = {"curvature": "variational", "g_prior": False, "num_samples": 8}
+    one, other = (
+        LinearisedLaplace(net, "bernoulli", **options).fit(x, t, weights=w, **FIT)
+        for net, t in ((column, y), (nn.Sequential(column, nn.Flatten(0)), y[:, 0]))
+    )
+    assert_close(one.w_lin, other.w_lin)
+    assert_close(one.w_samples, other.w_samples)
+
+
+def test_labels_of_pixels_have_their_own_weights():
+    """A 1 × 1 convolution is a linear layer on pixels."""
+    torch.manual_seed(0)
+    maps, pixels = nn.Conv2d(2, 3, 1).double(), linear(2, 3)
+    pixels.weight.data, pixels.bias.data = maps.weight.data[:, :, 0, 0], maps.bias.data
+    x, y = draw(4, 2, 3, 3), torch.randint(3, (4, 3, 3))
+    y[0, 0] = -100
+    kept = y != -100
+    options = {"num_samples": 4, "curvature": "network", "g_prior": False, "tolerance": 1e-8}
+    la = LinearisedLaplace(maps, "classification", class_dim=1, **options)
+    la.fit(x, y, weights=lambda y: OF_CLASSES[y.clamp(0)], **FIT)
+    other = LinearisedLaplace(pixels, "classification", **options)
+    other.fit(x.movedim(1, -1)[kept], y[kept], weights=OF_CLASSES[y[kept]], **FIT)
+    assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-6)
+
+
+def test_invalid_weights_raise():
+    case = tiny("classification")
+    data, ones = (case.x, case.y), torch.ones(30)
+    loader, none = (
+        DataLoader(TensorDataset(*data), 7),
+        "None of the 30 training examples has a label",
+    )
+    for error, words, given, weights in (
+        (ValueError, "not negative", data, -ones),
+        (ValueError, "finite", data, ones * torch.nan),
+        (ValueError, r"shape \(5,\), but the targets \(30,\)", data, ones[:5]),
+        (ValueError, 'pass "last"', data, "first"),
+        (ValueError, none, data, 0 * ones),
+        (ValueError, none, (case.x, torch.full_like(case.y, -100)), None),
+        (TypeError, "weights=w", (loader,), ones),
+        (TypeError, "targets, weights", ([data],), "last"),
+    ):
+        with pytest.raises(error, match=words):
+            fit(case, given, weights=weights)
+    la = fit(case, ([(*data, ones)],), weights="last")
+    batches = DataLoader(TensorDataset(*data, ones), 7)
+    for call in (la, la.predict, la.is_ood, la.calibrate):  # which name a remedy
+        with pytest.raises(TypeError, match=r"predict and calibrate, with x or batches \(x, y\)"):
+            call(batches)
+    for name in ("bernoulli", "regression"):  # weights of single outputs
+        case = tiny(name)
+        w, data = weights_of(case)[:, None].expand_as(case.y), (case.x, case.y)
+        assert_close(fit(case, data, weights=w).w_lin, fit(case, data, weights=w[:, 0]).w_lin)
+        with pytest.raises(ValueError, match=r"differ between its outputs.*\(30,\), not \(30, "):
+            fit(case, data, weights=w * torch.arange(w.shape[1]))
+    with pytest.raises(ValueError, match="sigma_noise"):
+        LinearisedLaplace(case.model, "regression").fit(*data, weights=ones)

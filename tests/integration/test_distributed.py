@@ -1,31 +1,49 @@
-"""Two and three ranks fit what one process fits."""
+"""Two and three ranks fit what one process fits; one that fails, dies, hangs or differs ends all and is named."""
 
 import functools
 import math
+import os
+import shutil
+import signal
+import time
 import warnings
 
 import pytest
 import ranks
-import tiny
 import torch
+from checkpoints import dying_after
 from daily import daily
-from loaders import batches, in_one_batch, in_order, shuffled, streamed
+from loaders import (
+    InAnyOrder,
+    Loader,
+    batches,
+    in_one_batch,
+    in_order,
+    shuffled,
+    streamed,
+)
+from models import Bent
 from ranks import facts
+from tiny import fitted, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em import SGD, BlockCG, FunctionSpace, LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em import (
+    SGD,
+    BlockCG,
+    Compute,
+    FunctionSpace,
+    LaplaceEnsemble,
+    LinearisedLaplace,
+    NotFittedError,
+)
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.integrations.sklearn import LaplaceClassifier
-from torch_lla_em.prediction import NotFittedError
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.group import current_group
-
-# cases whose shares differ where a rank is neither the first nor the last
-OF_THREE = "krylov", "variational", "last layer, variational", "some sites", "weights", "sampler"
-OF_THREE += "cg, layerwise", "function space, regression", "shuffled"
+from torch_lla_em.runtime.group import Group, current_group
+from torch_lla_em.session import compare_ranks
 
 
 def sampled(case):
@@ -46,7 +64,7 @@ def images(case):
 
 def of_sites():
     """Return the tiny network with its layers at every site."""
-    one, act, two = tiny.tiny("classification").model
+    one, act, two = tiny("classification").model
     layers = torch.nn.Conv2d(2, 4, 1), act, torch.nn.Conv2d(4, 3, 1)
     for new, old in ((layers[0], one), (layers[2], two)):
         new.weight.data, new.bias.data = old.weight.data[..., None, None], old.bias.data
@@ -58,60 +76,107 @@ def weighted(case):
     return list(zip(case.x.split(7), case.y.split(7), w.split(7)))
 
 
-CG, LINEAR = {"solver": BlockCG()}, {"curvature": "linear"}
-LAYERWISE, SPACE = {**CG, "prior": "layerwise"}, {"solver": FunctionSpace()}
-PLAIN = {"g_prior": False}
-VARIATIONAL = {"curvature": "variational"}
-LAST = {"parameters": "last_layer"}
-SITES = {"class_dim": 1, "model": of_sites()}
-
+CG, SPACE = {"solver": BlockCG()}, {"solver": FunctionSpace()}
+VARIATIONAL, LAST = {"curvature": "variational"}, {"parameters": "last_layer"}
+SITES = {"class_dim": 1, "model": of_sites(), **VARIATIONAL}
 # name: (likelihood, loader, options of the posterior and of the fit)
 CASES = {
     "krylov": ("classification", batches, {}),
-    "krylov, linear curvature": ("classification", batches, LINEAR),
+    "krylov, linear curvature": ("classification", batches, {"curvature": "linear"}),
     "krylov, regression": ("regression", batches, {}),
-    "krylov, poisson": ("poisson", in_order, PLAIN),
+    "krylov, poisson": ("poisson", in_order, {"g_prior": False}),
     "krylov, bernoulli": ("bernoulli", batches, {}),
     "variational": ("classification", batches, VARIATIONAL),
     "variational, one batch": ("classification", in_one_batch, VARIATIONAL),
     "weights": ("classification", weighted, {**VARIATIONAL, "weights": "last"}),
-    "all sites": ("classification", images, {**VARIATIONAL, **SITES}),
-    "some sites": ("classification", images, {**VARIATIONAL, **SITES}),
-    "some sites, last layer": ("classification", images, {**VARIATIONAL, **SITES, **LAST}),
+    "all sites": ("classification", images, SITES),
+    "some sites": ("classification", images, SITES),
+    "some sites, last layer": ("classification", images, {**SITES, **LAST}),
     "bernoulli, variational": ("bernoulli", batches, {"curvature": None}),
-    "cg, layerwise": ("classification", streamed, LAYERWISE),
+    "cg, layerwise": ("classification", streamed, {**CG, "prior": "layerwise"}),
     "cg, noise by output": ("regression per output", batches, CG),
     "function space, layerwise": ("binomial", batches, {"prior": "layerwise"}),
     "function space, regression": ("regression", in_one_batch, SPACE),
     "last layer": ("classification", in_one_batch, LAST),
     "last layer, variational": ("classification", batches, {**VARIATIONAL, **LAST}),
-    "sampler": ("classification", sampled, PLAIN),
+    "sampler": ("classification", sampled, {"g_prior": False}),
     "shuffled": ("regression", shuffled, {}),
-}
+}  # fmt: skip
+# cases whose shares differ where a rank is neither the first nor the last
+OF_THREE = "krylov", "variational", "last layer, variational", "some sites", "weights", "sampler"
+OF_THREE += "cg, layerwise", "function space, regression", "shuffled"
 EVERY_FIT = [(2, name) for name in CASES] + [(3, name) for name in OF_THREE]
 
 
-def fit(name):
+def facts_of(name):
+    """Return the facts of a case's posterior; that of "krylov" is calibrated."""
     likelihood, loader, options = CASES[name]
     options = {"curvature": "network", "em_steps": 2, **options}
-    return tiny.fitted(likelihood, loader(tiny.tiny(likelihood)), **options)[1]
-
-
-def fitted(name):
-    """Return the facts of a case's posterior; that of "krylov" is calibrated."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         if name.startswith("some sites"):
             patch.setattr("torch_lla_em.problem.sites.KEPT_OUTPUTS", 7 * 3 * 12)
-        la = fit(name)
+        _, la = fitted(likelihood, loader(tiny(likelihood)), **options)
         if name == "krylov":
-            la.calibrate(batches(tiny.tiny("classification")))
+            la.calibrate(batches(tiny("classification")))
     return facts(la)
+
+
+LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
+
+
+def one_pass(loader):
+    """Return this rank's inputs by the number of their example, what a pass counts, and the largest shares."""
+    problem = tiny("regression").problem()
+    data = Data(loader(tiny("regression")), torch.device("cpu"), group=current_group())
+    before = data.largest_share
+    rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
+    problem = Problem(problem.linear_model, problem.likelihood, data)
+    problem.ggn_product(problem.zeros(1))
+    counts = data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs
+    return rows, counts, (before, data.largest_share)
+
+
+def by_sgd(loader):
+    options = {"solver": SGD(epochs=4, tolerance=9.0), "tolerance": 9.0, "g_prior": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return facts(fitted(loader=loader, em_steps=0, prior_precision=10.0, **options)[1])
+
+
+def stored_by_a_fit():
+    """Return the entries of every tensor of a span and of q, and of the largest that crossed ranks."""
+    crossed, found, saved = [], {}, OverSpan.saved
+
+    def note(over, q):
+        span = over.span
+        found["J"] = sum(map(torch.numel, span.outputs.stored)) / span.size
+        found["f"], found["targets"] = span.rows.f.numel(), span.rows.targets.numel()
+        found["mean"], found["draws"] = q.outputs.numel(), q.curved.deviations.numel()
+        found["H"], found["S"] = q.H.values.numel(), q.curved.S_noise.numel()
+        found["noise"], found["epsilon"] = over.expected._noise.numel(), over.epsilon.numel()
+        return saved(over, q)
+
+    def sent(group, total):
+        crossed.append(total.numel())
+        return add(group, total)
+
+    group, add = type(current_group()), type(current_group()).sum
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator, dtype=torch.float64)
+    loader = list(zip(x.split(10), torch.randint(3, (400,), generator=generator).split(10)))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(OverSpan, "saved", note)
+        patch.setattr(group, "sum", sent)
+        patch.setattr("torch_lla_em.inference.result.EXAMPLES", 8)
+        fitted(loader=loader, num_samples=2, curvature="variational", em_steps=2)
+    return found, max(crossed)
 
 
 def by_tensors(kind):
     """Return what calls with tensors give, some of which leave a rank without examples."""
-    case, found = tiny.tiny(kind), {}
+    case, found = tiny(kind), {}
     x, y, few = case.x, case.y, DataLoader(TensorDataset(case.x, case.y), batch_size=64)
     la = LinearisedLaplace(case.model, kind, num_samples=4)
     la.fit(x, y, validation=[(x[:9], y[:9])], em_steps=2, progress_bar=False)
@@ -135,92 +200,81 @@ def by_tensors(kind):
     return found
 
 
-def after_a_change_on_one_rank(rank):
-    """Return the error of ``calibrate`` on each rank if the network of rank 1 has changed."""
-    case, la = tiny.fitted(em_steps=1)
-    with torch.no_grad():
-        case.model[0].bias += rank
+def error_of(call):
     try:
-        la.calibrate(case.x, case.y)
+        call()
     except Exception as error:
         return error
 
 
+def after_a_change_on_one_rank(rank):
+    """Return the error of ``calibrate`` on each rank if the network of rank 1 has changed."""
+    case, la = fitted(em_steps=1)
+    case.model[0].bias.data += rank
+    return error_of(lambda: la.calibrate(case.x, case.y))
+
+
 def by_an_estimator():
-    X = tiny.tiny("classification").x.float().numpy()
+    X = tiny("classification").x.float().numpy()
     model = LaplaceClassifier(hidden=4, epochs=2, num_samples=2, validation_fraction=0.4)
     return model.fit(X, X[:, 0] > 0).predict_proba(X)
 
 
+def fit(loader=None, folder=None, **options):
+    loader = batches(tiny("classification")) if loader is None else loader
+    known = {"em_steps": 3, "curvature": "network", "compute": Compute(keep_data=False)}
+    return fitted("classification", loader, checkpoint=folder, **{**known, **options})[1]
+
+
+def other_model(rank):
+    model = tiny("classification").model
+    model[0].bias.data += 1e-6 * rank
+    return fit(model=model)
+
+
+def whole(x, y, **options):
+    return DataLoader(TensorDataset(x, y), batch_size=10, **options)
+
+
+X, Y = tiny("classification").x, tiny("classification").y
+WRONG = Y.index_fill(0, torch.tensor([7]), 3)
+OTHER_DATA = "A rank has other data than rank 0"
+# name: (a call for which rank 1 has something else, part of the error)
+DIFFERENCES = {
+    "the model": (other_model, "another network weights than rank 0"),
+    "the seed": (lambda r: fit(seed=r), "Rank 1 has another seed than rank 0: '1' against '0'"),
+    "the solver": (lambda r: fit(solver=BlockCG() if r else None), "Rank 1 has another solver"),
+    "the data": (lambda r: fit([(X + r, Y)]), OTHER_DATA),
+    "labels of a later batch": (lambda r: fit([(X[:10], Y[:10]), (X[10:], Y[10:].roll(r))]), OTHER_DATA),
+    "the dataset": (lambda r: fit(whole(X + r, Y)), OTHER_DATA),
+    "the length": (lambda r: fit(whole(X[: 30 - r], Y[: 30 - r])), OTHER_DATA),
+    "the last batch": (lambda r: fit([(X, Y), (X, Y)][: 2 - r]), OTHER_DATA),
+    "the sampler": (lambda r: fit(whole(X[:20], Y[:20], sampler=range(r, 20, 2))), "A DistributedSampler is allowed"),
+    "the validation data": (lambda r: fit().calibrate(X[: 30 - 20 * r], Y[: 30 - 20 * r]), OTHER_DATA),
+}  # fmt: skip
+# calls in which rank 1 alone reads the label 3 of 0 to 2
+LABELS = {
+    "fit, tensors": lambda _: fit([(X, WRONG)]),
+    "fit": lambda _: fit([(X[:5], Y[:5]), (X[5:], WRONG[5:])]),
+    "calibrate, tensors": lambda _: fit().calibrate(X, WRONG),
+    "calibrate": lambda _: fit().calibrate([(X[:5], Y[:5]), (X[5:], WRONG[5:])]),
+}
+
+
 def every_case(rank, of_fits):
+    size = current_group().size
     if of_fits:
-        size = current_group().size
-        return {name: fitted(name) for ranks, name in EVERY_FIT if ranks == size}
+        return {name: facts_of(name) for ranks, name in EVERY_FIT if ranks == size}
+    calls = {} if size == 3 else {name: call for name, (call, _) in DIFFERENCES.items()} | LABELS
     return {
         "passes": {loader.__name__: one_pass(loader) for loader in LOADERS},
-        "sgd": by_sgd(batches(tiny.tiny("classification"))),
+        "sgd": by_sgd(batches(tiny("classification"))),
         "stored": stored_by_a_fit(),
         "tensors": {kind: by_tensors(kind) for kind in ("classification", "regression")},
         "a change": after_a_change_on_one_rank(rank),
         "estimator": by_an_estimator(),
+        "errors": {name: error_of(lambda: call(rank)) for name, call in calls.items()},
     }
-
-
-LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
-
-
-def one_pass(loader):
-    """Return this rank's inputs by the number of their example, what a pass counts, and the largest shares."""
-    problem = tiny.tiny("regression").problem()
-    data = Data(loader(tiny.tiny("regression")), torch.device("cpu"), group=current_group())
-    before = data.largest_share
-    rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
-    problem = Problem(problem.linear_model, problem.likelihood, data)
-    problem.ggn_product(problem.zeros(1))
-    counts = data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs
-    return rows, counts, (before, data.largest_share)
-
-
-def by_sgd(loader):
-    options = {"solver": SGD(epochs=4, tolerance=9.0), "tolerance": 9.0, "g_prior": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, la = tiny.fitted(loader=loader, em_steps=0, prior_precision=10.0, **options)
-    return facts(la)
-
-
-def stored_by_a_fit():
-    """Return the entries of every tensor of a span and of q, and of the largest that crossed ranks."""
-    crossed, found, saved = [], {}, OverSpan.saved
-
-    def note(over, q):
-        span = over.span
-        found["J"] = sum(map(torch.numel, span.outputs.stored)) / span.size
-        found["f"], found["targets"] = span.rows.f.numel(), span.rows.targets.numel()
-        found["mean"], found["draws"] = q.outputs.numel(), q.curved.deviations.numel()
-        found["H"], found["S"] = q.H.values.numel(), q.curved.S_noise.numel()
-        found["noise"], found["epsilon"] = over.expected._noise.numel(), over.epsilon.numel()
-        return saved(over, q)
-
-    def sent(group, total):
-        crossed.append(total.numel())
-        return add(group, total)
-
-    group, add = type(current_group()), type(current_group()).sum
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(400, 2, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (400,), generator=generator)
-    loader = list(zip(x.split(10), y.split(10)))
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(OverSpan, "saved", note)
-        patch.setattr(group, "sum", sent)
-        patch.setattr("torch_lla_em.inference.result.EXAMPLES", 8)
-        tiny.fitted(loader=loader, num_samples=2, curvature="variational", em_steps=2)
-    return found, max(crossed)
-
-
-alone, one_pass_alone = functools.cache(fitted), functools.cache(one_pass)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +285,10 @@ def together(tmp_path_factory):
         return ranks.run(size, every_case, tmp_path_factory.mktemp("ranks"), of_fits)
 
     return functools.cache(run)
+
+
+BY_SIZE = pytest.mark.parametrize("size", daily(2, rest=[3]))
+alone = functools.cache(facts_of)
 
 
 @pytest.mark.parametrize("size, name", EVERY_FIT)
@@ -247,26 +305,25 @@ def test_ranks_fit_what_one_process_fits(size, name, together):
             assert [record[key] for record in found[name]["history"]] == pytest.approx(asked)
 
 
-@pytest.mark.parametrize("size", daily(2, rest=[3]))
-@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
-def test_ranks_share_out_rows_by_their_numbers(size, loader, together):
+@BY_SIZE
+def test_ranks_share_out_rows_by_their_numbers(size, together):
     """A rank may have no examples; together the ranks have each example once."""
-    expected, counts, alone = one_pass_alone(loader)
-    passes = [found["passes"][loader.__name__] for found in together(size)]
-    shares = [share for share, *_ in passes]
-    assert sum(map(len, shares)) == len(expected)
-    assert {n: x for share in shares for n, x in share.items()} == expected
-    assert all(found == counts for _, found, _ in passes) and alone == (1, 1)
-    for _, _, (by_batches, by_examples) in passes:
-        assert by_examples == max(map(len, shares)) / len(expected)
-        known = loader(tiny.tiny("regression"))
-        if isinstance(known, list):
-            shared = len(known) if len(known) >= size else len(expected)  # batches or examples
-            assert by_batches == math.ceil(shared / size) / shared
-    assert all(shares)
+    for loader in LOADERS:
+        expected, counts, alone = one_pass(loader)
+        passes = [found["passes"][loader.__name__] for found in together(size)]
+        shares = [share for share, *_ in passes]
+        assert sum(map(len, shares)) == len(expected) and all(shares)
+        assert {n: x for share in shares for n, x in share.items()} == expected
+        assert all(found == counts for _, found, _ in passes) and alone == (1, 1)
+        for _, _, (by_batches, by_examples) in passes:
+            assert by_examples == max(map(len, shares)) / len(expected)
+            known = loader(tiny("regression"))
+            if isinstance(known, list):
+                shared = len(known) if len(known) >= size else len(expected)  # batches or examples
+                assert by_batches == math.ceil(shared / size) / shared
 
 
-@pytest.mark.parametrize("size", daily(2, rest=[3]))
+@BY_SIZE
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_tensors_are_shared_out_too(kind, size, together):
     expected = by_tensors(kind)
@@ -281,10 +338,25 @@ def test_tensors_are_shared_out_too(kind, size, together):
                 assert_close(state[key], tensor, rtol=1e-6, atol=1e-6, msg=f"{name}: {key}")
 
 
-def test_an_error_of_one_rank_is_raised_on_all(together):
-    first, second = (found["a change"] for found in together(2))
-    assert isinstance(second, NotFittedError) and "weights have changed" in str(second)
-    assert str(first).startswith("Rank 1 failed") and str(second) in str(first)
+@BY_SIZE
+def test_a_rank_stores_rows_of_its_own_examples_only(size, together):
+    """J V, H and all others with a row for each example; what crosses ranks has none."""
+    every = [found["stored"] for found in together(size)]
+    for name, entries in stored_by_a_fit()[0].items():
+        parts = [stored[name] for stored, _ in every]
+        assert max(parts) <= entries * math.ceil(40 / size) / 40
+        assert sum(parts) == entries
+    assert all(crossed < 400 for _, crossed in every)
+
+
+@BY_SIZE
+def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
+    every = batches(tiny("classification"))
+    steps = [every[i : i + size] for i in range(0, len(every), size)]
+    expected = by_sgd([tuple(map(torch.cat, zip(*step))) for step in steps])["state"]
+    for found in together(size):
+        for name, tensor in expected.items():
+            assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_estimators_train_the_same_network_on_every_rank(together):
@@ -292,24 +364,149 @@ def test_estimators_train_the_same_network_on_every_rank(together):
     assert (one == two).all()
 
 
-@pytest.mark.parametrize("size", daily(2, rest=[3]))
-def test_a_rank_stores_rows_of_its_own_examples_only(size, together):
-    """J V, H and all others with a row for each example; what crosses ranks has none."""
-    whole, _ = stored_by_a_fit()
-    every = [found["stored"] for found in together(size)]
-    for name, entries in whole.items():
-        parts = [stored[name] for stored, _ in every]
-        assert max(parts) <= entries * math.ceil(40 / size) / 40
-        assert sum(parts) == entries
-    assert all(crossed < 400 for _, crossed in every)
+def test_an_error_of_one_rank_is_raised_on_all(together):
+    """Of changed weights, or of a label out of range."""
+    one, two = (found["a change"] for found in together(2))
+    assert isinstance(two, NotFittedError) and "weights have changed" in str(two)
+    pairs = [(one, two)]
+    for name in LABELS:
+        one, two = (found["errors"][name] for found in together(2))
+        assert type(two) is ValueError and "outside of 0 to 2" in str(two)
+        pairs.append((one, two))
+    for one, two in pairs:
+        assert str(one).startswith("Rank 1 failed") and str(two) in str(one)
 
 
-@pytest.mark.parametrize("size", daily(2, rest=[3]))
-def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
-    every = batches(tiny.tiny("classification"))
-    steps = [every[i : i + size] for i in range(0, len(every), size)]
-    unions = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in steps]
-    expected = by_sgd(unions)["state"]
-    for found in together(size):
-        for name, tensor in expected.items():
-            assert_close(found["sgd"]["state"][name], tensor, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_are_refused(name, together):
+    for found in together(2):
+        assert type(found["errors"][name]) is ValueError
+        assert DIFFERENCES[name][1] in str(found["errors"][name])
+
+
+def test_other_devices_and_ways_to_share_are_refused():
+    class Two(Group):
+        def meet(self, value, merge):
+            return merge([value, {**value, "device": "cuda"}])
+
+    with pytest.raises(ValueError, match="Rank 1 has another device.*'cuda' against 'cpu'"):
+        compare_ranks(Two(), torch.device("cpu"), {})
+    for known in "auto", "columns", "weights":
+        with pytest.raises(ValueError, match=f"shard='{known}' is not known.*'data', None"):
+            fit(shard=known)
+
+
+# ranks that fail
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise OSError("the disk is gone")
+
+
+def hang():
+    time.sleep(30)
+
+
+def fit_with_a_fault(rank, victim, act):
+    """Return the error of a fit, of which one rank acts in its fourth pass, and its seconds."""
+    begin, ours = time.monotonic(), batches(tiny("classification"))
+    loader = Loader(ours, lambda number: act() if (rank, number) == (victim, 4) else None)
+    return error_of(lambda: fit(loader)), time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act, victim", [(fail, 1), (die, 0), (die, 2), (hang, 1)])
+def test_a_rank_that_fails_dies_or_hangs_ends_all(act, victim, tmp_path):
+    timeout = 3 if act is hang else 60
+    results = ranks.run(3, fit_with_a_fault, tmp_path, victim, act, timeout=timeout)
+    for rank in {0, 1, 2} - {victim}:
+        error, seconds = results[rank]
+        assert isinstance(error, RuntimeError) and seconds < (25 if act is hang else 30)
+    if act is die:
+        assert results[victim] is None
+    if act is fail:
+        assert isinstance(results[victim][0], OSError)
+        assert "the disk is gone" in str(results[victim][0])
+
+
+def fit_if_first(rank):
+    return time.sleep(20) if rank else error_of(fit)
+
+
+def fit_with_checkpoint(rank, folder, saves, curvature, parameters):
+    with dying_after(saves):
+        return facts(fit(folder=folder, curvature=curvature, parameters=parameters))
+
+
+CHANGES = [
+    (2, 1, "variational", "all", (2,)),
+    (2, 3, "network", "all", (1, 1)),
+    (3, 2, "variational", "all", (1, 1)),
+    (3, 2, "variational", "last_layer", (1, 1)),
+    (1, 2, "variational", "all", (2,)),
+    (1, 2, "linear", "all", (1, 1)),
+    (2, 2, "linear", "all", (1, 1)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after, curvature, parameters, deaths", CHANGES)
+def test_fits_go_on_with_other_ranks(before, after, curvature, parameters, deaths, tmp_path):
+    whole, folder = facts(fit(curvature=curvature, parameters=parameters)), tmp_path / "run"
+
+    def run(size, name, saves):
+        options = folder, saves, curvature, parameters
+        return ranks.run(size, fit_with_checkpoint, tmp_path / name, *options)
+
+    for number, saves in enumerate(deaths):  # after the noise, and after a step of EM
+        broken = run(before, f"broken {number}", saves)
+        assert all(isinstance(found, Exception) for found in broken)
+    assert (folder / "state.pt").exists() and list(folder.glob("block-*.pt"))
+    resumed = run(after, "resumed", 0)
+    for found in resumed:
+        assert found["num_data"] == whole["num_data"]
+        for name, tensor in whole["state"].items():
+            assert_close(found["state"][name], tensor, rtol=1e-6, atol=1e-6)
+    # the finished fit is there for any number of ranks, which read the data once
+    for found in run(before, "again", 0):
+        assert torch.equal(found["state"]["w_lin"], resumed[0]["state"]["w_lin"])
+
+
+def fit_in_an_order_of_its_own(rank, folder):
+    return facts(fit(InAnyOrder(tiny("classification")), folder))
+
+
+def fit_without_a_derivative(rank):
+    every = [(x.clone(), y) for x, y in batches(tiny("classification"))]
+    every[-1][0][0, 0] = 0.0
+    bent = Bent(tiny("classification").model, backwards_only=True)
+    return error_of(lambda: fit(every, model=bent))
+
+
+def fit_where_nothing_can_be_written(rank, folder):
+    fit(folder=folder)
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_checkpoints_and_faults(tmp_path):
+    for _ in range(
+        2
+    ):  # nothing more is read on one rank alone, nor where the finished one comes back
+        found = ranks.run(2, fit_in_an_order_of_its_own, tmp_path / "ranks", tmp_path / "run")
+        shutil.rmtree(tmp_path / "ranks")
+        assert torch.equal(found[0]["state"]["w_samples"], found[1]["state"]["w_samples"])
+    errors = ranks.run(2, fit_without_a_derivative, tmp_path / "derivative")
+    assert all(isinstance(error, Exception) for error in errors)
+    told = [str(error) for error in errors if isinstance(error, FloatingPointError)]
+    assert told and all("outputs on batch 4 is not finite" in words for words in told)
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "run"
+    one, two = ranks.run(2, fit_where_nothing_can_be_written, tmp_path / "written", folder)
+    assert isinstance(one, OSError) and "The checkpoint folder" in str(one)
+    assert isinstance(two, Exception)
+    error, _ = ranks.run(2, fit_if_first, tmp_path / "first", timeout=4)
+    assert "Rank 1" in str(error)  # which does not fit

@@ -208,8 +208,8 @@ def row(name, make):
     double, single = probe(make, torch.float64), probe(make, torch.float32)
     if isinstance(double, Exception):
         return f"| {name} | {double} |"
-    direction = {True: "forward", False: "reverse"}[double.path.forward]
-    single_direction = {True: "forward", False: "reverse"}[single.path.forward]
+    direction = {True: "forward", False: "reverse"}[double.forward]
+    single_direction = {True: "forward", False: "reverse"}[single.forward]
     note = f"forward mode {double.forward}" if double.forward else ""
     if direction != single_direction:
         note = f"{single_direction} in float32, since forward mode {single.forward}"

@@ -1,7 +1,5 @@
 """Jacobians by factors against those of torch.func, in float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from jacobians import linear_model, prepared
@@ -12,17 +10,17 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian import by_factors, factors
-from torch_lla_em.jacobian.by_factors import ByFactors
+from torch_lla_em.jacobian import factors, recorded
+from torch_lla_em.jacobian.factors import ByFactors
 from torch_lla_em.jacobian.rows import ByAutodiff
 
 
 def agree(model, x, selection=None, class_dim=-1, batches=()):
     """Compare products by factors with torch.func's; return the factors."""
     linear = linear_model(model, selection, class_dim=class_dim)
-    assert linear.probe(x).factored is not None
+    assert linear.probe(x).names
     for example_bytes in (None, 1 << 40):  # backward passes of all outputs together, or of one
-        linear.factored = replace(linear.factored, example_bytes=example_bytes)
+        linear._report = linear._report._replace(example_bytes=example_bytes)
         for batch in (x, *batches):
             with linear.network.guarded():
                 by_func, rows = linear.by_autodiff(batch), linear.at(batch, 0, keep=True)
@@ -48,13 +46,13 @@ def check_row_squares(linear, rows, x, u):
         alone[:, n] = u[:, n]
         one_by_one.pull(alone, row.zero_())
         expected += row.square().sum(0)
-    for numbers in (1, by_factors._NUMBERS["cpu"]):  # one row at a time, and many
+    for numbers in (1, factors._NUMBERS["cpu"]):  # one row at a time, and many
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(by_factors._NUMBERS, "cpu", numbers)
+            patch.setitem(factors._NUMBERS, "cpu", numbers)
             squares, found = rows.row_squares(u), torch.zeros_like(expected)
         linear.layout.add_(found, squares)
         known = torch.tensor([name in squares for name in linear.layout.names])
-        assert set(squares) == set(linear.factored.names)
+        assert set(squares) == set(linear.factored)
         assert_close(found, expected * linear.layout.expand(known), rtol=1e-9, atol=1e-9)
 
 
@@ -93,7 +91,7 @@ def test_layers_in_a_row_with_changes_in_place():
 def test_kernels_at_many_places_are_kept_as_their_jacobian():
     model = net(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.AvgPool2d(6), nn.Flatten())
     factors = agree(model, draw(4, 1, 6, 6))
-    (dense,) = factors.terms.parts
+    (dense,) = factors.parts
     assert dense.J.shape == (4, 2, 20)
 
 
@@ -220,10 +218,10 @@ def test_hooks():
 
 
 def refuse_recording(monkeypatch):
-    def recorded(*args):
+    def record(*args):
         raise AssertionError("the forward pass was recorded")
 
-    monkeypatch.setattr(factors, "recorded", recorded)
+    monkeypatch.setattr(recorded, "recorded", record)
 
 
 CHAINS = {
@@ -247,15 +245,16 @@ def test_linear_layers_in_a_row_need_no_recording(kind, selection, monkeypatch):
     linear = linear_model(model.train(), selection)
     linear.probe(x)
     with linear.network.guarded(), monkeypatch.context() as patch:
-        patch.setattr(factors, "factors_of_chain", lambda *args: None)
-        recorded = linear.at(x, 0, keep=True).terms
+        patch.setattr(recorded, "factors_of_chain", lambda *args: None)
+        by_recording = linear.at(x, 0, keep=True)
     refuse_recording(monkeypatch)
     with linear.network.guarded():
-        terms = linear.at(x, 0, keep=True).terms
+        rows = linear.at(x, 0, keep=True)
     held = {p.untyped_storage().data_ptr() for p in (x, *model.parameters())}
-    mine = [t for part in terms.parts for t in part if isinstance(t, torch.Tensor)]
+    mine = [t for part in rows.parts for t in part if isinstance(t, torch.Tensor)]
     assert not held & {tensor.untyped_storage().data_ptr() for tensor in mine}
-    assert (terms.forward, terms.is_slow) == (recorded.forward, recorded.is_slow)
+    assert rows.multiplications == by_recording.multiplications
+    assert rows.gradients == by_recording.gradients
 
 
 def with_hook(model):
@@ -291,7 +290,7 @@ def test_layers_that_do_more_are_recorded(change, monkeypatch):
 def without_factors(model, x, selection=None):
     linear = linear_model(model, selection)
     linear.probe(x)
-    assert linear.factored is None
+    assert not linear.factored
     with linear.network.guarded():
         assert isinstance(linear.at(x, 0, keep=True), ByAutodiff)
 
@@ -322,7 +321,7 @@ def test_wide_outputs_of_narrow_layers_have_no_factors():
     layers = nn.Linear(10, 40), nn.Softmax(-1), nn.Flatten()
     without_factors(net(*layers), draw(4, 6, 10))
     linear = linear_model(net(*layers[:2]), ["0.bias"])
-    assert linear.probe(draw(4, 10)).factors
+    assert linear.probe(draw(4, 10)).names
 
 
 def test_one_row_has_no_factors():
@@ -351,17 +350,17 @@ def test_gradients_in_the_inputs_are_torch_funcs():
 
 
 def test_a_steady_model_takes_as_many_columns_for_any_batch(monkeypatch):
-    monkeypatch.setattr(by_factors, "FETCHED_BYTES", 1 << 12)
+    monkeypatch.setattr(factors, "FETCHED_BYTES", 1 << 12)
     model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 2)).double()
     linear, x = linear_model(model), draw(40, 3)
     linear.probe(x)
-    known = linear.path, linear.factored
+    known = linear.report
     with linear.network.guarded():
         assert linear.at(x, 4).pushed < linear.at(x[:1], 4).pushed
         expected = linear.by_autodiff(x).pushed
         for by in (True, False):
             steady = linear.steady(x, by_factors=by)
-            found = [steady.at(some, 4, at_once=steady.path.columns) for some in (x, x[:1])]
+            found = [steady.at(some, 4) for some in (x, x[:1])]
             assert {type(rows) for rows in found} == {ByFactors if by else ByAutodiff}
             assert {rows.pushed for rows in found} == {expected}
-    assert known == (linear.path, linear.factored)
+    assert known == linear.report

@@ -41,7 +41,6 @@ def problem(model=None):
         model or network(), Classification(), [(x[:200], y[:200]), (x[200:], y[200:])]
     )
     made.linear_model.probe(x[:200])
-    made.linear_model.path = made.linear_model.path._replace(columns=None)
     return made
 
 
@@ -100,7 +99,7 @@ def test_what_cannot_be_made_smaller_is_said_and_tried_in_vain(model, rows):
 
 def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
     expected, small = product(problem()), problem()
-    small.linear_model.path = small.linear_model.path._replace(columns=3)
+    small.sweep.take(small.sweep.limits._replace(columns=3))
     pulls, adding, reshape = [], type(small.linear_model.layout).add_, torch.Tensor.reshape
     left = iter([True, True, True, False])
 
@@ -146,10 +145,10 @@ def test_a_shortage_is_no_property_of_the_network():
         return fresh.linear_model, -operations.left
 
     expected, count = prepared()
-    assert expected.path.forward and count > 100
+    assert expected.report.names and count > 100
     for refused in range(1, count, count // 5):
         linear, _ = prepared(refused)
-        assert linear.path.forward and not linear.report.unbatched and not linear.report.forward
+        assert linear.report.names == expected.report.names and not linear.report.reason
 
 
 SHORTAGES = """std::bad_alloc
@@ -278,5 +277,5 @@ def test_factors_that_were_given_up_are_not_used_again(monkeypatch):
 
     monkeypatch.setattr(Problem, "inspect", short_of_memory)
     _, la = fitted("classification", em_steps=1)
-    assert la._linear_model.factored is None
+    assert not la._linear_model.factored
     assert any("without stored Jacobian factors" in words for words in la.messages)

@@ -164,7 +164,7 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average():
     case, K = repeated("classification"), 400
     problem = case.problem(50)
     problem.linear_model.probe(case.x)
-    problem.linear_model.factored = None
+    problem.linear_model.leave_factors()
     ratio = problem.noise_features(K, 0).squares / case.exact().expected_squared_features
     # chi-squared with at least one degree of freedom a group and sample
     assert ((ratio - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()

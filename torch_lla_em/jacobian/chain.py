@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from torch_lla_em.data import default_forward
-from torch_lla_em.jacobian.by_factors import Outer, Term, Terms
+from torch_lla_em.jacobian.factors import Outer, Term
 from torch_lla_em.jacobian.network import Network
 
 _ELEMENTWISE = {
@@ -29,36 +29,52 @@ _SLOPES: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
 # those without an effect in eval mode are among the others
 _OTHERS = {nn.Linear, nn.Flatten, nn.Identity, nn.Dropout, nn.AlphaDropout}
 
-Layers = list[tuple[str, nn.Module]]
-
 
 def factors_of_chain(
-    network: Network, names: Collection[str], x: Any, keep: bool = False
-) -> Terms | None:
-    """Return f(x) and the factors of the named weights, or None if the network is no such chain.
+    network: Network, names: Collection[str], x: Any, keep: bool
+) -> tuple[Tensor, list[Term], int] | None:
+    """Return f(x), the factors of the named weights and their multiplications in a forward pass.
 
-    Call it inside ``network.guarded()``. Factors that are stored (``keep``) share no memory with
-    other tensors.
+    None if the network is no such chain. Factors that are stored (``keep``) share no memory with other
+    tensors.
     """
     is_plain = network.forward_fn is default_forward and network.class_dim in (-1, 1)
+    layers: list[tuple[str, nn.Module]] = []
     if not is_plain or network.precision == "bfloat16" or type(x) is not Tensor:
         return None
-    layers: Layers = []
     if not _append(layers, network.module, "") or not _own_all(layers, names):
         return None
-    h, steps = x.clone() if keep else x, []
-    for path, layer in layers:
+    h, known = x.clone() if keep else x, []  # the inputs of layers, and derivatives of functions
+    for _, layer in layers:
         if type(layer) in _ELEMENTWISE:
-            h, known = _with_slope(layer, h)
+            h, slope = _with_slope(layer, h)
+            known.append(slope)
         else:
-            known, h = h, layer(h)
+            known.append(h)
+            h = layer(h)
         if h.dim() != 2:
             return None
-        steps.append((path, layer, known))
-    return Terms(h, *_from_the_end(steps, names, len(h)))
+    parts: list[Term] = []
+    rows, count = len(h), sum(f"{path}weight" in names for path, _ in layers)
+    multiplications = 0
+    b: Tensor | None = None  # ∂f/∂h, (rows, D, channels), or once for all rows; None: h is f
+    for (path, layer), own in zip(layers[::-1], known[::-1]):
+        if type(layer) in _ELEMENTWISE:
+            b = own.diag_embed() if b is None else b * own[:, None]
+        if not isinstance(layer, nn.Linear):
+            continue
+        W, weight, bias = layer.weight.detach(), f"{path}weight", f"{path}bias"
+        if weight in names:
+            of_rows = b.repeat(rows, 1, 1) if b is not None and len(b) < rows else b
+            parts.append(Outer((weight, bias) if bias in names else (weight,), own, of_rows))
+            multiplications += rows * W.numel()
+            if len(parts) == count:
+                break
+        b = W[None].clone() if b is None else b @ W
+    return h, parts[::-1], multiplications
 
 
-def _append(layers: Layers, layer: nn.Module, path: str) -> bool:
+def _append(layers: list[tuple[str, nn.Module]], layer: nn.Module, path: str) -> bool:
     """Append the layers of nested ``nn.Sequential``; return whether all of them are known."""
     kind = type(layer)
     before, after = layer._forward_pre_hooks, layer._forward_hooks
@@ -71,16 +87,14 @@ def _append(layers: Layers, layer: nn.Module, path: str) -> bool:
     return kind in _ELEMENTWISE or kind in _OTHERS
 
 
-def _own_all(layers: Layers, names: Collection[str]) -> bool:
+def _own_all(layers: list[tuple[str, nn.Module]], names: Collection[str]) -> bool:
     """Whether the weights are those of different linear layers, each with its matrix."""
-    if torch_module._has_any_global_hook():
-        return False
     linear = [(path, layer) for path, layer in layers if type(layer) is nn.Linear]
     weights = {f"{path}weight" for path, _ in linear} & set(names)
-    biases = {name for name in names if name not in weights}
     parameters = [p for _, layer in linear for p in layer._parameters.values() if p is not None]
     return (
-        biases <= {f"{name[:-6]}bias" for name in weights}
+        not torch_module._has_any_global_hook()
+        and set(names) - weights <= {f"{name[:-6]}bias" for name in weights}
         and len({id(parameter) for parameter in parameters}) == len(parameters)
         and all(type(parameter) is nn.Parameter for parameter in parameters)
     )
@@ -96,29 +110,3 @@ def _with_slope(layer: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
         z = z.detach().requires_grad_()
         h = layer(z)
     return h.detach(), torch.autograd.grad(h, z, torch.ones_like(h))[0]
-
-
-def _from_the_end(
-    steps: list[tuple[str, nn.Module, Tensor]], names: Collection[str], rows: int
-) -> tuple[list[Term], int]:
-    """Return the factors of the named weights, and how often they multiply in a forward pass.
-
-    Each step has the input of its layer, or the derivative of an elementwise function.
-    """
-    parts: list[Term] = []
-    count, multiplications = sum(f"{path}weight" in names for path, _, _ in steps), 0
-    b: Tensor | None = None  # ∂f/∂h, (rows, D, channels), or once for all rows; None: h is f
-    for path, layer, known in steps[::-1]:
-        if type(layer) in _ELEMENTWISE:
-            b = known.diag_embed() if b is None else b * known[:, None]
-        if type(layer) is not nn.Linear:
-            continue
-        W, weight, bias = layer.weight.detach(), f"{path}weight", f"{path}bias"
-        if weight in names:
-            own = b.repeat(rows, 1, 1) if b is not None and len(b) < rows else b
-            parts.append(Outer(weight, bias if bias in names else None, known, own))
-            multiplications += rows * W.numel()
-            if len(parts) == count:
-                break
-        b = W[None].clone() if b is None else b @ W
-    return parts[::-1], multiplications

@@ -6,36 +6,50 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import map_tensors, tensors_in
-from torch_lla_em.jacobian.calls import nodes_of
-from torch_lla_em.jacobian.network import Network, NoJacobianError
+from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import owns_weights
+from torch_lla_em.jacobian.recorded import nodes_of
 from torch_lla_em.runtime import report
 
 
 def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
-    first, again = _traced(network, names, x), _traced(network, names, x)
-    _check_outputs(network, first.outputs, x)
-    _refuse_unexchanged(first, again)
-    if distance(first.outputs, again.outputs) > math.sqrt(torch.finfo(first.outputs.dtype).eps):
+    f, reached, _ = _traced(network, names, x)
+    again, reached_again, elsewhere = _traced(network, names, x)
+    _check_outputs(network, f, x)
+    if elsewhere:
+        raise RuntimeError(
+            f"The parameter {min(elsewhere)!r} is also used outside of the module's "
+            "registered parameters, where it cannot be replaced (in a list, a closure or a "
+            "second model). Register it as a parameter, or leave it out of `parameters`."
+        )
+    if reached - reached_again:
+        raise RuntimeError(
+            f"The parameter {min(reached - reached_again)!r} is used in the first forward pass only: the "
+            "model caches a tensor computed from it (in an attribute, functools.cache or a global), so "
+            "there is no derivative in later passes. Clear the cache, and compute the tensor in "
+            "every forward pass."
+        )
+    change = (f.double() - again.double()).norm() / again.double().norm().clamp(min=1e-300)
+    if change > math.sqrt(torch.finfo(f.dtype).eps):
         raise ValueError(
             "Two forward passes over the same inputs disagree, first in "
-            f"{first_layer(network, x, lambda a, b: distance(a, b) > 0)}: it draws random numbers "
+            f"{_first_layer(network, x, lambda a, b: bool((a != b).any()))}: it draws random numbers "
             "or keeps state in eval mode. F.dropout(x) needs training=self.training."
         )
-    if not again.reached:
-        raise NoJacobianError(
+    if not reached_again:
+        raise NotImplementedError(
             "The outputs do not depend on the parameters in the posterior: autograd records no "
             f"operation on {names[0]!r} or any other of them. Look for no_grad, detach or another "
             "copy of the model in the forward pass, or change `parameters`."
         )
-    unused = sorted(set(names) - again.reached)
+    unused = sorted(set(names) - reached_again)
     if unused:
         report(
             "log",
@@ -43,28 +57,11 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they should "
             "matter, what depends on them is cached, for example in an attribute: clear that.",
         )
-    return first.outputs.movedim(network.class_dim, -1)
+    return f.movedim(network.class_dim, -1)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖."""
-    a, b = a.detach().double(), b.detach().double()
-    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
-
-
-class _Traced(NamedTuple):
-    """The outputs, and the parameters in their graph."""
-
-    outputs: Tensor
-    reached: set[str]
-    """Parameters in the graph that can be replaced."""
-
-    elsewhere: set[str]
-    """Parameters that the graph reaches directly, although they were replaced in the module."""
-
-
-def _traced(network: Network, names: tuple[str, ...], x: Any) -> _Traced:
-    """Return f(x), and the parameters that its graph reaches."""
+def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, set[str], set[str]]:
+    """Return f(x), the parameters in its graph, and those that it reaches although they were replaced."""
     parameters = dict(network.module.named_parameters())
     weights = {
         name: p.detach().requires_grad_() for name, p in parameters.items() if p.is_floating_point()
@@ -87,12 +84,11 @@ def _traced(network: Network, names: tuple[str, ...], x: Any) -> _Traced:
             "some weights. Pass use_reentrant=False to torch.utils.checkpoint, or switch "
             "checkpointing off."
         )
-    variables = {id(getattr(node, "variable", None)) for node in nodes}
-    return _Traced(
-        outputs.detach(),
-        {name for name in names if id(weights[name]) in variables},
-        {name for name in names if id(parameters[name]) in variables},
+    ends = {id(getattr(node, "variable", None)) for node in nodes}
+    reached, elsewhere = (
+        {name for name in names if id(tensors[name]) in ends} for tensors in (weights, parameters)
     )
+    return outputs.detach(), reached, elsewhere
 
 
 def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
@@ -109,26 +105,8 @@ def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
     if not f.isfinite().all():
         raise ValueError(
             "The outputs are not finite on the first batch, first in "
-            f"{first_layer(network, x, lambda a, _: not a.to_dense().isfinite().all())}. Check the inputs "
-            "and the weights of that layer."
-        )
-
-
-def _refuse_unexchanged(first: _Traced, again: _Traced) -> None:
-    """Raise an error if outputs depend on weights in another way than through the module."""
-    if again.elsewhere:
-        raise RuntimeError(
-            f"The parameter {min(again.elsewhere)!r} is also used outside of the module's "
-            "registered parameters, where it cannot be replaced (in a list, a closure or a "
-            "second model). Register it as a parameter, or leave it out of `parameters`."
-        )
-    lost = first.reached - again.reached
-    if lost:
-        raise RuntimeError(
-            f"The parameter {min(lost)!r} is used in the first forward pass only: the model "
-            "caches a tensor computed from it (in an attribute, functools.cache or a global), so "
-            "there is no derivative in later passes. Clear the cache, and compute the tensor in "
-            "every forward pass."
+            f"{_first_layer(network, x, lambda a, _: not a.to_dense().isfinite().all())}. Check the "
+            "inputs and the weights of that layer."
         )
 
 
@@ -154,7 +132,7 @@ def called_last(network: Network, x: Any) -> str:
 
 
 @contextmanager
-def hooked(module: nn.Module, see: Any, before: bool = False) -> Iterator[None]:
+def hooked(module: nn.Module, see: Callable[..., None], before: bool = False) -> Iterator[None]:
     """Call ``see(path, layer, args, kwargs, output)`` at the end of each submodule's call.
 
     ``before`` that call, it is without the output.
@@ -196,32 +174,27 @@ def name_layer(network: Network, path: str | None) -> str:
     return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
 
 
-def first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]) -> str:
-    """Return the name of the first submodule whose outputs in two passes satisfy a test.
+def _first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]) -> str:
+    """Return the name of the first submodule whose outputs, but not inputs, satisfy a test in two passes."""
+    passes: list[list[tuple[str, list[list[Tensor]]]]] = [[], []]
+    for calls in passes:
 
-    A submodule whose inputs already satisfy the test is skipped.
-    """
-    for (path, given, got), (_, *again) in zip(_record(network, x), _record(network, x)):
+        def see(
+            path: str, layer: Any, args: Any, kwargs: Any, output: Any, calls: Any = calls
+        ) -> None:
+            both = [floating_tensors((args, kwargs)), floating_tensors(output)]
+            calls.append((path, [[tensor.clone() for tensor in some] for some in both]))
+
+        with hooked(network.module, see):
+            network.outputs(x)
+    for (path, first), (_, again) in zip(*passes):
         at_fault = [
-            any(a.shape == b.shape and differs(a, b) for a, b in zip(*pair))
-            for pair in zip((given, got), again)
+            any(a.shape == b.shape and differs(a, b) for a, b in zip(*both))
+            for both in zip(first, again)
         ]
         if at_fault == [False, True]:
             return name_layer(network, path)
     return name_layer(network, None)
-
-
-def _record(network: Network, x: Any) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    """Return the inputs and outputs of each submodule's call in f(x), in the order of their end."""
-    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
-
-    def see(path: str, layer: Any, *call: Any) -> None:
-        given, got = floating_tensors(call[:2]), floating_tensors(call[2])
-        calls.append((path, [t.clone() for t in given], [t.clone() for t in got]))
-
-    with hooked(network.module, see):
-        network.outputs(x)
-    return calls
 
 
 @contextmanager

@@ -1,171 +1,251 @@
-"""Finds weights that act only by matrix products, and computes the factors of their Jacobian."""
+"""The linear model at one batch by the factors of its Jacobian.
+
+z = W a + b is what a layer returns for a, and B = ∂f/∂z. Both are the same for all columns, so
+J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a graph.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from torch_lla_em.jacobian.by_factors import Dense, Lookup, Outer, Term, Terms
-from torch_lla_em.jacobian.calls import Call, recorded
-from torch_lla_em.jacobian.chain import factors_of_chain
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, Weights
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights
 
-# number of outputs per example above which the backward passes cost more than they save
-_MOST_OUTPUTS = 512
+# numbers in the gradients of single rows that are held at once; on a CPU, few enough for its cache
+_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
-@dataclass(frozen=True)
-class Factored:
-    """The weights of a network that act by matrix products alone."""
+class Outer(NamedTuple):
+    """J of a linear or convolutional layer, B ⊗ a summed over places."""
 
-    weights: Weights
     names: tuple[str, ...]
-    example_bytes: int | None = None
-    """Bytes of the largest output of a layer for one example; None: all outputs at once."""
+    """The weight, and the bias if it has one."""
 
-    least_columns: int = 1
-    """Number of columns from which factors are worth computing even if they are not stored."""
+    a: Tensor
+    """(rows, channels), or (rows, groups, channels, places)."""
 
-    shared: tuple[str, ...] = ()
-    """Tables of which one lookup is used for all examples."""
+    b: Tensor | None
+    """(rows, D, groups × channels × places); None: the outputs are f, place by place."""
 
-    def __str__(self) -> str:
-        layout = self.weights.layout
-        number = sum(n for name, n in zip(layout.names, layout.sizes) if name in self.names)
-        return f"{number:,} of {layout.size:,} weights have factors"
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        weight, *biases = (tangents[name] for name in self.names)
+        K = len(weight)
+        if self.a.dim() == 2 and self.b is None and _has_more_rows(self.a):
+            # one product for all vectors, since products with few outputs are slow; the weights are
+            # copied, which are fewer numbers than the results
+            z = F.linear(self.a, weight.reshape(-1, self.a.shape[1])).unflatten(1, (K, -1))
+        elif self.a.dim() == 2:
+            # one batched product, which reads the blocks of all vectors where they are
+            a, weight = self.a.expand(K, *self.a.shape), weight.flatten(2).mT
+            z = torch.baddbmm(biases[0][:, None], a, weight) if biases else a.bmm(weight)
+            z, biases = z.transpose(0, 1), []
+        else:
+            groups = self.a.shape[1]
+            weight = weight.reshape(K, groups, -1, self.a.shape[2])
+            if groups == 1:  # einsum would copy its result
+                z = (weight.flatten(0, 2) @ self.a[:, 0]).unflatten(1, weight.shape[:2] + (-1,))
+            else:
+                z = torch.einsum("kgoi,bgit->bkgot", weight, self.a)
+            biases = [bias.view(K, groups, -1, 1) for bias in biases]
+        z = z + biases[0] if biases else z
+        if self.b is None:
+            return z if z.dim() == 3 else z.flatten(2, -2).mT.flatten(2)
+        return torch.bmm(z.flatten(2), self.b.mT)
 
-    @classmethod
-    def find(cls, weights: Weights, x: Any, shared: tuple[str, ...] = ()) -> Factored | None:
-        """Return how all weights act by products at x, or None; one example is not enough to decide.
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
+        d = self.signals(u)
+        if self.a.dim() == 2:
+            return [d.flatten(1).mT @ self.a, d.sum(0)]
+        if self.a.shape[1] == 1 and self.a.shape[3] >= self.a.shape[2]:
+            # a product for each row takes a sixth of the time of einsum, and no more memory than d
+            own = (d.flatten(1, 3) @ self.a[:, 0].mT).sum(0).unflatten(0, d.shape[1:4])
+        else:
+            own = torch.einsum("bkgot,bgit->kgoi", d, self.a)
+        return [own, d.sum((0, 4))]
 
-        If one weight acts otherwise, factors of the rest save nothing: on a tiny BERT without factors
-        of its tables, a fit takes 4.7 s with them and 5.1 s without, and a prediction 19 and 13 ms.
-        """
-        f, calls, others = recorded(weights.network, weights.layout.names, x, shared)
-        if f.dim() < 2 or len(f) < 2:
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a weight, (rows, K, ...)."""
+        d, is_bias = self.signals(u), name != self.names[0]
+        if self.a.dim() == 2:
+            return d if is_bias else torch.einsum("bko,bi->bkoi", d, self.a)
+        return d.sum(-1) if is_bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
+
+    def signals(self, u: Tensor) -> Tensor:
+        """Return Bᵀu, (rows, K, channels) or (rows, K, groups, channels, places)."""
+        if self.b is not None:
+            d = torch.bmm(u.to(self.b), self.b)
+        else:
+            d = u if self.a.dim() == 2 else u.unflatten(2, (self.a.shape[3], -1)).mT.flatten(2)
+        d = d.to(self.a)
+        return d if self.a.dim() == 2 else d.unflatten(2, (self.a.shape[1], -1, self.a.shape[3]))
+
+
+class Lookup(NamedTuple):
+    """J of an embedding: a fit of a tiny BERT takes 4.0 s, and 16 s by ``torch.func``."""
+
+    names: tuple[str]
+    shape: torch.Size
+    """Shape of the table."""
+
+    a: Tensor
+    """The entries that are looked up, (rows, places)."""
+
+    b: Tensor
+    """(rows, D, channels × places)."""
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        z = tangents[self.names[0]][:, self.a].permute(1, 0, 3, 2)
+        return torch.bmm(z.flatten(2), self.b.mT)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of the table, (K, ...), from u, (rows, K, D)."""
+        d = self._signals(u).permute(2, 0, 1, 3).flatten(1, 2)
+        return [d.new_zeros(len(d), *self.shape).index_add_(1, self.a.flatten(), d)]
+
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu, (rows, K, *shape)."""
+        d = self._signals(u).transpose(1, 2)
+        table = d.new_zeros(*d.shape[:2], *self.shape)
+        return table.scatter_add_(2, self.a[:, None, :, None].expand_as(d), d)
+
+    def _signals(self, u: Tensor) -> Tensor:
+        """Return Bᵀu, (rows, places, K, channels)."""
+        d = torch.bmm(u.to(self.b), self.b).unflatten(2, (-1, self.a.shape[1]))
+        return d.permute(0, 3, 1, 2)
+
+
+class Dense(NamedTuple):
+    """J itself, of weights for which that takes less arithmetic than factors."""
+
+    names: tuple[str, ...]
+    sizes: list[int]
+    """How many columns of J belong to each; a weight that is used several times is named each time."""
+
+    J: Tensor
+    """(rows, D, p)."""
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Return J w, (rows, K, D), from directions (K, *shape)."""
+        w = torch.cat([tangents[name].flatten(1) for name in self.names], 1).to(self.J)
+        return (w @ self.J.flatten(0, 1).mT).view(len(w), *self.J.shape[:2]).transpose(0, 1)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
+        pulled = u.transpose(0, 1).flatten(1).to(self.J) @ self.J.flatten(0, 1)
+        return list(pulled.split(self.sizes, 1))
+
+    def gradient(self, name: str, u: Tensor) -> Tensor:
+        """Return every row's own Jᵀu for a weight, (rows, K, p)."""
+        first, *more = [J for own, J in zip(self.names, self.J.split(self.sizes, 2)) if own == name]
+        return u.to(self.J) @ sum(more, first)
+
+
+Term = Outer | Lookup | Dense
+
+
+class ByFactors(Rows):
+    """The linear model at a batch by factors."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        f: Tensor,
+        parts: list[Term],
+        multiplications: int,
+        columns: int | None = None,
+    ):
+        """``multiplications``: by weights in a forward pass; ``columns``: the most at once, None: all."""
+        super().__init__(weights, columns, columns)
+        self.f, self.parts, self.multiplications = f, parts, multiplications
+        self._values = weights.values()
+        held = [entry for term in parts for entry in term if isinstance(entry, Tensor)]
+        self.nbytes = f.nbytes + sum(tensor.nbytes for tensor in held)
+
+    @property
+    def gradients(self) -> int:
+        """How many numbers backward passes for every output have found; 0 if none was needed."""
+        held = [term.J if isinstance(term, Dense) else term.b for term in self.parts]
+        return sum(tensor.numel() for tensor in held if tensor is not None)
+
+    @property
+    def features(self) -> Tensor | None:
+        """h, (B, ..., D), if J w = W h for all parameters W; else None."""
+        term = self.parts[0]
+        whole = len(self.parts) == 1 and term.names == self._weights.layout.names
+        if not whole or not isinstance(term, Outer) or term.b is not None:
             return None
-        used = {name for call in calls for name in call.names}
-        if others or not used or not f.requires_grad:
+        if term.a.dim() > 2 and term.a.shape[1] > 1:  # groups
             return None
-        if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
-            return None
-        u = torch.zeros_like(f)
-        u[0] = torch.randn(
-            f[0].shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu"
-        ).to(f)
-        grads = torch.autograd.grad(f, [call.edge for call in calls], u, allow_unused=True)
-        for call, z in zip(calls, grads):
-            if z is None or call.first_row_alone(z[None], len(f)):
-                continue
-            if call.is_lookup and call.weight not in shared:
-                return cls.find(weights, x, (*shared, call.weight))
-            return None
-        return cls(weights, tuple(sorted(used)), shared=shared)
+        h = term.a if term.a.dim() == 2 else term.a[:, 0].mT
+        h = h.reshape(*self.f.shape[:-1], -1)
+        return h if len(term.names) == 1 else F.pad(h, (0, 1), value=1.0)
 
-    def run(self, x: Any, keep: bool = False) -> Terms | None:
-        """Return the factors at x, or None if a weight acts in another way than before.
+    def row_squares(self, u: Tensor) -> dict[str, Tensor]:
+        """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
+        u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)
+        names = dict.fromkeys(name for term in self.parts for name in term.names)
+        return {name: self._squares(name, u).view_as(self._values[name]) for name in names}
 
-        Factors that are stored share no memory with other tensors.
-        """
-        known = factors_of_chain(self.weights.network, self.names, x, keep)
-        if known is not None:
-            return known._replace(is_limited=self.example_bytes is not None)
-        names = self.weights.layout.names
-        f, calls, others = recorded(self.weights.network, names, x, self.shared)
-        as_before = all(call.is_kept and set(call.names) <= set(self.names) for call in calls)
-        if others or not f.requires_grad or not as_before:
-            return None
-        B, D = len(f), f[0].numel()
-        terms = [_Gathered(call, B, D, keep, call.is_output(f)) for call in calls]
-        inner = [term for term in terms if not term.ends]
-        if inner:
-            self._backward(f, inner)
-        terms = [term for term in terms if term.pieces or term not in inner]
-        dense = [term for term in terms if term.is_dense]
-        parts: list[Term] = [term.factors() for term in terms if not term.is_dense]
-        if dense:
-            J = torch.cat([torch.cat(term.pieces, 1) for term in dense], 2)
-            every = [name for term in dense for name in term.call.names]
-            parts.append(Dense(every, [n for term in dense for n in term.call.sizes], J))
-        multiplications = sum(call.multiplications for call in calls)
-        return Terms(f.detach(), parts, multiplications, self.example_bytes is not None)
+    def _squares(self, name: str, u: Tensor) -> Tensor:
+        terms = [term for term in self.parts if name in term.names]
+        first, size = terms[0], self._values[name].numel()
+        if len(terms) == 1 and isinstance(first, Outer) and first.a.dim() == 2:
+            # J_nᵀu_n is the outer product d aᵀ, so its square is the product of the squares
+            d = _wide(first.signals(u)).square().sum(1)
+            return d.sum(0) if name != first.names[0] else d.mT @ _wide(first.a).square()
+        total: Any = 0.0
+        most = _NUMBERS.get(u.device.type, _NUMBERS["cpu"])
+        step = max(1, most // max(1, u.shape[1] * size))
+        for start in range(0, len(u), step):
+            rows = slice(start, start + step)
+            each = [_part(term, rows).gradient(name, u[rows]).flatten(2) for term in terms]
+            total = total + _wide(sum(each[1:], each[0])).square().sum((0, 1))
+        return total
 
-    def _backward(self, f: Tensor, terms: list[_Gathered]) -> None:
-        """Compute the gradients of each term, by one backward pass for each output of all examples."""
-        B, D = len(f), f[0].numel()
-        u = torch.eye(D, dtype=f.dtype, device=f.device)[:, None].expand(D, B, D)
-        u = u.reshape(D, *f.shape)
-        edges = [term.call.edge for term in terms]
-        used: list[_Gathered] = []
+    def _push(self, directions: dict[str, Tensor]) -> Tensor:
+        own = {name: directions[name].to(value) for name, value in self._values.items()}
+        K, f = len(next(iter(own.values()))), self.f
+        Jw = f.new_zeros(K, len(f), f[0].numel())
+        for term in self.parts:
+            Jw += term.push(own).transpose(0, 1)
+        return Jw.view(K, *f.shape)
 
-        def pull(u: Tensor) -> list[Tensor]:
-            grads = torch.autograd.grad(f, edges, u, retain_graph=True, allow_unused=True)
-            used[:] = [term for term, z in zip(terms, grads) if z is not None]
-            return [z for z in grads if z is not None]
-
-        # torch.func.vmap, since is_grads_batched takes convolutions one by one
-        step = D
-        if self.example_bytes is not None:
-            step = max(1, FETCHED_BYTES // (self.example_bytes * max(1, B)))
-        for some in u.split(step):
-            found = torch.vmap(pull)(some) if len(some) > 1 else [z[None] for z in pull(some[0])]
-            for term, z in zip(used, found):
-                term.take(z)
+    def _pull(self, u: Tensor) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        K = len(u)
+        u = u.reshape(K, len(self.f), self.f[0].numel()).transpose(0, 1)
+        for term in self.parts:
+            for name, pulled in zip(term.names, term.pull(u)):
+                pulled = pulled.reshape(K, *self._values[name].shape)
+                total[name] = pulled if name not in total else total[name].add_(pulled)
+        return total
 
 
-class _Gathered:
-    """J of one call, gathered output by output."""
+def best_columns(f: Tensor, parts: list[Term]) -> int:
+    """Return the number of columns whose temporary tensors a CPU does not allocate each time."""
+    widths = [
+        len(term.a) * term.b.shape[2] if term.b is not None else f.numel()
+        for term in parts
+        if not isinstance(term, Dense) and (term.b is not None or term.a.dim() == 4)
+    ]
+    return max(1, FETCHED_BYTES // (max(widths, default=1) * f.itemsize))
 
-    def __init__(self, call: Call, B: int, D: int, keep: bool, ends: bool):
-        self.call = call
-        self.pieces: list[Tensor] = []
-        self._B = B
-        self._a = None if call.weight is None else call.inputs(B)
-        self.is_dense = self._a is None
-        self.ends = ends and self._a is not None
-        """Whether its outputs are those of the network, which needs no backward pass."""
 
-        if self._a is None or call.is_lookup:
-            return
-        G, I, T = self._a.shape[1:]
-        O = call.shape.numel() // (B * G * T)
-        # columns of J where they take less arithmetic, and no more than four times the memory
-        self.is_dense = (
-            T > 1 and not ends and min(O * T * (I + D), 4 * T * (I + D * O)) >= D * O * I
-        )
-        own = self._a.untyped_storage().nbytes() == self._a.nbytes
-        if keep and not (own and call.given.requires_grad):
-            self._a = self._a.clone()
+def _has_more_rows(a: Tensor) -> bool:
+    """Whether there are as many rows as columns; not if their number is free, as in an export."""
+    return isinstance(a.shape[0], int) and len(a) >= a.shape[1]
 
-    def take(self, z: Tensor) -> None:
-        """Take the gradients of some outputs, (d, *z.shape)."""
-        z = self.call.outputs(z, self._B)
-        if self.call.padding_idx is not None:
-            z = z * (self._a != self.call.padding_idx)[:, None, None]
-        z = z.transpose(0, 1)  # (rows, d, groups, channels, places)
-        if not self.is_dense:
-            self.pieces.append(z.flatten(2))
-            return
-        weight = [] if self.call.weight is None else [self._sum_over_places(z)]
-        bias = [] if self.call.bias is None else [z.sum(-1).flatten(2)]
-        self.pieces.append(torch.cat([*weight, *bias], 2))
 
-    def _sum_over_places(self, z: Tensor) -> Tensor:
-        """Return the columns of J for the weight, (rows, d, groups × channels × I)."""
-        d, channels = z.shape[1], z.shape[3]
-        # one product for all outputs: broadcasting over them would copy the inputs for each
-        z = z.transpose(1, 2).flatten(2, 3) @ self._a.mT
-        return z.unflatten(2, (d, channels)).transpose(1, 2).flatten(2)
+def _part(term: Any, rows: slice) -> Any:
+    """Return a term of some rows."""
+    return type(term)(*(entry[rows] if isinstance(entry, Tensor) else entry for entry in term))
 
-    def factors(self) -> Outer | Lookup:
-        """Return J as factors."""
-        a, call = self._a, self.call
-        b = torch.cat(self.pieces, 1) if self.pieces else None
-        if call.is_lookup:
-            return Lookup(call.weight, call.weight_shape, a, b)
-        if a.shape[1] == a.shape[3] == 1:
-            a = a[:, 0, :, 0]
-        return Outer(call.weight, call.bias, a, b)
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_lla_em.data import map_tensors
-from torch_lla_em.jacobian.by_factors import ByFactors
-from torch_lla_em.jacobian.factors import Factored
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.probe import Report, probe
-from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights
+from torch_lla_em.jacobian.probe import probe
+from torch_lla_em.jacobian.recorded import by_factors
+from torch_lla_em.jacobian.rows import ByAutodiff, Report, Rows, at_once, fewest, num_examples
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -37,12 +36,15 @@ class LinearModel:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
-        self.weights = Weights(network, layout)
+        _refuse_scripted(network, layout)
+        self._padding = _padding_rows(network, layout)
+        self._most: int | None = None
+        """Largest number of columns at once; None: no limit."""
+
         self.forget()
 
     def forget(self) -> None:
         """Discard the result of the probe, which may not hold for other weights or another device."""
-        self._path: Path | None = Path(forward=self.weights.allow_forward)
         self._report: Report | None = None
         self._probed: tuple | None = None
         self._examples: Any = None
@@ -51,11 +53,8 @@ class LinearModel:
         self.precision_error = 0.0
         """Relative error of J w compared with float32, if ``Compute`` selects a lower precision."""
 
-        self.factored: Factored | None = None
-        """The weights whose Jacobian is computed by factors."""
-
         self._has_left_factors = False
-        """Whether memory has run out with factors, so that a later probe does not use them again."""
+        """Whether memory has run out with factors, so that they are not used again."""
 
     @property
     def report(self) -> Report | None:
@@ -63,23 +62,29 @@ class LinearModel:
         return self._report if self._probed == (self.network.device, self.dtype) else None
 
     @property
-    def path(self) -> Path:
-        """How torch.func computes the products, if it is known."""
-        return self._path or Path(forward=self.weights.allow_forward)
+    def factored(self) -> tuple[str, ...]:
+        """The parameters whose Jacobian is computed by factors: all that have an influence, or none."""
+        return () if self._report is None or self._has_left_factors else self._report.names
 
-    @path.setter
-    def path(self, path: Path) -> None:
-        self._path = path
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether the parameters are those of one linear layer with Jacobian factors."""
+        return bool(self.factored) and len(self.layout.names) <= 2
+
+    @property
+    def allow_forward(self) -> bool:
+        """Whether forward mode is right: not for tied weights with a padding row in one use only."""
+        return None not in self._padding.values()
 
     @property
     def w_MAP(self) -> Tensor:
         """The trained weights, shape (P,)."""
-        return self.layout.flatten(self.weights.values())
+        return self.layout.flatten(self.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of vectors in parameter space, float32 or higher."""
-        dtypes = {weight.dtype for weight in self.weights.values().values()}
+        dtypes = {weight.dtype for weight in self.values().values()}
         return reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
@@ -87,6 +92,19 @@ class LinearModel:
         """Relative rounding error of J w, from the dtype of the model or from ``Compute``."""
         dtypes = {p.dtype for p in self.network.module.parameters() if p.is_floating_point()}
         return max([self.precision_error, *(torch.finfo(dtype).eps for dtype in dtypes)])
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the trained weights by name, detached."""
+        return self.network.weights(self.layout.names)
+
+    def unpadded(self, directions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return directions without the rows of padding, which backward leaves out by itself."""
+        unpadded = dict(directions)
+        for name, row in self._padding.items():
+            if row is not None and name in unpadded:
+                at = torch.full((1,), row, device=unpadded[name].device)  # no copy to a GPU
+                unpadded[name] = unpadded[name].index_fill(-2, at, 0)
+        return unpadded
 
     def probe(self, x: Any, needs_path: bool = True) -> Report | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
@@ -103,19 +121,14 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                found = probe(self.weights, x, needs_path)
+                found = probe(self, x, needs_path)
             if found is None:
                 logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
-            self._path, self._examples = found.path, x
-            self.factored = None if self._has_left_factors else found.factored
+            self._report, self._probed, self._examples = found, where, x
             if self.network.precision != "float32":
                 self._measure_precision(x)
-        if found.unbatched:
-            report("log", str(found))
-        else:
-            logger.info("%s", found)
-        self._report, self._probed = found, where
+        logger.info("%s", found)
         return found
 
     def _measure_precision(self, x: Any) -> None:
@@ -144,26 +157,39 @@ class LinearModel:
         between passes, if possible. ``at_once`` is the number of columns that fit into memory; None:
         all.
         """
-        factored = self.factored
-        if factored is not None and not torch.is_grad_enabled():
-            terms = factored.run(x, keep) if keep or columns >= factored.least_columns else None
-            if terms is not None:
-                return ByFactors(self.weights, terms, at_once)
+        known = self._report
+        may = known is not None and self.factored and not torch.is_grad_enabled()
+        if may and (keep or columns >= known.least_columns):
+            rows = by_factors(self, known, x, keep, fewest(self._most, at_once))
+            if rows is not None:
+                return rows
         return self.by_autodiff(x, at_once)
 
-    def by_autodiff(self, x: Any, at_once: int | None = None) -> ByAutodiff:
-        """Return the linear model at a batch by ``torch.func``."""
-        if self._path is None:  # not needed until now; a copy has no examples yet
-            self.probe(map_tensors(Tensor.detach, x) if self._examples is None else self._examples)
-        return ByAutodiff(self.weights, x, self.path.within(at_once))
+    def by_autodiff(self, x: Any, most: int | None = None) -> ByAutodiff:
+        """Return the linear model at a batch by ``torch.func``, for ``most`` columns at once."""
+        known = self._report
+        if (
+            known is not None and known.forward is None
+        ):  # not needed until now; a copy has no examples
+            known = self.probe(
+                map_tensors(Tensor.detach, x) if self._examples is None else self._examples
+            )
+        forward = self.allow_forward if known is None or known.forward is None else known.forward
+        best = at_once(None if known is None else known.example_bytes, num_examples(x))
+        pushed, pulled = (fewest(self._most, most, own) for own in best)
+        return ByAutodiff(self, x, forward, (pushed, pulled))
 
     def steady(self, x: Any, by_factors: bool) -> LinearModel:
         """Return the same model that computes as many columns at once for any batch as for x."""
-        other, columns = copy(self), self.by_autodiff(x).pushed
-        other._path = self.path._replace(columns=columns, example_bytes=None)
-        keeps = by_factors and self.factored is not None
-        other.factored = replace(self.factored, example_bytes=None) if keeps else None
-        return other
+        other, other_most = copy(self), self.by_autodiff(x).pushed
+        return other._with_columns(other_most, by_factors)
+
+    def _with_columns(self, most: int | None, by_factors: bool) -> LinearModel:
+        self._most = most
+        if self._report is not None:
+            names = self.factored if by_factors else ()
+            self._report = self._report._replace(example_bytes=None, names=names)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave data out of copies and pickles."""
@@ -171,7 +197,7 @@ class LinearModel:
 
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
-        return self.network.function(x)(self.weights.values())
+        return self.network.function(x)({})
 
     def activations(self, x: Any) -> int:
         """Return the bytes that a forward pass stores for its derivatives."""
@@ -183,22 +209,52 @@ class LinearModel:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        rows = ByAutodiff(self.weights, x, Path())
         # torch.func inside a network allows no hooks: then it is not known
         with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
-            rows.forward()
+            ByAutodiff(self, x).record()
         for parameter in self.network.module.parameters():  # are in memory in any case
             if parameter.layout == torch.strided:
                 sizes.pop(parameter.untyped_storage().data_ptr(), None)
         return sum(sizes.values())
 
-    @property
-    def is_last_layer(self) -> bool:
-        """Whether the parameters are those of one linear layer with Jacobian factors."""
-        return self.factored is not None and len(self.layout.names) <= 2
-
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
-        if self.factored is not None:
+        if self.factored:
             report("log", "Out of memory: continuing without stored Jacobian factors.")
-            self.factored, self._has_left_factors = None, True
+            self._has_left_factors = True
+
+
+def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
+    for path, layer in network.module.named_modules():
+        own = [name for name in layout.names if name.startswith(f"{path}.")]
+        if own and isinstance(layer, torch.jit.ScriptModule):
+            raise TypeError(
+                f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                "cannot be exchanged. Use the Python module it was made from, or leave "
+                f"{own[0]!r} out of `parameters`."
+            )
+
+
+def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, int | None]:
+    """Return the row that gets no gradient in training, by name; None for tied weights.
+
+    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, but forward mode does.
+    """
+    rows: dict[str, int | None] = {}
+    parameters = {id(p): name for name, p in network.module.named_parameters()}
+    uses = Counter(id(p) for m in network.module.modules() for p in m.parameters(recurse=False))
+    for path, layer in network.module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        name = parameters.get(id(layer.weight))
+        if name not in layout.names:
+            continue
+        if layer.scale_grad_by_freq:
+            raise ValueError(
+                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
+                "gradient is not the derivative of its output and there is no Jacobian. Set "
+                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
+            )
+        if layer.padding_idx is not None:
+            rows[name] = None if uses[id(layer.weight)] > 1 else layer.padding_idx
+    return rows

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,24 +18,18 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from torch_lla_em.data import copied, default_forward
-from torch_lla_em.jacobian.state import ONE_AT_A_TIME, NetworkState
+from torch_lla_em.jacobian.state import ONE_AT_A_TIME
 from torch_lla_em.runtime import tf32
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 WeightFunction = Callable[[dict[str, Tensor]], Tensor]
 
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the network inside ``torch.compile``, ``DataParallel`` or DDP wrappers."""
-    while True:
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            module = module.module
-        elif isinstance(module, nn.Module) and "_orig_mod" in module._modules:
-            module = module.get_submodule("_orig_mod")
-        else:
-            return module
+_OF_MODULES = vars(nn.Module()).keys()
+# entries of a container beyond which it takes too long to look through
+_ENTRIES = 256
 
 
 class ContiguousInputs(TorchFunctionMode):
@@ -51,20 +48,14 @@ class ContiguousInputs(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear:
-            args = self._contiguous(args, 1)
-        elif func is F.multi_head_attention_forward:  # the functions it calls do not come here
-            args = self._contiguous(args, 3)
-        return func(*args, **(kwargs or {}))
-
-    def _contiguous(self, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-        """Return the first ``count`` arguments as contiguous tensors; equal arguments stay one tensor."""
-        copies: dict[int, Any] = {}
+        # the functions that multi-head attention calls do not come here
+        count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)
+        copies: dict[int, Tensor] = {}  # equal arguments stay one tensor
         for tensor in args[:count]:
             if tensor.dim() > 2 and not tensor.is_contiguous():
                 copies.setdefault(id(tensor), tensor.contiguous())
         self.needed = self.needed or bool(copies)
-        return tuple(copies.get(id(argument), argument) for argument in args)
+        return func(*(copies.get(id(argument), argument) for argument in args), **(kwargs or {}))
 
 
 class _Called(nn.Module):
@@ -75,33 +66,32 @@ class _Called(nn.Module):
         self.module, self.forward = module, partial(forward_fn, module)
 
 
-class NoJacobianError(NotImplementedError):
-    """Neither forward nor reverse mode gives the Jacobian of a model."""
-
-
 class Network:
     """f(x; w) of a module, whose weights, buffers, mode and attributes are not changed.
 
-    The axis of the classes is moved last, so that outputs are (B, ..., C) throughout.
+    The axis of the classes is moved last, so that outputs are (B, ..., C) throughout. Call it inside
+    ``guarded()``.
     """
 
     def __init__(self, module: nn.Module, forward_fn: ForwardFn | None = None, class_dim: int = -1):
-        self.module = unwrap(module)
+        while True:  # inside torch.compile, DataParallel or DDP
+            if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+                module = module.module
+            elif isinstance(module, nn.Module) and "_orig_mod" in module._modules:
+                module = module.get_submodule("_orig_mod")
+            else:
+                break
+        _refuse(module)
+        self.module = module
         self.forward_fn = forward_fn or default_forward
         self.class_dim = class_dim
         self.precision = "float32"
         """Precision of matrix products, from ``Compute``."""
 
-        self._held: NetworkState | None = None
-        self._known: NetworkState | None = None
-        """The state of the module at the last call, which is used again as long as it is current."""
-
-        self._at_rest: NetworkState | None = None
-        """The same in eval mode."""
-
         self._contiguous: ContiguousInputs | None = ContiguousInputs()
-        _refuse(self.module)
-        self._called = _Called(self.module, self.forward_fn)
+        self._called = _Called(module, self.forward_fn)
+        self._layers: dict[str, nn.Module] = {}
+        self._forget()
 
     def use(self, precision: str) -> None:
         """Compute matrix products in another precision from now on."""
@@ -109,37 +99,37 @@ class Network:
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters, detached."""
-        if self._held is not None:
-            return {name: self._held.fixed[name] for name in names}
+        if self._held:
+            return {name: self._tensors[name] for name in names}
         with ONE_AT_A_TIME:
             parameters = dict(self.module.named_parameters())
             return {name: parameters[name].detach() for name in names}
 
-    def function(self, x: Any, in_order: bool = True) -> WeightFunction:
-        """Return the map from named weights to f(x), shape (B, ..., C), or in the module's own shape."""
-        state = self._held or NetworkState(self, compares=False)
-
-        def f(weights: dict[str, Tensor]) -> Tensor:
-            tensors = {f"module.{place}": t for place, t in state.replaced(weights).items()}
-            try:
-                with self._contiguous or nullcontext():
-                    # tensors for each place of tied weights, as torch.func looks for these each time,
-                    # and does not restore a module with two names (pytorch#164759); a copy of the
-                    # inputs, since a layer that works in place writes to them
-                    given = (copied(x),)
-                    outputs = functional_call(self._called, tensors, given, tie_weights=False)
-            finally:
-                state.restore()
-            if self._contiguous and not self._contiguous.needed:
-                self._contiguous = None  # it takes microseconds of every call
-            outputs = outputs.float() if self.precision == "bfloat16" else outputs
-            return outputs.movedim(self.class_dim, -1) if in_order else outputs
-
-        return f
+    def function(self, x: Any) -> WeightFunction:
+        """Return the map from named weights to f(x), shape (B, ..., C)."""
+        return lambda weights: self.outputs(x, weights).movedim(self.class_dim, -1)
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return the outputs with some weights replaced, in the module's own shape."""
-        return self.function(x, in_order=False)(weights or {})
+        if not self._held:
+            with self._at_rest():
+                return self.outputs(x, weights)
+        own = {name: self._tensors[name].clone() for name in self._written}
+        placed = {**self._tensors, **own}
+        for name, weight in (weights or {}).items():
+            placed[name] = weight.clone() if name in self._written else weight
+        tensors = {f"module.{place}": placed[name] for place, name in self._places.items()}
+        try:
+            with self._contiguous or nullcontext():
+                # tensors for each place of tied weights, as torch.func looks for these each time, and
+                # does not restore a module with two names (pytorch#164759); a copy of the inputs,
+                # since a layer that works in place writes to them
+                outputs = functional_call(self._called, tensors, (copied(x),), tie_weights=False)
+        finally:
+            self._restore()
+        if self._contiguous and not self._contiguous.needed:
+            self._contiguous = None  # it takes microseconds of every call
+        return outputs.float() if self.precision == "bfloat16" else outputs
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -150,52 +140,131 @@ class Network:
         """
         with ExitStack() as stack:
             stack.enter_context(ONE_AT_A_TIME)
-            if self._held is not None:
-                stack.enter_context(torch.no_grad())
-                yield
-                return
-            stack.callback(setattr, self, "_held", None)
-            if torch.is_inference_mode_enabled():
+            if not self._held and torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
+            if not self._held:
+                stack.enter_context(self._at_rest())
+                stack.enter_context(self._set_flags())
+            yield
+
+    @contextmanager
+    def _set_flags(self) -> Iterator[None]:
+        """Set flags of the process: fused kernels have no second derivative or no forward mode."""
+        mha, flags = torch.backends.mha, [(parametrize, "_cache_enabled", 0)]
+        # inside parametrize.cached(), weights computed elsewhere would be taken
+        if any(isinstance(layer, nn.RNNBase) for layer in self._layers.values()):
+            flags += [(b, "enabled", False) for b in (torch.backends.mkldnn, torch.backends.cudnn)]
+        with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            # inside parametrize.cached(), weights computed elsewhere would be taken
-            stack.callback(setattr, parametrize, "_cache_enabled", parametrize._cache_enabled)
-            parametrize._cache_enabled = 0
-            stack.callback(
-                torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-            )
-            torch.backends.mha.set_fastpath_enabled(False)
+            stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
             stack.enter_context(self.computing(self.precision))
             if "torch._dynamo" in sys.modules:  # a compiled layer has no second derivative
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            state = self._current()
-            stack.callback(state.restore)
-            if state.has_recurrent:
-                backends: tuple[Any, ...] = torch.backends.mkldnn, torch.backends.cudnn
-                for backend in backends:
-                    stack.callback(setattr, backend, "enabled", backend.enabled)
-                    backend.enabled = False
-            if not state.is_at_rest:
-                for layer in state.layers:
-                    # Attributes does not restore the mode of a scripted layer
-                    stack.callback(setattr, layer, "training", layer.training)
-                    layer.training = False
-                    if isinstance(layer, nn.Embedding):
-                        layer.sparse = False
-                self._at_rest = state = self._at_rest or NetworkState(self, compares=False)
-            self._held = state
+            for holder, name, value in flags:
+                stack.callback(setattr, holder, name, getattr(holder, name))
+                setattr(holder, name, value)
             yield
 
-    def _current(self) -> NetworkState:
-        """Return the state of the module, which is taken anew only after a change."""
-        if self._known is None or not self._known.is_current:
-            self._known, self._at_rest = NetworkState(self, compares=False), None
-        return self._known
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Set eval mode, and note where the layers have tensors and attributes, anew after a change."""
+        with ExitStack() as stack:
+            self._set_eval(stack)
+            if not self._is_current():
+                self._layers = dict(self.module.named_modules())  # each once, whatever its names
+                self._set_eval(stack)
+                self._look_through()
+            stack.callback(self._restore)
+            stack.callback(setattr, self, "_held", False)
+            self._held = True
+            yield
+
+    def _set_eval(self, stack: ExitStack) -> None:
+        for layer in self._layers.values():
+            for name in ("training", "sparse")[: 1 + isinstance(layer, nn.Embedding)]:
+                if getattr(layer, name):
+                    stack.callback(setattr, layer, name, True)
+                    setattr(layer, name, False)
+
+    def _forget(self) -> None:
+        """Forget the tensors and attributes of the module."""
+        self._held = False
+        """Whether this thread is inside ``guarded()``."""
+
+        self._tensors: dict[str, Tensor] = {}
+        """All tensors by name, detached."""
+
+        self._places: dict[str, str] = {}
+        """The name of the tensor at each place, which is the same for all places of tied weights."""
+
+        self._written: set[str] = set()
+        """Tensors that a call can change."""
+
+        self._noted: list[tuple[Any, Any]] = []
+        """Attributes and containers of the layers, with copies of them."""
+
+        self._addresses: list[Any] | None = None
+        """Where tensors are; None if that is not known."""
+
+    def _is_current(self) -> bool:
+        """Whether no layer, tensor or attribute has been replaced since they were noted."""
+        known = self._addresses
+        return (
+            known is not None
+            and not any(_differ(*pair) for pair in self._noted)
+            and [tensor.data_ptr() for tensor in self._objects] == known
+        )
+
+    def _look_through(self) -> None:
+        """Note where the layers have tensors and attributes."""
+        layers = self._layers
+        self._forget()
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        parameters, self._objects = set(names.values()), list[Tensor]()
+        for path, layer in layers.items():
+            own = vars(layer)
+            dicts = [own]
+            for name, value in own.items():
+                listed = name not in _OF_MODULES and isinstance(value, (dict, list, set, deque))
+                if listed and len(value) <= _ENTRIES:
+                    self._noted.append((value, copy.copy(value)))
+            if not isinstance(layer, torch.jit.ScriptModule):  # whose tensors cannot be replaced
+                dicts += [layer._parameters, layer._buffers, layer._modules]
+                for holder in (layer._parameters, layer._buffers, own):
+                    for key, tensor in holder.items():
+                        if isinstance(tensor, Tensor):
+                            place = f"{path}.{key}" if path else key
+                            name = self._places[place] = names.setdefault(id(tensor), place)
+                            self._tensors.setdefault(name, tensor.detach())
+                            self._objects.append(tensor)
+            self._noted += [(entries, entries.copy()) for entries in dicts]
+            # a lookup with max_norm shrinks the rows it reads, in the weights themselves
+            if getattr(layer, "max_norm", None) is not None and "weight" in layer._parameters:
+                parameters.discard(names[id(layer.weight)])
+        self._written = self._tensors.keys() - parameters
+        scripted = any(isinstance(layer, torch.jit.ScriptModule) for layer in layers.values())
+        if not scripted and all(tensor.layout == torch.strided for tensor in self._objects):
+            self._addresses = [tensor.data_ptr() for tensor in self._objects]
+
+    def _restore(self) -> None:
+        """Restore all attributes, and the entries of containers that hold tensors; others may count."""
+        for now, before in self._noted:
+            if not _differ(now, before):
+                continue
+            is_namespace = isinstance(now, dict) and any(
+                now is vars(m) for m in self._layers.values()
+            )
+            if is_namespace or any(isinstance(leaf, Tensor) for leaf in tree_leaves((now, before))):
+                now.clear()
+                (now.extend if hasattr(now, "extend") else now.update)(before)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of the module, which is that of another one in a copy."""
-        return {**self.__dict__, "_held": None, "_known": None, "_at_rest": None}
+        """Leave out the tensors of the module, which are those of another one in a copy."""
+        other = copy.copy(self.__dict__)
+        other.update(_held=False, _layers={}, _tensors={}, _places={}, _written=set(), _noted=[])
+        return {**other, "_objects": [], "_addresses": None}
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
@@ -216,8 +285,15 @@ class Network:
     @property
     def device(self) -> torch.device:
         """The device of the weights; the CPU for a network without any."""
-        weights = self.module.parameters() if self._held is None else self._held.fixed.values()
+        weights = self._tensors.values() if self._held else self.module.parameters()
         return next((weight.device for weight in weights), torch.device("cpu"))
+
+
+def _differ(now: Any, before: Any) -> bool:
+    """Whether the values of a dict, or the entries of another container, are other objects."""
+    if isinstance(now, dict):
+        return len(now) != len(before) or not all(map(is_, now.values(), before.values()))
+    return len(now) != len(before) or not all(map(is_, now, before))
 
 
 def _refuse(module: nn.Module) -> None:

@@ -15,6 +15,8 @@ from torch_lla_em.jacobian.state import ONE_AT_A_TIME
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
+_NORMALISATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
@@ -52,10 +54,10 @@ class ParameterLayout:
 
     def unflatten(self, w: Tensor) -> dict[str, Tensor]:
         """Return views (..., *shape) of vectors (..., P), by name."""
-        pieces = w.split(self.sizes, dim=-1)
+        pieces = zip(self.names, w.split(self.sizes, dim=-1), self.shapes)
         return {
             name: piece.unflatten(-1, shape) if shape else piece.squeeze(-1)
-            for name, piece, shape in zip(self.names, pieces, self.shapes)
+            for name, piece, shape in pieces
         }
 
     def add_(self, total: Tensor, tensors: Mapping[str, Tensor]) -> None:
@@ -86,78 +88,68 @@ def select_parameters(
     matches.
     """
     with ONE_AT_A_TIME:
-        return _selected(module, selection, last_layer)
-
-
-def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -> tuple[str, ...]:
-    parameters = dict(module.named_parameters())
-    if selection is None:
-        fixed = _normalisation_parameters(module)
-        names = {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
-    elif selection == "requires_grad":
-        names = {n for n, p in parameters.items() if p.requires_grad}
-    elif selection == "all":
-        names = set(parameters)
-    elif selection == "last_layer":
-        names = _layer_parameters(module, last_layer or _registered_last(module))
-    elif isinstance(selection, str):
-        names = _match_patterns(module, [selection])
-    elif callable(selection):
-        names = {n for n, p in parameters.items() if selection(n, p)}
-    else:
-        names = _match_patterns(module, selection)
-    for name, parameter in parameters.items():
-        if name in names and parameter.is_complex():
+        parameters = dict(module.named_parameters())
+        names = _selected(module, parameters, selection, last_layer)
+    chosen = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name in names and parameter.numel()
+    }
+    for name, parameter in chosen.items():
+        if parameter.is_complex():
             raise TypeError(
                 f"The parameter {name!r} is complex, but a posterior needs real parameters. Store "
                 "its real and imaginary parts (torch.view_as_real) and combine them in forward, "
                 "or leave it out of `parameters`."
             )
-    chosen = tuple(
-        name
-        for name, parameter in parameters.items()
-        if name in names and parameter.is_floating_point() and parameter.numel()
-    )
-    if not chosen:
+    real = tuple(name for name, parameter in chosen.items() if parameter.is_floating_point())
+    if not real:
         raise ValueError(
             "No parameter was selected for the posterior: none requires gradients outside of "
             "normalisation layers, or the selection matches none. Pass `parameters=` with names "
             "from model.named_parameters()."
         )
-    return chosen
+    return real
 
 
-def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return, for every name of a parameter, the first name of the same (tied) parameter."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
-
-
-def _match_patterns(module: nn.Module, patterns: Sequence[str]) -> set[str]:
-    first = _first_names(module)
-    matched = {p: {first[n] for n in first if fnmatchcase(n, p)} for p in patterns}
-    for pattern, hits in matched.items():
+def _selected(
+    module: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    selection: Selection,
+    last_layer: str | None,
+) -> set[str]:
+    """Return the selected names."""
+    if selection is None or selection == "requires_grad":
+        fixed = _normalisation_parameters(module) if selection is None else ()
+        return {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
+    if selection == "all":
+        return set(parameters)
+    if callable(selection):
+        return {n for n, p in parameters.items() if selection(n, p)}
+    # every name, also of tied parameters, with the first name of the same one
+    every = dict(module.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(every.items())}
+    if selection == "last_layer":
+        layer = module.get_submodule(last_layer or _registered_last(module))
+        return {first[id(parameter)] for parameter in layer.parameters()}
+    matched: set[str] = set()
+    for pattern in [selection] if isinstance(selection, str) else selection:
+        hits = {first[id(p)] for name, p in every.items() if fnmatchcase(name, pattern)}
         if not hits:
-            near = get_close_matches(pattern, first, 3, 0.4) or list(first)[:5]
+            near = get_close_matches(pattern, every, 3, 0.4) or list(every)[:5]
             raise ValueError(
                 f"The pattern {pattern!r} in `parameters` matches no parameter of the model; the "
                 f'nearest names are {near}. Other values are "last_layer", "requires_grad", '
                 '"all", and a predicate (name, parameter) -> bool.'
             )
-    return set().union(*matched.values())
+        matched |= hits
+    return matched
 
 
 def owns_weights(layer: nn.Module) -> bool:
     """Whether a layer has a matrix or kernel of its own, like a head."""
-    parametrised = getattr(layer, "parametrizations", {})
-    return any(
-        parameter.ndim > 1
-        for holder in (layer, *parametrised.values())
-        for parameter in holder.parameters(recurse=False)
-    )
+    holders = (layer, *getattr(layer, "parametrizations", {}).values())
+    return any(p.ndim > 1 for holder in holders for p in holder.parameters(recurse=False))
 
 
 def _registered_last(module: nn.Module) -> str:
@@ -168,29 +160,16 @@ def _registered_last(module: nn.Module) -> str:
     return (with_weights or with_any or [""])[-1]
 
 
-def _layer_parameters(module: nn.Module, path: str) -> set[str]:
-    first, prefix = _first_names(module), f"{path}." if path else ""
-    return {first[prefix + name] for name, _ in module.get_submodule(path).named_parameters()}
-
-
-_NORMALISATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-def _is_normalisation(layer: nn.Module) -> bool:
-    """Whether a layer is a normalisation: torch's own by class, others by name.
+def _normalisation_parameters(module: nn.Module) -> set[str]:
+    """Return the parameters of normalisations: torch's own by class, others by name.
 
     Layers that hold more than scales and shifts, such as a "NormLinear", do not count.
     """
-    return isinstance(layer, _NORMALISATION) or (
-        "norm" in type(layer).__name__.lower()
-        and all(max(p.shape, default=1) == p.numel() for p in layer.parameters(recurse=False))
-    )
-
-
-def _normalisation_parameters(module: nn.Module) -> set[str]:
-    return {
-        f"{path}.{name}" if path else name
-        for path, layer in module.named_modules()
-        if _is_normalisation(layer)
-        for name, _ in layer.named_parameters(recurse=False)
-    }
+    found: set[str] = set()
+    for path, layer in module.named_modules():
+        own = dict(layer.named_parameters(path, recurse=False))
+        named = "norm" in type(layer).__name__.lower()
+        scales = all(max(p.shape, default=1) == p.numel() for p in own.values())
+        if isinstance(layer, _NORMALISATION) or (named and scales):
+            found |= own.keys()
+    return found

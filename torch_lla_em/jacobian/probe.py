@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.by_factors import ByFactors
 from torch_lla_em.jacobian.checks import (
     checked_outputs,
     floating_tensors,
@@ -18,10 +16,8 @@ from torch_lla_em.jacobian.checks import (
     layer_of,
     name_layer,
 )
-from torch_lla_em.jacobian.factors import Factored
-from torch_lla_em.jacobian.network import NoJacobianError
-from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.rows import ByAutodiff, Path, Rows, Weights, num_examples
+from torch_lla_em.jacobian.recorded import by_factors, find
+from torch_lla_em.jacobian.rows import ByAutodiff, Report, Rows, Weights, num_examples
 from torch_lla_em.jacobian.state import NetworkState
 from torch_lla_em.runtime import suppressed
 
@@ -34,62 +30,34 @@ _SMALL = 1e-3
 # forward mode is chosen unless the error of two reverse passes is smaller by this factor
 _FAR_BETTER = 10
 
+# torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all that
+# is not a product with a weight; factors take twice the multiplications by weights and gradients
+_MOST_GRADIENTS = 5
 
-class Report(NamedTuple):
-    """The result of the probe."""
 
-    path: Path | None
-    """How torch.func computes the products; None if not known yet, as all weights have factors."""
-
-    adjoint_error: float
-    """Relative error of J w and Jᵀu compared with ``backward``."""
-
-    forward: str = ""
-    """Why forward mode is not used; empty if it is."""
-
-    factored: Factored | None = None
-    """How J is computed by factors, if it is."""
-
-    examples: int = 1
-    """Number of examples in the probe; with one it is not known which weights have factors."""
+class Probed(Weights, Protocol):
+    """The parameters in the posterior, and whether forward mode is right for them."""
 
     @property
-    def unbatched(self) -> bool:
-        """Whether an operation cannot be batched over columns."""
-        return self.path is not None and self.path.columns == 1
-
-    def __str__(self) -> str:
-        parts = [f"{self.factors}, adjoint error {self.adjoint_error:.1e}"]
-        if self.path is not None:
-            direction = "forward mode" if self.path.forward else "two reverse passes"
-            parts = [f"J w by {direction}, adjoint error {self.adjoint_error:.1e}"]
-            parts += [self.factors] if self.factors else []
-        if self.forward:
-            parts.append(f"forward mode is not used because it {self.forward}")
-        if self.unbatched:
-            parts.append("columns run one by one, since an operation cannot be batched over them")
-        return "; ".join(parts)
-
-    @property
-    def factors(self) -> str:
-        """The number of weights whose Jacobian has factors, in words; empty if none."""
-        return "" if self.factored is None else str(self.factored)
+    def allow_forward(self) -> bool: ...
 
 
-def probe(weights: Weights, x: Any, needs_path: bool = True) -> Report | None:
+def probe(weights: Probed, x: Any, needs_path: bool = True) -> Report | None:
     """Return the ways of computing J that agree with ``backward``; raise an error if none does.
 
     Returns None if J is zero at these inputs. Without ``needs_path``, torch.func is not tried if all
     weights have factors. The module, its buffers and the random state are not changed.
     """
-    network = weights.network
+    network, report = weights.network, None
     before = NetworkState(network)
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
-    report = None
     with torch.random.fork_rng(devices=sorted(devices)):
         reference = _Reference(weights, x)
         if reference.JTu[0].any():
-            report = _chosen(reference, needs_path)
+            report = _by_factors(reference)
+            if report is None or needs_path:
+                found = _by_torch_func(reference)
+                report = found if report is None else report._replace(**_path_of(found))
     changed = before.changed(network)
     if changed:
         raise RuntimeError(
@@ -103,7 +71,7 @@ def probe(weights: Weights, x: Any, needs_path: bool = True) -> Report | None:
 class _Reference:
     """Two columns on each side of J at one batch, and their products by ``backward``."""
 
-    def __init__(self, weights: Weights, x: Any):
+    def __init__(self, weights: Probed, x: Any):
         """Check the outputs, and compute Jᵀu by ``backward``."""
         self.weights, self.x = weights, x
         network, layout, sizes = weights.network, weights.layout, [1]
@@ -113,11 +81,14 @@ class _Reference:
 
         with hooked(network.module, see):
             f = checked_outputs(network, layout.names, x)
-        self.examples = len(f) if f.dim() > 1 else 1
         on_cpu = network.device.type == "cpu"
-        self.example_bytes = -(-max(sizes) // num_examples(x)) if on_cpu else None
+        self.report = Report(
+            example_bytes=-(-max(sizes) // num_examples(x)) if on_cpu else None,
+            examples=len(f) if f.dim() > 1 else 1,
+        )
         generator = torch.Generator("cpu").manual_seed(0)
         values = weights.values()
+        self.eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
         w_MAP = layout.flatten(values)
 
         def drawn(*shape: int, like: Tensor) -> Tensor:
@@ -137,8 +108,6 @@ class _Reference:
         self._known = (squares / norms).sum()
         """⟨u, J v⟩ of the first."""
 
-        self.eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
-
     def error(self, rows: Rows) -> float:
         """Return the relative error of J w and of Jᵀu, independent of the number of outputs.
 
@@ -150,99 +119,83 @@ class _Reference:
         size = Jv[1].double().norm()
         back = self._plain((Jv[1:].double() / size).to(self.u))[0]
         beyond = (size - (back.double() * self.v[1].double()).sum()).abs() / size
-        of_blocks = block_errors(self.weights.layout, pulled, self.JTu, self.eps).max()
+        of_blocks = self._of_blocks(pulled)
         error = torch.stack([lacking, beyond.to(lacking), of_blocks.to(lacking)]).max().item()
         return error if math.isfinite(error) else math.inf
+
+    def _of_blocks(self, pulled: Tensor) -> Tensor:
+        """Return the largest error of a block of Jᵀu on its own size, or if it is small, that of all."""
+        layout, truth = self.weights.layout, self.JTu.double()
+        floor = 100 * self.eps**0.5 * truth.norm()
+        error = layout.block_sums((pulled.double() - truth).square()).sqrt()
+        size = layout.block_sums(truth.square()).sqrt()
+        return (error / (size + floor).clamp_min(1e-300)).max()
 
     def _plain(self, u: Tensor) -> Tensor:
         """Return Jᵀu, (K, P), by ``backward``, column by column."""
         total = self.v.new_zeros(len(u), self.v.shape[1])
-        ByAutodiff(self.weights, self.x, Path(forward=False, columns=1)).pull(u, total)
+        ByAutodiff(self.weights, self.x).pull(u, total)
         return total
 
 
-def _chosen(reference: _Reference, needs_path: bool) -> Report:
-    """Return the first ways, by factors and by torch.func, whose error is rounding."""
-    factored, weights = None, reference.weights
-    if weights.network.precision != "bfloat16":
-        with suppressed():  # operations without factors
-            factored = Factored.find(weights, reference.x)
-    if factored is not None:
-        factored = replace(factored, example_bytes=reference.example_bytes)
-    known = None if factored is None else _checked(reference, factored)
-    if known is not None and not needs_path:
-        return Report(None, known[1], "", known[0], reference.examples)
-    report = _by_torch_func(reference)
-    return report if known is None else report._replace(factored=known[0])
-
-
-def _by_torch_func(reference: _Reference) -> Report:
-    """Try forward mode, then two reverse passes; all columns at once, then one by one."""
-    tolerance, errors, reasons = math.sqrt(reference.eps), dict[Path, float](), dict[bool, str]()
-    ways = (True, False) if reference.weights.allow_forward else (False,)
-    for path in (Path(forward, columns) for forward in ways for columns in (None, 1)):
-        failures: list[Exception] = []
-        with suppressed(failures):  # operations that a direction does not support
-            errors[path] = reference.error(ByAutodiff(reference.weights, reference.x, path))
-        if failures:
-            reasons[path.forward] = _reason(reference.weights, failures[0])
-        elif errors[path] <= tolerance:
-            break
-        else:
-            wrong = f"disagrees with backward (adjoint error {errors[path]:.1e})"
-            reasons[path.forward] = wrong
-    least = min(errors.values(), default=math.inf)
-    if least > max(tolerance, _ROUNDING):
-        raise NoJacobianError(_refusal(reasons))
-    # near each other, all are at rounding: layers that compute in a lower precision
-    path = next(p for p in errors if errors[p] <= max(tolerance, _FAR_BETTER * least))
-    tied = "treats the rows of a tied padding_idx differently"
-    why = "" if path.forward else reasons.get(True, tied)
-    final = path._replace(example_bytes=reference.example_bytes)
-    return Report(final, errors[path], why, examples=reference.examples)
-
-
-def _checked(reference: _Reference, factored: Factored) -> tuple[Factored, float] | None:
-    """Return factors with their cost, and the error of their products; None if wrong or slower."""
-    weights = reference.weights
-    with suppressed():  # operations without factors, or whose backward cannot be batched
-        with warnings.catch_warnings():
-            # torch warns of a backward pass that vmap takes output by output, which is slow
-            warnings.filterwarnings("error", "There is a performance drop")
-            terms = factored.run(reference.x)
-        if terms is None or terms.is_slow:
+def _by_factors(reference: _Reference) -> Report | None:
+    """Return the weights with factors; None if not all have them, or if they are wrong or slow."""
+    if reference.weights.network.precision == "bfloat16":
+        return None
+    with suppressed(), warnings.catch_warnings():  # operations that have none
+        found = find(reference.weights, reference.x)
+        if found is None:
             return None
-        error = reference.error(ByFactors(weights, terms))
-        least = terms.f[0].numel() if terms.gradients else 1
+        # torch warns of a backward pass that vmap takes output by output, which is slow
+        warnings.filterwarnings("error", "There is a performance drop")
+        report = reference.report._replace(names=found[0], shared=found[1])
+        rows = by_factors(reference.weights, report, reference.x)
+        if rows is None or rows.gradients > _MOST_GRADIENTS * rows.multiplications:
+            return None
+        least, error = rows.f[0].numel() if rows.gradients else 1, reference.error(rows)
         right = error <= math.sqrt(reference.eps)
-        return (replace(factored, least_columns=least), error) if right else None
+        return report._replace(least_columns=least, adjoint_error=error) if right else None
     return None
 
 
-def block_errors(layout: ParameterLayout, ours: Tensor, truth: Tensor, eps: float) -> Tensor:
-    """Return the relative error of each block on its own size, (blocks,), of vectors (K, P).
+def _by_torch_func(reference: _Reference) -> Report:
+    """Return forward mode, or two reverse passes, whose error is rounding."""
+    tolerance, errors, reasons = math.sqrt(reference.eps), dict[bool, float](), dict[bool, str]()
+    if not reference.weights.allow_forward:
+        reasons[True] = "treats the rows of a tied padding_idx differently"
+    for forward in (True, False) if reference.weights.allow_forward else (False,):
+        failures: list[Exception] = []
+        with suppressed(failures):  # operations that a direction does not support
+            rows = ByAutodiff(reference.weights, reference.x, forward, (None, None))
+            errors[forward] = reference.error(rows)
+        if failures:
+            reasons[forward] = _reason(reference.weights, failures[0])
+        elif errors[forward] <= tolerance:
+            break
+        else:
+            reasons[forward] = f"disagrees with backward (adjoint error {errors[forward]:.1e})"
+    least = min(errors.values(), default=math.inf)
+    if least > max(tolerance, _ROUNDING):
+        words = {True: "by forward mode it", False: "by two reverse passes it"}
+        tried = "; ".join(f"{words[forward]} {reason}" for forward, reason in reasons.items())
+        raise NotImplementedError(
+            f"The Jacobian of the model is not available: {tried}. Replace that layer by one made of "
+            "differentiable operations (nn.EmbeddingBag: use nn.Embedding and a mean; fused "
+            'attention: use attn_implementation="eager"; a custom autograd.Function: add a `jvp`, or '
+            "a backward that can be differentiated). Or choose `parameters` after that layer, such "
+            'as "last_layer".'
+        )
+    # near each other, all are at rounding: layers that compute in a lower precision
+    forward = next(f for f in errors if errors[f] <= max(tolerance, _FAR_BETTER * least))
+    reason = "" if forward else reasons[True]
+    return reference.report._replace(forward=forward, adjoint_error=errors[forward], reason=reason)
 
-    Rounding in a small block is judged by the size of all blocks.
-    """
-    floor = 100 * eps**0.5 * truth.double().norm()
-    error = layout.block_sums((ours.double() - truth.double()).square()).sqrt()
-    size = layout.block_sums(truth.double().square()).sqrt()
-    return (error / (size + floor).clamp_min(1e-300)).reshape(-1, len(layout.names)).amax(0)
+
+def _path_of(report: Report) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in ("forward", "adjoint_error", "reason")}
 
 
 def _reason(weights: Weights, error: Exception) -> str:
     layer = name_layer(weights.network, layer_of(error, weights.network))
     message = str(error).strip().split("\n")[0][:160].rstrip(".")
     return f"fails in {layer} ({type(error).__name__}: {message})"
-
-
-def _refusal(reasons: dict[bool, str]) -> str:
-    words = {True: "by forward mode it", False: "by two reverse passes it"}
-    tried = "; ".join(f"{words[forward]} {reason}" for forward, reason in reasons.items())
-    return (
-        f"The Jacobian of the model is not available: {tried}. Replace that layer by one made of "
-        "differentiable operations (nn.EmbeddingBag: use nn.Embedding and a mean; fused "
-        'attention: use attn_implementation="eager"; a custom autograd.Function: add a `jvp`, or '
-        "a backward that can be differentiated). Or choose `parameters` after that layer, such "
-        'as "last_layer".'
-    )

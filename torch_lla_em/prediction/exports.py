@@ -79,14 +79,14 @@ def export(
         each = []
         for posterior, model in zip(posteriors, steady):
             columns = posterior.columns(num_samples)
-            rows = model.at(x, len(columns), at_once=model.path.columns)
+            rows = model.at(x, len(columns))
             Jw = rows.push(columns)  # f comes with it in forward mode
             each.append(posterior.of_products(rows.f, Jw, rows.f, model.network.class_dim))
         return returned(la._predicted(stack_members(each)))
 
     def recorded() -> Iterator[Answer]:
         # ONNX has no operations for the derivatives of convolutions and of pooling
-        by_factors = any(model.factored is not None for model in models)
+        by_factors = any(model.factored for model in models)
         for factored in [True, False] if by_factors and not is_onnx else [False]:
             yield partial(answer, [model.steady(x, factored) for model in models])
 

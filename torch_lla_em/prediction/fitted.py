@@ -288,7 +288,7 @@ class PosteriorBase(PrintedPosterior, Predictor, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PosteriorBase:
         """Move posterior and network together; a module that contains both may have moved the latter."""
         network, posterior = self._linear_model.network, self._posterior
-        unchanged = posterior is not None and posterior.setting.state.holds_but_for_dtype(network)
+        unchanged = posterior is not None and posterior.setting.state.holds(network)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.model._apply(fn, recurse)
         model = LinearModel(network, self._linear_model.layout)  # to be probed there

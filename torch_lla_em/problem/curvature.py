@@ -71,9 +71,8 @@ class RowSquares:
     @property
     def rows_at_once(self) -> float:
         """Return the largest number of examples of a piece."""
-        known = self._model.factored
-        names = () if known is None or self._model.report is None else known.names
-        return inf if set(names) == set(self._model.layout.names) else _GROUP_ROWS
+        known = set(self._model.factored) if self._model.report is not None else set()
+        return inf if known == set(self._model.layout.names) else _GROUP_ROWS
 
     def columns(self, samples: Tensor, at: Tensor) -> Tensor | None:
         """Return this share of the unit columns, times √K; None for S ε of rows with many outputs."""

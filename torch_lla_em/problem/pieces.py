@@ -75,7 +75,7 @@ class FactorCache:
             self.known, self._pass, self._left = {}, batch.cache, self.room
         rows = self.known.get(batch.place)
         if rows is None:
-            keep = self._left > 0 and self._model.factored is not None
+            keep = self._left > 0 and bool(self._model.factored)
             rows = self._model.at(batch.inputs, columns, keep, at_once)
             if keep and rows.nbytes < inf:
                 self._left -= rows.nbytes

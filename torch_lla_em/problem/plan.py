@@ -212,7 +212,7 @@ def measured(problem: Problem, first: Batch, num_samples: int) -> Example:
                 few = next(part.split(FEW)) if sweep.pieces.stand_alone(part) else part
                 activations = model.activations(few.inputs) / len(few.rows)
                 with explained(model.network, few.inputs):
-                    at = model.at(few.inputs, num_samples + 1, model.factored is not None)
+                    at = model.at(few.inputs, num_samples + 1, bool(model.factored))
                     f = at.f
                 outputs, classes = f[0].numel(), f.shape[-1] if f.dim() > 1 else 1
                 return Example(activations, outputs, classes, at.nbytes / len(few.rows))
@@ -232,7 +232,7 @@ def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
 
     def once() -> float:
         began = perf_counter()
-        at = model.at(few.inputs, len(w), model.factored is not None)
+        at = model.at(few.inputs, len(w), bool(model.factored))
         total = torch.zeros_like(w)
         at.pull(at.push(w), total)
         total.sum().item()  # which waits for the device

@@ -274,7 +274,7 @@ class Sweep:
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
         """Halve the number of columns or examples that are processed at once; raise if not possible."""
         model = self.linear_model
-        if model.factored is not None:
+        if model.factored:
             self.factors.forget()
             model.leave_factors()
         elif columns > 1:

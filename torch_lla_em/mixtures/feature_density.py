@@ -104,11 +104,11 @@ class FeatureDensity:
             data = [data]
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, None if self.by_label else default_targets)
-        parts: list[Any] = []
-        for batch in batches:
-            targets = [default_targets(batch)] if self.by_label else []
-            parts.append((self.features(inputs_of(batch)), *targets))
-        self.mixture.fit(parts, by_label=self.by_label)
+        known = [
+            (self.features(inputs_of(batch)), *([default_targets(batch)] if self.by_label else []))
+            for batch in batches
+        ]
+        self.mixture.fit(known, by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self
 

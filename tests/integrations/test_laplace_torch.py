@@ -7,13 +7,15 @@ import pytest
 import torch
 from tiny import tiny
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import LinearisedLaplace, NotFittedError
 from torch_lla_em.integrations import laplace_torch
 from torch_lla_em.integrations.laplace_torch import Laplace
 
-KINDS = [("classification", "all"), ("regression", "all"), ("classification", "last_layer")]
+pytestmark = pytest.mark.filterwarnings("ignore")
+NEAR = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def imported(name):
@@ -27,102 +29,72 @@ def case_of(kind):
     return case.model, case.x, DataLoader(TensorDataset(case.x, case.y), 7)
 
 
-def with_basis(ours, covariance):
-    """Give a posterior a basis of a covariance as its samples."""
+def fitted(*args, loader, **options):
+    la = Laplace(*args, **options)
+    la.fit(loader)
+    return la
+
+
+def with_basis(ours, theirs, few=5):
+    """Give a posterior a basis of the covariance of laplace-torch as its samples, after a comparison of both."""
+    error = ours.posterior.log_marginal_likelihood().standard_error
+    # the log det is a mean over samples; everything else is exact
+    assert abs(ours.log_marginal_likelihood() - theirs.log_marginal_likelihood()) < few * error
+    drawn, covariance = ours.posterior.w_samples, theirs.posterior_covariance
+    # the variance of each sum of all weights, whose relative error is √(2/K)
+    spread = drawn.sum(1).square().mean() / covariance.sum()
+    assert abs(spread - 1) < few * (2 / len(drawn)) ** 0.5
     basis = len(covariance) ** 0.5 * torch.linalg.cholesky(covariance).T
     ours.posterior.load_state_dict({**ours.posterior.state_dict(), "w_samples": basis})
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
-def both(request):
-    """laplace-torch's full posterior and evidence, and ours with a basis of its covariance as samples."""
-    (kind, subset), Theirs = request.param, imported("laplace").Laplace
+@pytest.mark.parametrize(
+    "kind, subset",
+    [("classification", "all"), ("regression", "all"), ("classification", "last_layer")],
+)
+def test_predictions_and_evidence_equal_those_of_laplace_torch(kind, subset):
     model, x, loader = case_of(kind)
     options = {"subset_of_weights": subset, "hessian_structure": "full", "prior_precision": 2.0}
     options |= {"temperature": 0.7, "prior_mean": 0.1}
     options |= {"sigma_noise": 0.4} if kind == "regression" else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = Theirs(model, kind, **options)
-        theirs.fit(loader)
-    covariance = theirs.posterior_covariance
-    ours = Laplace(model, kind, num_samples=len(covariance), **options)
-    ours.fit(loader)
-    drawn = ours.posterior.w_samples
-    # the variance of each sum of all weights, whose relative error is √(2/K)
-    spread = drawn.sum(1).square().mean() / covariance.sum()
-    assert abs(spread - 1) < 5 * (2 / len(drawn)) ** 0.5
-    # the log det is a mean over samples; everything else is exact
-    error = ours.posterior.log_marginal_likelihood().standard_error
-    assert abs(ours.log_marginal_likelihood() - theirs.log_marginal_likelihood()) < 5 * error
-    with_basis(ours, covariance)
-    return theirs, ours, x
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_predictions_equal_those_of_laplace_torch(both):
-    theirs, ours, x = both
-    if ours.likelihood == "classification":
-        near = {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(ours(x), theirs(x), **near)
+    theirs = imported("laplace").Laplace(model, kind, **options)
+    theirs.fit(loader)
+    ours = fitted(model, kind, num_samples=len(theirs.mean), loader=loader, **options)
+    with_basis(ours, theirs)
+    if kind == "classification":
+        assert_close(ours(x), theirs(x), **NEAR)
         assert (ours(x, link_approx="mc", n_samples=4000) - theirs(x)).abs().max() < 0.1
     else:
-        for options in ({}, {"joint": True}, {"diagonal_output": True}):
-            for one, other in zip(ours(x, **options), theirs(x, **options), strict=True):
-                torch.testing.assert_close(one, other.view_as(one), rtol=1e-5, atol=1e-6)
+        for how in ({}, {"joint": True}, {"diagonal_output": True}):
+            for one, other in zip(ours(x, **how), theirs(x, **how), strict=True):
+                assert_close(one, other.view_as(one), **NEAR)
     assert ours.n_data == theirs.n_data
-    torch.testing.assert_close(ours.mean, theirs.mean)
+    assert_close(ours.mean, theirs.mean)
 
 
 def test_the_evidence_is_that_of_the_fitted_precision_and_noise():
     """Its differences are exact: of the prior's mean, and of σ as of the posterior at that σ."""
     model, _, loader = case_of("regression")
-    la = Laplace(model, "regression", "all", prior_precision=2.0)
-    la.fit(loader)
-    other = Laplace(model, "regression", "all", prior_precision=2.0, prior_mean=0.5)
-    other.fit(loader)
+    given = (model, "regression", "all")
+    la, other = (
+        fitted(*given, prior_precision=2.0, prior_mean=m, loader=loader) for m in (0.0, 0.5)
+    )
     due = 0.5 * 2 * ((la.mean - 0.5).square().sum() - la.mean.square().sum())
-    torch.testing.assert_close(la.log_marginal_likelihood() - other.log_marginal_likelihood(), due)
+    assert_close(la.log_marginal_likelihood() - other.log_marginal_likelihood(), due)
     la.sigma_noise, la.prior_precision = 0.4, 3.0
-    direct = Laplace(model, "regression", "all", prior_precision=3.0, sigma_noise=0.4)
-    direct.fit(loader)
+    direct = fitted(*given, prior_precision=3.0, sigma_noise=0.4, loader=loader)
     assert la.log_marginal_likelihood() == direct.log_marginal_likelihood()
     la.optimize_prior_precision()
     assert la.posterior.prior_precision == la.prior_precision
-    assert la.sigma_noise == pytest.approx(0.4, rel=0.2)  # the noise of the data
-    learnt, given = (each.posterior.log_marginal_likelihood() for each in (la, direct))
-    assert learnt.value > given.value
+    learnt, before = (each.posterior.log_marginal_likelihood() for each in (la, direct))
+    assert learnt.value > before.value
+    # the noise of the network's residuals: that of the linear model, for which EM moves the weights, is less
+    x, y = loader.dataset.tensors
+    assert_close(la.sigma_noise, (model(x) - y).square().mean().sqrt().detach())
     la.optimize_prior_precision(prior_structure="layerwise")
     assert la.prior_precision.shape == (4,)
     with pytest.raises(ValueError, match="one precision per tensor"):
         la.log_marginal_likelihood()
-
-
-def test_the_noise_of_a_network_with_little_training_is_that_of_its_residuals():
-    """σ of the linear model, for which EM moves the weights, would be a fraction of it."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(400, 3, generator=generator).double()
-    y = torch.sin(2 * x[:, :1]) + 0.05 * torch.randn(400, 1, generator=generator)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 1)).double()
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    for _ in range(40):
-        optimizer.zero_grad()
-        (model(x[:200]) - y[:200]).square().mean().backward()
-        optimizer.step()
-    loader = DataLoader(TensorDataset(x[:200], y[:200]), 50)
-    la = Laplace(model, "regression", "all")
-    la.fit(loader)
-    la.optimize_prior_precision()
-    sigma = (model(x[:200]) - y[:200]).square().mean().sqrt().detach()
-    torch.testing.assert_close(la.sigma_noise, sigma)
-    mean, variance = la(x[200:], diagonal_output=True)
-    covered = (mean - y[200:]).abs() < 1.645 * (variance + la.sigma_noise**2).sqrt()
-    assert 0.85 < covered.double().mean() < 0.98
-    given = {"sigma_noise": la.sigma_noise, "prior_precision": la.prior_precision}
-    direct = Laplace(model, "regression", "all", **given)
-    direct.fit(loader)
-    assert la.log_marginal_likelihood() == direct.log_marginal_likelihood()
 
 
 README = """
@@ -149,7 +121,7 @@ def test_the_example_of_its_readme_runs_with_the_method_that_the_error_names():
     exec(README.replace('"gridsearch"', '"marglik"'), names)
     la, pred = names["la"], names["pred"]
     assert la.posterior.history[-1]["data_passes"] < 100  # of one fit, where a grid takes 100
-    torch.testing.assert_close(pred.sum(-1), torch.ones(len(x)).double())
+    assert_close(pred.sum(-1), torch.ones(len(x)).double())
     # the advice on the validation set can be followed
     for call in ("la.posterior.calibrate(val_loader)", "la.posterior(x)"):
         assert call in str(error.value)
@@ -159,17 +131,14 @@ def test_the_example_of_its_readme_runs_with_the_method_that_the_error_names():
 
 def test_samples_have_the_mean_and_covariance_of_the_posterior():
     model, x, loader = case_of("classification")
-    la = Laplace(model, "classification", "all", num_samples=4)
-    la.fit(loader)
-    few = x[:2]
+    la, few = fitted(model, "classification", "all", num_samples=4, loader=loader), x[:2]
     drawn = la.functional_samples(few, n_samples=20_000)
     assert not torch.equal(drawn, la.functional_samples(few, n_samples=20_000))
     variance = (la.posterior.predict(few, "network").samples - model(few)).square().mean(0)
-    apart = (drawn.mean(0) - model(few)).abs() / (variance / len(drawn)).sqrt()
-    assert apart.max() < 5
+    assert ((drawn.mean(0) - model(few)).abs() / (variance / len(drawn)).sqrt()).max() < 5
     assert (drawn.var(0) / variance - 1).abs().max() < 5 * (2 / len(drawn)) ** 0.5
     soft = la.predictive_samples(few, n_samples=3, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(soft.sum(-1), torch.ones(3, 2).double())
+    assert_close(soft.sum(-1), torch.ones(3, 2).double())
 
 
 class OfDict(nn.Module):
@@ -184,15 +153,14 @@ class OfDict(nn.Module):
 def test_batches_that_are_dicts_are_passed_whole():
     torch.manual_seed(0)
     x = torch.randn(20, 3)
-    y = (x[:, 0] + 0.5 * torch.randn(20) > 0).long()
-    la = Laplace(OfDict(), "classification", subset_of_weights="all", hessian_structure="gp")
-    la.fit([{"input_ids": x, "labels": y}])
+    batch = {"input_ids": x, "labels": (x[:, 0] + 0.5 * torch.randn(20) > 0).long()}
+    la = fitted(OfDict(), "classification", "all", "gp", loader=[batch])
     la.optimize_prior_precision()
-    same = Laplace(la.model.body, "classification", "all", prior_precision=la.prior_precision)
-    same.fit([(x, y)])
-    torch.testing.assert_close(la({"input_ids": x, "labels": y}), same(x))
+    precision, loader = la.prior_precision, [tuple(batch.values())]
+    same = fitted(la.model.body, "classification", "all", prior_precision=precision, loader=loader)
+    assert_close(la(batch), same(x))
     evidences = (each.log_marginal_likelihood() for each in (la, same))
-    torch.testing.assert_close(*evidences, rtol=1e-4, atol=0)
+    assert_close(*evidences, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +168,11 @@ def test_batches_that_are_dicts_are_passed_whole():
 )
 def test_the_state_has_all_that_predictions_and_evidence_need(options, tmp_path):
     model, x, loader = case_of("regression")
-    la = Laplace(model, "regression", "all", sigma_noise=0.5, **options)
-    la.fit(loader)
+    la = fitted(model, "regression", "all", sigma_noise=0.5, loader=loader, **options)
     torch.save(la.state_dict(), tmp_path / "state.bin")
     other = Laplace(model, "regression", "all")
     other.load_state_dict(torch.load(tmp_path / "state.bin"))
-    for one, same in zip(la(x), other(x), strict=True):
-        torch.testing.assert_close(one, same)
+    assert_close(la(x), other(x))
     assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
     assert other.temperature == pytest.approx(la.temperature)
     other.prior_precision = 1.0
@@ -219,9 +185,8 @@ def test_the_state_has_all_that_predictions_and_evidence_need(options, tmp_path)
 
 def test_a_changed_network_is_an_error_until_it_is_fitted_again():
     model, x, loader = case_of("classification")
-    model, la = copy.deepcopy(model), None
-    la = Laplace(model, "classification", "all")
-    la.fit(loader)
+    model = copy.deepcopy(model)
+    la = fitted(model, "classification", "all", loader=loader)
     with torch.no_grad():
         model[0].weight.mul_(3)
     for use in (la.log_marginal_likelihood, la.state_dict, la.optimize_prior_precision):
@@ -237,12 +202,11 @@ def test_a_changed_network_is_an_error_until_it_is_fitted_again():
 def test_one_prior_precision_per_tensor_gives_the_layerwise_posterior():
     model, _, loader = case_of("classification")
     precision = torch.tensor([0.5, 1.0, 2.0, 4.0]).double()
-    la = Laplace(model, "classification", "all", prior_precision=precision)
-    la.fit(loader)
+    la = fitted(model, "classification", "all", prior_precision=precision, loader=loader)
     plain = {"prior": "layerwise", "g_prior": False, "curvature": "network"}
     ours = LinearisedLaplace(model, "classification", **plain)
     ours.fit(loader, em_steps=0, prior_precision=precision, progress_bar=False)
-    torch.testing.assert_close(la.posterior.w_samples, ours.w_samples)
+    assert_close(la.posterior.w_samples, ours.w_samples)
 
 
 class Reward(nn.Module):
@@ -256,29 +220,22 @@ class Reward(nn.Module):
         return self.net(x.reshape(-1, 3)).reshape(len(x), 2) if x.dim() == 3 else self.net(x)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_example_of_a_reward_model_runs():
     torch.manual_seed(0)
-    model = Reward().double()
+    model, new = Reward().double(), torch.randn(5, 3).double()
     x, y = torch.randn(20, 2, 3).double(), torch.arange(20) % 2
-    loader, new = DataLoader(TensorDataset(x, y), batch_size=3), torch.randn(5, 3).double()
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
     options = {"likelihood": "reward_modeling", "subset_of_weights": "all"}
-    reference = imported("laplace").Laplace(model, **options, hessian_structure="full")
-    reference.fit(loader)
-    ours = Laplace(model, **options, num_samples=len(reference.mean))
-    ours.fit(loader)
-    error = ours.posterior.log_marginal_likelihood().standard_error
-    apart = ours.log_marginal_likelihood() - reference.log_marginal_likelihood()
-    assert abs(apart) < 5 * error
-    with_basis(ours, reference.posterior_covariance)
-    for one, same in zip(ours(new), reference(new), strict=True):
-        torch.testing.assert_close(one, same.view_as(one), rtol=1e-5, atol=1e-6)
+    theirs = imported("laplace").Laplace(model, **options, hessian_structure="full")
+    theirs.fit(loader)
+    ours = fitted(model, num_samples=len(theirs.mean), loader=loader, **options)
+    with_basis(ours, theirs)
+    for one, same in zip(ours(new), theirs(new), strict=True):
+        assert_close(one, same.view_as(one), **NEAR)
     ours.optimize_prior_precision()
-    mean, variance = ours(new)
-    assert mean.shape == (5, 1) and variance.shape == (5, 1, 1)
+    assert [part.shape for part in ours(new)] == [(5, 1), (5, 1, 1)]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_example_of_expected_improvement_runs_with_its_own_enums():
     imported("laplace")
     from laplace.utils.enums import HessianStructure, Likelihood, PredType, SubsetOfWeights
@@ -286,14 +243,8 @@ def test_the_example_of_expected_improvement_runs_with_its_own_enums():
     torch.manual_seed(123)
     model = nn.Sequential(nn.Linear(2, 10), nn.GELU(), nn.Linear(10, 1))
     loader = DataLoader(TensorDataset(torch.randn(5, 2), torch.randn(5, 1)), batch_size=3)
-    la = Laplace(
-        model,
-        Likelihood.REGRESSION,
-        subset_of_weights=SubsetOfWeights.ALL,
-        hessian_structure=HessianStructure.KRON,
-        enable_backprop=True,
-    )
-    la.fit(loader)
+    chosen = SubsetOfWeights.ALL, HessianStructure.KRON
+    la = fitted(model, Likelihood.REGRESSION, *chosen, enable_backprop=True, loader=loader)
     la.optimize_prior_precision(PredType.GLM, n_steps=10, lr=0.1)
     x = torch.randn(10, 2, requires_grad=True)
     samples = la.functional_samples(x, pred_type=PredType.GLM, n_samples=10)
@@ -318,7 +269,6 @@ class MyGPT2(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_the_example_of_gpt2_with_lora_runs():
     transformers, peft = imported("transformers"), imported("peft")
     torch.manual_seed(0)
@@ -328,10 +278,7 @@ def test_the_example_of_gpt2_with_lora_runs():
     model.hf_model.score.requires_grad_(True)
     adapters = peft.LoraConfig(r=2, lora_alpha=16, target_modules=["c_attn"], lora_dropout=0.1)
     for network in (model, peft.get_peft_model(MyGPT2(transformers), adapters).eval()):
-        la = Laplace(
-            network, likelihood="classification", subset_of_weights="all", hessian_structure="diag"
-        )
-        la.fit([batch])
+        la = fitted(network, "classification", "all", "diag", loader=[batch])
         la.optimize_prior_precision()
         assert la(batch).shape == (8, 2)
         assert len(la.mean) == sum(p.numel() for p in network.parameters() if p.requires_grad)
@@ -339,30 +286,27 @@ def test_the_example_of_gpt2_with_lora_runs():
 
 def test_what_is_gone_names_what_to_use():
     model, x, loader = case_of("classification")
-    given, noisy = {"model": model, "likelihood": "classification"}, {"likelihood": "regression"}
-    la, per_token = (
-        Laplace(**given, backend=object),
-        Laplace(nn.Linear(3, 2), **noisy | {"likelihood": "classification"}),
-    )
+    la = Laplace(model, "classification", backend=object)
     for use in (lambda: la(x), la.log_marginal_likelihood, lambda: la.mean):
         with pytest.raises(NotFittedError, match="not fitted yet"):
             use()
     la.fit(loader)
-    per_token.fit([(torch.randn(4, 5, 3), torch.zeros(4, 5, dtype=torch.long))])
+    sites = [(torch.randn(4, 5, 3), torch.zeros(4, 5, dtype=torch.long))]
+    per_token = fitted(nn.Linear(3, 2), "classification", loader=sites)
 
-    def made(**options):
-        return lambda: Laplace(**given | options)
+    def made(likelihood="classification", **options):
+        return lambda: Laplace(model, likelihood, **options)
 
     refused = {
-        "likelihood=": made(likelihood="poisson"),
+        "likelihood=": made("poisson"),
         "parameters=": made(subset_of_weights="subnetwork"),
         "hessian_structure": made(hessian_structure="block"),
         "observation noise of a regression": made(sigma_noise=2.0),
         "must be positive": made(prior_precision=-1.0),
         "last_layer_name is .*parameters=": made(last_layer_name="head"),
         "forward_fn": made(feature_reduction="pick_last"),
-        "one positive number, not .1": made(**noisy, sigma_noise=torch.ones(2)),
-        "one positive number, not 0": made(**noisy, sigma_noise=0.0),
+        "one positive number, not .1": made("regression", sigma_noise=torch.ones(2)),
+        "one positive number, not 0": made("regression", sigma_noise=0.0),
         "no argument 'nonsense'": made(nonsense=1),
         'use "glm"': lambda: la(x, pred_type="nn"),
         'use "probit"': lambda: la(x, link_approx="bridge"),
@@ -385,12 +329,7 @@ def test_what_is_gone_names_what_to_use():
                 getattr(laplace_torch, name)
 
 
-OFF = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-OFF |= {"enable_checkpointing": False, "accelerator": "cpu", "inference_mode": False}
-
-
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_the_methods_of_lightning_uq_box_take_our_laplace(kind, tmp_path):
     imported("lightning_uq_box")
@@ -410,16 +349,16 @@ def test_the_methods_of_lightning_uq_box_take_our_laplace(kind, tmp_path):
         def train_dataloader(self):
             return DataLoader(dataset, 10)
 
-        def test_dataloader(self):
-            return DataLoader(dataset, 10)
+        test_dataloader = train_dataloader
 
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch
 
     la = Laplace(model, kind, "all", "full")
     method = getattr(uq_methods, f"Laplace{kind.capitalize()}")(la, **options)
-    trainer = lightning.Trainer(default_root_dir=tmp_path, **OFF)
+    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    off |= {"enable_checkpointing": False, "accelerator": "cpu", "inference_mode": False}
+    trainer = lightning.Trainer(default_root_dir=tmp_path, **off)
     (results,) = trainer.test(method, Data(), verbose=False)
-    assert results and isinstance(method.laplace_model, Laplace)
-    assert method.laplace_model.n_data == 40
+    assert results and method.laplace_model.n_data == 40
     assert len(method.predict_step(x[:5])["pred"]) == 5

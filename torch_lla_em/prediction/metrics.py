@@ -44,7 +44,7 @@ def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
     outputs) and the coverage of 90 % intervals.
     """
     likelihood = prediction.likelihood
-    values = {"NLL": -prediction.log_prob(y).double()[likelihood.labelled(y)].mean()}
+    values = {"NLL": -prediction.mixture.log_prob(y).double()[likelihood.labelled(y)].mean()}
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         values["accuracy"] = right.double().mean()

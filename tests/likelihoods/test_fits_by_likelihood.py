@@ -1,4 +1,4 @@
-"""Fits with predicted noise, preferences and a temperature."""
+"""Fits with predicted noise, preferences, a temperature, and the prior of weight decay."""
 
 import pytest
 import torch
@@ -8,12 +8,8 @@ from torch import nn
 from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
-from torch_lla_em import Classification, FunctionSpace, LinearisedLaplace, Regression
-from torch_lla_em.likelihoods import (
-    BradleyTerry,
-    compare,
-    preferred,
-)
+from torch_lla_em import BradleyTerry, FunctionSpace, LinearisedLaplace, Regression
+from torch_lla_em.likelihoods import compare, preferred
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
 EXACT = {"curvature": "network", "num_samples": 4, "tolerance": 1e-9, "g_prior": False}
@@ -24,7 +20,7 @@ def net(inputs, outputs, hidden=4):
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
 
 
-def heteroscedastic_data(count, seed=0):
+def noisy(count, seed=0):
     x = draw(count, 1, seed=seed)
     return x, (2 * x).sin() + (0.1 + 0.5 * x.abs()) * draw(count, 1, seed=seed + 2)
 
@@ -32,13 +28,13 @@ def heteroscedastic_data(count, seed=0):
 @pytest.fixture(scope="module")
 def heteroscedastic():
     """A network trained to predict mean and log variance, and its data."""
-    model, (x, y) = net(1, 2, hidden=5), heteroscedastic_data(40)
 
     def loss(f, y):
         mu, s = f.chunk(2, -1)
         return gaussian_nll_loss(mu, y, s.exp())
 
-    return trained(model, x, y, 300, loss=loss), x, y
+    x, y = noisy(40)
+    return trained(net(1, 2, hidden=5), x, y, 300, loss=loss), x, y
 
 
 @pytest.mark.parametrize("curvature", ["network", "linear", "variational"])
@@ -54,10 +50,9 @@ def test_fits_with_predicted_noise(heteroscedastic, curvature):
     assert_close(variance, prediction.aleatoric + prediction.epistemic)
     assert variance[x[:, 0].abs() > 1].mean() > 2 * variance[x[:, 0].abs() < 0.3].mean()
     assert torch.isfinite(la.joint_log_prob(x, y))
-    fresh = heteroscedastic_data(200, seed=7)
+    fresh = noisy(200, seed=7)
     before = la.predict(fresh[0]).log_prob(fresh[1]).sum()
-    la.calibrate([fresh])
-    assert la.predict(fresh[0]).log_prob(fresh[1]).sum() >= before
+    assert la.calibrate([fresh]).predict(fresh[0]).log_prob(fresh[1]).sum() >= before
 
 
 def test_means_and_log_variances_may_be_channels():
@@ -80,51 +75,26 @@ def preferences():
     return model, a, b, y, la
 
 
-def test_preferences_are_bernoulli_in_the_difference(preferences):
+def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp_path):
     model, a, b, y, la = preferences
-    difference = LinearisedLaplace(
-        model, "bernoulli", forward_fn=lambda model, pair: model(pair[1]) - model(pair[0]), **EXACT
-    )
-    difference.fit([((a, b), y[:, None].double())], **FIXED)
-    assert_close(la.w_lin, difference.w_lin, rtol=1e-5, atol=1e-7)
-    assert_close(la.predict((a, b)).mean.diff(dim=1), model(b) - model(a))
-    expected = la.predict((a, b)).functions.diff(dim=-1).sigmoid().mean(0)
-    assert_close(la((a, b))[:, 1:], expected)
-
-
-def test_a_single_reward_has_a_variance(preferences):
-    model, a, b, _, la = preferences
+    difference = {"forward_fn": lambda model, pair: model(pair[1]) - model(pair[0]), **EXACT}
+    other = LinearisedLaplace(model, "bernoulli", **difference)
+    other.fit([((a, b), y[:, None].double())], **FIXED)
+    assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-7)
+    pair = la.predict((a, b))
+    assert_close(pair.mean.diff(dim=1), model(b) - model(a))
+    assert_close(la((a, b))[:, 1:], pair.functions.diff(dim=-1).sigmoid().mean(0))
+    # a single reward has a variance
     assert_close(la.predict(a).mean, model(a))
     assert la.predict(a).variance.shape == (30, 1)
     assert_close(la.functional_samples((a, b))[..., :1], la.functional_samples(a))
-    with pytest.raises(ValueError, match="several candidates"):
-        la(a)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_directions_without_data_keep_their_size(dtype, preferences):
-    """The last bias moves all rewards alike: up to rounding it has no feature."""
-    _, a, b, y, _ = preferences
-    a, b = a.to(dtype), b.to(dtype)
-    la = LinearisedLaplace(net(3, 1).to(dtype), "reward_modeling", num_samples=8)
-    la.fit([(a, b, y)], progress_bar=False)
-    assert la._linear_model.layout.unflatten(la.scale)["2.bias"] == 0
-    spread = la.predict(a).variance.sqrt().mean()
-    assert spread < 100 * la.predict((a, b)).variance.sqrt().mean()
-
-
-def test_chosen_and_rejected_are_a_pair(preferences):
-    model, a, b, _, _ = preferences
-    batches = {"chosen": a, "rejected": b}, ((a, b), torch.zeros(30).long())
+    # chosen and rejected are a pair, and there may be several candidates
     modes = [
-        LinearisedLaplace(model, "reward_modeling", **EXACT).fit([x], **FIXED) for x in batches
+        LinearisedLaplace(model, "reward_modeling", **EXACT).fit([batch], **FIXED).w_lin
+        for batch in ({"chosen": a, "rejected": b}, ((a, b), torch.zeros(30).long()))
     ]
-    assert_close(modes[0].w_lin, modes[1].w_lin)
+    assert_close(*modes)
     assert torch.equal(preferred((a, torch.ones(2))), torch.ones(2))
-
-
-def test_several_candidates_and_a_saved_posterior(preferences, tmp_path):
-    model, a, b, y, _ = preferences
     la = LinearisedLaplace(model, "reward_modeling", num_samples=4, temperature=0.5)
     la.fit([((a, b, a + b), y)], progress_bar=False).save(tmp_path / "posterior.pt")
     assert_close(la((a, b, a + b)).sum(1), torch.ones(30).double())
@@ -133,27 +103,43 @@ def test_several_candidates_and_a_saved_posterior(preferences, tmp_path):
     assert loaded.temperature == 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_without_data_keep_their_size(dtype, preferences):
+    """The last bias moves all rewards alike: up to rounding it has no feature."""
+    a, b, y = (part.to(dtype) if part.is_floating_point() else part for part in preferences[1:4])
+    la = LinearisedLaplace(net(3, 1).to(dtype), "reward_modeling", num_samples=8)
+    la.fit([(a, b, y)], progress_bar=False)
+    assert la._linear_model.layout.unflatten(la.scale)["2.bias"] == 0
+    spread = la.predict(a).variance.sqrt().mean()
+    assert spread < 100 * la.predict((a, b)).variance.sqrt().mean()
+
+
 def test_rewards_are_single_numbers(preferences):
-    _, a, b, y, _ = preferences
-    with pytest.raises(ValueError, match="one number per example"):
-        compare(net(3, 2), (a, b))
+    _, a, b, y, la = preferences
+    single = LinearisedLaplace(net(3, 1), "reward_modeling")
+    for words, call in (
+        ("several candidates", lambda: la(a)),
+        ("one number per example", lambda: compare(net(3, 2), (a, b))),
+        ("tuple of candidates", lambda: single.fit([(a, y)], **FIXED)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
     assert compare(lambda x: x[:, 0], (a, b)).shape == (30, 2)
-    with pytest.raises(ValueError, match="tuple of candidates"):
-        LinearisedLaplace(net(3, 1), "reward_modeling").fit([(a, y)], **FIXED)
 
 
 def test_temperature_is_a_scale_at_another_precision():
     """(G / T + Λ)⁻¹ = T (G + T Λ)⁻¹."""
     case, T = tiny("classification"), 0.25
-    cold = LinearisedLaplace(case.model, "classification", temperature=T, **EXACT)
-    cold.fit([(case.x, case.y)], **FIXED)
-    plain = LinearisedLaplace(case.model, "classification", **EXACT)
-    plain.fit([(case.x, case.y)], **{**FIXED, "prior_precision": 20.0 * T})
+    cold, plain = (
+        LinearisedLaplace(case.model, "classification", temperature=t, **EXACT).fit(
+            [(case.x, case.y)], **{**FIXED, "prior_precision": 20.0 * T / t}
+        )
+        for t in (T, 1.0)
+    )
     assert_close(cold.w_samples, T**0.5 * plain.w_samples, rtol=1e-5, atol=1e-8)
     assert_close(cold.w_lin, plain.w_lin, rtol=1e-5, atol=1e-7)
     assert_close(cold.effective_dim, plain.effective_dim)
-    p = cold.predict(case.x)
-    assert isinstance(p.likelihood, Classification)  # predictions keep it as it is
+    p = cold.predict(case.x)  # whose likelihood is as it is
     assert_close(p.probs, p.functions.softmax(-1).mean(0))
 
 
@@ -192,7 +178,7 @@ def test_a_cold_fit_of_an_overfitted_network_has_the_noise_and_the_prior_of_a_pl
     with torch.no_grad():
         h = model[:2](x)
         model[2].weight.copy_(torch.linalg.lstsq(h, y - model[2].bias).solution.T)
-        assert_close(model(x), y)
+    assert_close(model(x).detach(), y)
     found, options = {}, {"num_samples": 4, "parameters": "last_layer", "solver": solver}
     for T in (1.0, 0.5, 0.1):
         la = LinearisedLaplace(model, "regression", temperature=T, **options)

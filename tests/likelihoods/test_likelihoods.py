@@ -1,9 +1,12 @@
-"""Derivatives, moments and checks of every likelihood, against the density itself."""
+"""Derivatives, moments and checks of every likelihood; a user's own is compared with its log_prob."""
+
+import logging
 
 import pytest
 import torch
-from tiny import LOG_PROBS, draw, likelihood_of
-from torch.nn.functional import gaussian_nll_loss, one_hot
+from tiny import LOG_PROBS, Binomial, draw, likelihood_of, tiny
+from torch import nn
+from torch.nn.functional import gaussian_nll_loss, logsigmoid, one_hot, softplus
 from torch.testing import assert_close
 
 from torch_lla_em import (
@@ -12,11 +15,12 @@ from torch_lla_em import (
     Classification,
     HeteroscedasticRegression,
     Likelihood,
+    LinearisedLaplace,
     Poisson,
     Regression,
+    compare,
 )
-
-NAMES = list(LOG_PROBS)
+from torch_lla_em.likelihoods import compare_with_log_prob
 
 
 def example(name):
@@ -25,7 +29,7 @@ def example(name):
     return likelihood_of(name), f, y
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LOG_PROBS)
 def test_derivatives_equal_those_of_the_density(name):
     likelihood, f, y = example(name)
     gradient = torch.stack([-torch.func.grad(LOG_PROBS[name])(a, b) for a, b in zip(f, y)])
@@ -40,7 +44,7 @@ def test_derivatives_equal_those_of_the_density(name):
     assert_close(likelihood.log_prob(samples, y), expected.view(2, 5))
 
 
-def test_heteroscedastic_density_and_fisher_information():
+def test_heteroscedastic_density_fisher_information_and_samples():
     likelihood, f, y = HeteroscedasticRegression(), draw(5, 4), draw(5, 2, seed=1)
     mu, s = f.chunk(2, -1)
     loss = gaussian_nll_loss(mu, y, s.exp(), full=True, reduction="none").sum(1)
@@ -56,6 +60,10 @@ def test_heteroscedastic_density_and_fisher_information():
     assert_close(likelihood.hessian_product(f, basis)[:, 0], expected)
     root = likelihood.hessian_sqrt_product(f, basis)[:, 0]
     assert_close(root.T @ root, expected)
+    y = likelihood.sample(f.expand(20000, 4), torch.Generator().manual_seed(0))
+    mu, sigma = f[0, :2], (0.5 * f[0, 2:]).exp()
+    assert ((y.mean(0) - mu).abs() < 5 * sigma / 20000**0.5).all()
+    assert ((y.std(0) - sigma).abs() < 5 * sigma / 40000**0.5).all()
 
 
 @pytest.mark.parametrize("classes", [2, 15, 16])
@@ -96,57 +104,217 @@ def test_samples_have_the_stated_mean(name):
     assert ((y.mean(0) - likelihood.mean(f[0])).abs() < 5 * error).all()
 
 
-def test_heteroscedastic_samples_have_mean_and_deviation():
-    f = torch.tensor([0.5, -1.0, 2.0, 0.0]).double().expand(20000, 4)
-    y = HeteroscedasticRegression().sample(f, torch.Generator().manual_seed(0))
-    mu, sigma = f[0, :2], (0.5 * f[0, 2:]).exp()
-    assert ((y.mean(0) - mu).abs() < 5 * sigma / 20000**0.5).all()
-    assert ((y.std(0) - sigma).abs() < 5 * sigma / 40000**0.5).all()
+REAL, NAN = Regression(), [[float("nan")]]
+UNSUITABLE = [
+    (Classification(), (2, 1), torch.zeros(2).long(), "bernoulli"),
+    (Classification(), (2, 3), torch.tensor([0, 3]), "outside of 0 to 2"),
+    (Classification(), (2, 3), torch.tensor([0, -1]), "outside of 0 to 2"),
+    (Classification(), (2, 3), torch.zeros(2, 1).long(), r"integers of shape \(2,\)"),
+    (Classification(), (2, 3), torch.zeros(2), "integers"),
+    (Classification(), (2, 3), torch.zeros(2).bool(), "integers"),
+    (BradleyTerry(), (2, 2), torch.tensor([0, 2]), "outside of 0 to 1"),
+    (REAL, (2, 1), torch.zeros(2), "reshape the targets"),
+    (REAL, (1, 1), torch.tensor(NAN), "NaN"),
+    (REAL, (2, 1), torch.zeros(2, 1, dtype=torch.complex64), "real"),
+    (Regression(torch.ones(2)), (2, 3), torch.zeros(2, 3), "2 values"),
+    (Bernoulli(), (2, 1), torch.full((2, 1), 2.0), "0 or 1"),
+    (Poisson(), (2, 1), torch.full((2, 1), 0.5), "counts"),
+    (Poisson(), (2, 1), torch.full((2, 1), -1.0), "counts"),
+    (HeteroscedasticRegression(), (3, 3), torch.zeros(3, 1), "twice as many outputs"),
+    (HeteroscedasticRegression(), (3, 2), torch.zeros(3, 2), "twice as many outputs"),
+    (HeteroscedasticRegression(), (3, 4), torch.zeros(3, 1), "twice as many outputs"),
+    (HeteroscedasticRegression(), (1, 2), torch.tensor(NAN), "finite"),
+]
 
 
-@pytest.mark.parametrize(
-    "method", ["log_prob", "hessian_sqrt_product", "mean", "variance", "sample", "smoothed_mean"]
-)
-def test_missing_methods_are_named(method):
-    count = 2 if method in ("log_prob", "hessian_sqrt_product", "smoothed_mean") else 1
-    with pytest.raises(NotImplementedError, match=f"Likelihood must define {method}"):
-        getattr(Likelihood(), method)(*[torch.zeros(1, 1)] * count)
-
-
-@pytest.mark.parametrize(
-    "likelihood, f, y, message",
-    [
-        (Classification(), (2, 1), torch.zeros(2).long(), "bernoulli"),
-        (Classification(), (2, 3), torch.tensor([0, 3]), "outside of 0 to 2"),
-        (Classification(), (2, 3), torch.tensor([0, -1]), "outside of 0 to 2"),
-        (Classification(), (2, 3), torch.zeros(2, 1).long(), r"integers of shape \(2,\)"),
-        (BradleyTerry(), (2, 2), torch.tensor([0, 2]), "outside of 0 to 1"),
-        (Regression(), (2, 1), torch.zeros(2), "reshape the targets"),
-        (Regression(), (2, 1), torch.tensor([[0.0], [float("nan")]]), "NaN"),
-        (Regression(torch.ones(2)), (2, 3), torch.zeros(2, 3), "2 values"),
-        (Bernoulli(), (2, 1), torch.full((2, 1), 2.0), "0 or 1"),
-        (Poisson(), (2, 1), torch.full((2, 1), 0.5), "counts"),
-        (Poisson(), (2, 1), torch.full((2, 1), -1.0), "counts"),
-        (HeteroscedasticRegression(), (3, 3), torch.zeros(3, 1), "twice as many outputs"),
-        (HeteroscedasticRegression(), (3, 2), torch.zeros(3, 2), "twice as many outputs"),
-        (HeteroscedasticRegression(), (3, 4), torch.zeros(3, 1), "twice as many outputs"),
-        (HeteroscedasticRegression(), (1, 2), torch.tensor([[float("nan")]]), "finite"),
-    ],
-)
-def test_unsuitable_targets_raise(likelihood, f, y, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("likelihood, f, y, words", UNSUITABLE)
+def test_unsuitable_targets_raise(likelihood, f, y, words):
+    error = TypeError if words in ("integers", "real") else ValueError
+    with pytest.raises(error, match=words):
         likelihood.check(torch.zeros(f), y)
 
 
-def test_targets_of_other_types_raise():
-    for y in (torch.zeros(2), torch.zeros(2).bool()):
-        with pytest.raises(TypeError, match="integers"):
-            Classification().check(torch.zeros(2, 3), y)
-    with pytest.raises(TypeError, match="real"):
-        Regression().check(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.complex64))
+def test_missing_methods_and_unsuitable_noise_are_named():
+    for name in ("log_prob", "hessian_sqrt_product", "mean", "variance", "sample", "smoothed_mean"):
+        count = 2 if name in ("log_prob", "hessian_sqrt_product", "smoothed_mean") else 1
+        with pytest.raises(NotImplementedError, match=f"Likelihood must define {name}"):
+            getattr(Likelihood(), name)(*[torch.zeros(1, 1)] * count)
+    for sigma in (0.0, -1.0, float("inf"), [[1.0]]):
+        with pytest.raises(ValueError, match="sigma_noise"):
+            Regression(torch.tensor(sigma))
 
 
-@pytest.mark.parametrize("sigma", [0.0, -1.0, float("inf"), [[1.0]]])
-def test_noise_must_be_positive(sigma):
-    with pytest.raises(ValueError, match="sigma_noise"):
-        Regression(torch.tensor(sigma))
+# likelihoods of the user
+
+F = torch.linspace(-3, 4, 24).view(12, 2)
+LABELS = (torch.arange(24).view(12, 2) % 3 == 0).float()
+
+
+class WrongCurvature(Bernoulli):
+    def curvature(self, f):
+        return 1.02 * super().curvature(f)
+
+
+class WrongGradient(Bernoulli):
+    def gradient(self, f, y):
+        return super().gradient(f, y) + 0.02
+
+
+class WrongRoot(Binomial):
+    def hessian_product(self, f, u):
+        return 3 * f.sigmoid() * (1 - f.sigmoid()) * u
+
+    def hessian_sqrt_product(self, f, noise):
+        return 1.02 * super().hessian_sqrt_product(f, noise)
+
+
+class LabelNoise(Bernoulli):
+    """Whose log_prob alone was changed."""
+
+    def log_prob(self, f, y):
+        return super().log_prob(f, 0.9 * y + 0.05)
+
+
+class Detached(Bernoulli):
+    def log_prob(self, f, y):
+        return super().log_prob(f.detach(), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wrong_derivatives_raise(dtype, caplog):
+    f, y = F.to(dtype), LABELS.to(dtype)
+    for own, words in (
+        (WrongCurvature, "neither the Hessian of -log_prob"),
+        (WrongGradient, "gradient.f, y. is not the gradient"),
+        (WrongRoot, "S Sᵀ u by hessian_sqrt_product is not H u"),
+        (LabelNoise, "gradient.f, y. is not the gradient"),
+    ):
+        with pytest.raises(ValueError, match=f"{own.__name__}.*{words}"):
+            compare_with_log_prob(own(), f, y)
+    with caplog.at_level(logging.WARNING):
+        compare_with_log_prob(Detached(), f, y)
+    assert "Detached could not be compared with its log_prob" in caplog.text
+    fit = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
+    case = tiny("bernoulli")
+    for weights in (None, torch.ones(30)):
+        la = LinearisedLaplace(case.model, WrongCurvature(), temperature=0.5)
+        with pytest.raises(ValueError, match="Batch 0: WrongCurvature"):
+            la.fit(case.x, case.y, weights=weights, **fit)
+
+
+class InOnePrecision(Bernoulli):
+    """Whose own tensors allow single precision alone."""
+
+    def log_prob(self, f, y):
+        return super().log_prob(f @ torch.eye(2, dtype=torch.float32), y)
+
+
+class OneSite(Likelihood):
+    """Of numbers (B, sites, C), by default derivatives."""
+
+    elementwise = True
+
+    def log_prob(self, f, y):
+        return -((y - f.exp()) ** 2 - (y - f.exp()) ** 2 + softplus(f) - y * f).flatten(-2).sum(-1)
+
+    def hessian_sqrt_product(self, f, noise):
+        return (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp() * noise
+
+    def mean(self, f):
+        return f.sigmoid()
+
+
+def own(kind, *args):
+    return type("Own", (kind,), {})(*args)
+
+
+RIGHT = {
+    "binomial": (Binomial(), F, 3 * LABELS),
+    "certain": (Binomial(), 60 + F, 3 * LABELS),
+    "very certain": (Binomial(), 1e4 + F, 3 * LABELS),
+    "in one precision": (InOnePrecision(), F, LABELS),
+    "labels left out": (own(Classification), F, torch.arange(12) % 3 % 2 * 101 - 100),
+    "sites": (OneSite(), F.view(4, 3, 2), LABELS.view(4, 3, 2)),
+    "small noise": (own(Regression, 1e-6), F, F + 1e-6 * LABELS),
+    "large noise": (own(Regression, 1e6), F, F + 1e6 * LABELS),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_right_derivatives_pass(kind, dtype, caplog):
+    likelihood, f, y = RIGHT[kind]
+    dtype = torch.float32 if kind == "in one precision" else dtype
+    compare_with_log_prob(likelihood, f.to(dtype), y.to(dtype) if y.is_floating_point() else y)
+    assert not caplog.records
+
+
+class Probit(Likelihood):
+    """Convex, with a Hessian that depends on y: H is its expectation, the Fisher information."""
+
+    elementwise, factor = True, 1.0
+
+    def log_prob(self, f, y):
+        return torch.special.log_ndtr((2 * y - 1) * f).sum(-1)
+
+    def hessian_sqrt_product(self, f, noise):
+        density = torch.distributions.Normal(0.0, 1.0).log_prob(f)
+        both = torch.special.log_ndtr(f) + torch.special.log_ndtr(-f)
+        return self.factor * (density - 0.5 * both).exp() * noise
+
+    def mean(self, f):
+        return torch.special.ndtr(f)
+
+
+class SampledProbit(Probit):
+    def sample(self, f, generator=None):
+        return torch.bernoulli(self.mean(f), generator=generator)
+
+
+def test_the_fisher_information_is_checked_by_draws(caplog):
+    f, y = F[4:].double(), LABELS[4:].double()
+    compare_with_log_prob(SampledProbit(), f, y)
+    for likelihood in (Probit(), type("Wrong", (SampledProbit,), {"factor": 1.2})()):
+        with pytest.raises(ValueError, match=r"define sample\(f, generator\)"):
+            compare_with_log_prob(likelihood, f, y)
+    assert not caplog.records
+    compare_with_log_prob(type("Bent", (Probit,), {"convex": False})(), f, y)
+    assert "the posterior is that of the H given" in caplog.text
+
+
+class FromOne(Classification):
+    """Classes are counted from 1: ``align`` must be called once for every target."""
+
+    def align(self, y, class_dim):
+        return super().align(y, class_dim) - 1
+
+
+class OneHot(Classification):
+    def align(self, y, class_dim):
+        return super().align(y.argmax(class_dim), class_dim)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_targets_are_aligned_once_in_every_path(weighted, temperature):
+    case, found = tiny("classification"), []
+    weights = 0.5 + torch.rand(30, generator=torch.Generator().manual_seed(0)) if weighted else None
+    plain = "classification", case.y
+    for likelihood, y in (
+        plain,
+        (FromOne(), case.y + 1),
+        (OneHot(), nn.functional.one_hot(case.y)),
+    ):
+        options = {"num_samples": 4, "temperature": temperature, "class_dim": 1}
+        la = LinearisedLaplace(case.model, likelihood, **options)
+        la.fit(case.x, y, weights=weights, em_steps=2, progress_bar=False)
+        before = la.predict(case.x)
+        record = compare({"la": la}, case.x, y).records["la"]
+        del record["seconds"]
+        la.calibrate(case.x + 1e-3, y)
+        after = la.predict(case.x)
+        values = [la.prior_precision, before.log_prob(y), before.joint_log_prob(y)]
+        values += [torch.tensor([*record.values(), *la.calibration[:4]])]
+        found.append([*values, after.log_prob(y), after.p_value, after.prediction_set(0.8)])
+    for other in found[1:]:
+        assert_close(other, found[0], equal_nan=True)

@@ -32,7 +32,6 @@ from torch_lla_em.runtime import (
     Compute,
     Group,
     collected,
-    release_pinned,
     report,
     tf32,
 )
@@ -114,8 +113,6 @@ class Session:
             stack.enter_context(torch.no_grad())
             # solvers compute in full precision; that of the network is set for each of its calls
             stack.enter_context(tf32(self._device, False))
-            if self._device.type == "cuda":
-                stack.callback(release_pinned)
             yield self
 
     def finished(self) -> dict[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""On a GPU: TF32, out of memory, pinned memory."""
+"""On a GPU: TF32, out of memory."""
 
 import gc
 import logging
@@ -82,18 +82,3 @@ def test_out_of_memory_once_changes_nothing(count, simulated):
     short = fit(model, rows(), tolerance=1e-2)
     assert not simulated.fail_at_malloc(0)
     torch.testing.assert_close(short.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
-
-
-def test_pinned_memory_is_counted_and_released(simulated, caplog):
-    caplog.set_level(logging.INFO)
-    torch._C._host_emptyCache()
-    before, size = simulated.pinned(), sum(p.numel() for p in wide(300).parameters())
-    la = fit(wide(300).cuda(), rows(), compute=Compute(vectors="cpu"), tolerance=1e-2)
-    held = simulated.pinned()
-    torch._C._host_emptyCache()
-    assert simulated.pinned() == held <= before + 2 * 4 * (2 * K + 1) * size
-    # a block of K vectors of 21,653 weights, 1.39 MB, takes 2.1
-    assert la.plan(rows()).vectors == pytest.approx(20 * 2**21, rel=1e-2)
-    del la
-    torch._C._host_emptyCache()
-    assert simulated.pinned() == before

@@ -20,7 +20,6 @@ from torch_lla_em.runtime import (
     Group,
     free_memory,
     least_share,
-    pinned_bytes,
     place_of,
     release,
     report,
@@ -257,7 +256,6 @@ def _planned(problem: Problem, num_samples: int, compute: Compute, example: Exam
     of_batches, of_factors = _BATCHES * kept, _FACTORS * kept * is_near
     if is_near:
         return Plan(*(P, num_samples, vectors, place, free, example, None, of_batches, of_factors))
-    vectors = int(vectors * pinned_bytes(block) / block)
     # directions, products and one chunk of gradients: a third of what is left
     group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
     return Plan(P, num_samples, vectors, place, free_on(place), example, group, of_batches)

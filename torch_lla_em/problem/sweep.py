@@ -98,7 +98,6 @@ class Sweep:
         self.limits = Limits(linear_model.network.device)
         """The limits of the plan, and those that were found when memory ran out."""
 
-        self._pins = torch.cuda.is_available()
         with torch.inference_mode(False):  # it is written to in place, whoever calls
             self._fine = torch.ones((), dtype=torch.bool, device=linear_model.network.device)
         """Whether all outputs of this pass are finite; read once, at its end."""
@@ -171,17 +170,14 @@ class Sweep:
                     found[name] = found[name] + own if name in found else own
                     continue
                 if name not in found:
-                    found[name] = self._stored(len(w), own)
+                    found[name] = own.new_empty(len(w), own.shape[1])
                 found[name][some] = own
         return found
 
     def _placed(self, own: Tensor, kind: Kind) -> Tensor:
         """Return a sum where vectors are stored, or a number where it is."""
-        if kind not in (BLOCK, VECTOR) or own.device.type == self.limits.device.type:
-            return own
-        if kind == VECTOR:
-            return own.to(self.limits.device)
-        return self._stored(len(own), own).copy_(own)
+        is_near = kind not in (BLOCK, VECTOR) or own.device.type == self.limits.device.type
+        return own if is_near else own.to(self.limits.device)
 
     def steps(self) -> Iterator[tuple[int, Fold]]:
         """Yield the number of examples of one batch per rank, and the pass over these batches."""
@@ -298,21 +294,6 @@ class Sweep:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return {name: zeros(kind) for name, kind in task.kinds.items()}
-
-    def _stored(self, count: int, like: Tensor) -> Tensor:
-        """Return an uninitialised block where vectors are stored, in pinned memory if possible."""
-        shape, pinned = (count, like.shape[1]), self._pins and self.limits.device.type == "cpu"
-        try:
-            return torch.empty(
-                shape, dtype=like.dtype, device=self.limits.device, pin_memory=pinned
-            )
-        except RuntimeError as error:  # drivers have several words for it
-            if not pinned:
-                raise
-            self._pins = False
-            what = str(error).split("\n")[0]
-            report("log", f"Out of pinned memory; using pageable memory instead ({what}).")
-        return torch.empty(shape, dtype=like.dtype, device=self.limits.device)
 
     def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:
         """Note whether a tensor is finite; if it is not, the pass ends with this error.

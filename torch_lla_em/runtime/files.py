@@ -205,17 +205,8 @@ def _raw(tensor: Tensor) -> bytes:
     if tensor.layout != torch.strided:
         entries = tensor.to_sparse_coo().coalesce()
         return _raw(entries.indices()) + _raw(entries.values())
-    if tensor.is_quantized:
-        tensor = tensor.int_repr()
-    return (
-        tensor.resolve_conj()
-        .resolve_neg()
-        .contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
+    tensor = tensor.int_repr() if tensor.is_quantized else tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def to_bytes(record: Any) -> Tensor:
@@ -239,11 +230,10 @@ def read(path: Path_, kind: Kind, names: tuple[str, ...] = (), remedy: str = "")
 
 def check(state: Any, kind: Kind) -> None:
     """Raise an error if a state is not of this kind, or not of this version of the format."""
-    found: Kind = "posterior"
     names = state.keys() if isinstance(state, dict) else ()
-    if "student" in names or (
-        "head.0.weight" in names and any(name.startswith("network.") for name in names)
-    ):
+    old_student = "head.0.weight" in names and any(name.startswith("network.") for name in names)
+    found: Kind = "posterior"
+    if "student" in names or old_student:
         found = "student"
     elif "0.record" in names:
         found = "ensemble"
@@ -253,9 +243,10 @@ def check(state: Any, kind: Kind) -> None:
             f"{_SAVED_BY[kind]}.save, or the result of state_dict()."
         )
     if found != kind:
+        articles = {"ensemble": "an ensemble"}
         raise ValueError(
-            f"This state holds a{'n' * (found == 'ensemble')} {found}, not a{'n' * (kind == 'ensemble')} "
-            f"{kind}: use {_SAVED_BY[found]}.load, or load_state_dict of its kind."
+            f"This state holds {articles.get(found, f'a {found}')}, not {articles.get(kind, f'a {kind}')}"
+            f": use {_SAVED_BY[found]}.load, or load_state_dict of its kind."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:

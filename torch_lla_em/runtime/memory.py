@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from math import ceil, inf, log2
+from math import inf
 from pathlib import Path
 
 import torch
@@ -66,17 +66,6 @@ def release() -> None:
     gc.collect()  # graphs may be parts of cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-        release_pinned()
-
-
-def release_pinned() -> None:
-    """Release pinned memory that is not in use; torch caches it by powers of two."""
-    torch._C._host_emptyCache()
-
-
-def pinned_bytes(size: float) -> float:
-    """Return the size of the allocation for a number of bytes of pinned memory."""
-    return 2.0 ** ceil(log2(max(1.0, size)))
 
 
 def free_memory(device: torch.device) -> float:
@@ -113,33 +102,30 @@ def _group_room(folder: Path, names: tuple[str, str, str]) -> float:
     try:
         left = int((folder / limit).read_text()) - int((folder / usage).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()
-        left += int(dict(line.split() for line in lines).get(cached, 0))
     except (OSError, ValueError):  # there is no such group, or its limit is "max"
         return inf
-    return max(0.0, left)
+    return max(0.0, left + int(dict(line.split() for line in lines).get(cached, 0)))
 
 
 def _process_room() -> float:
     """Return the bytes left below the limits of this process (``ulimit -d`` and ``-v``)."""
-    try:
+    left = inf
+    with suppress(ImportError, OSError, KeyError):
         import resource  # not on Windows
 
-        limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
-        soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
-        finite = {name: at for name, at in soft.items() if at != resource.RLIM_INFINITY}
-        left = [at - _in_proc("self/status", name) for name, at in finite.items()]
-    except (ImportError, OSError, KeyError):
-        return inf
-    return max(0.0, min(left, default=inf))
+        for name, kind in (("VmData", resource.RLIMIT_DATA), ("VmSize", resource.RLIMIT_AS)):
+            limit = resource.getrlimit(kind)[0]
+            if limit != resource.RLIM_INFINITY:
+                left = min(left, limit - _in_proc("self/status", name))
+    return max(0.0, left)
 
 
 def _available() -> float:
     """Return the bytes available on this machine; if unknown, half of its memory."""
-    try:
+    with suppress(OSError, KeyError):
         return _in_proc("meminfo", "MemAvailable")
-    except (OSError, KeyError):
-        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
+    pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
 
 
 def _in_proc(file: str, name: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass
 from math import inf
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -48,14 +48,6 @@ class Compute:
         check_options(columns=self.columns, rows=self.rows)
 
 
-class _Rule(NamedTuple):
-    words: str
-    """What the argument must be, for the error message."""
-
-    has_type: Callable[[Any], bool]
-    holds: Callable[[Any], bool] = lambda value: True
-
-
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     """Raise an error if a value is not among the choices."""
     if value not in choices:
@@ -66,19 +58,18 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
 def check_options(**given: Any) -> None:
     """Raise a TypeError or ValueError for the first argument whose value is not allowed."""
     for name, value in given.items():
-        words, has_type, holds = _RULES[name]
-        if not has_type(value):
-            raise TypeError(f"{name} must be {words}, not {_shown(value)}.")
-        if not holds(value):
-            raise ValueError(f"{name} must be {words}, not {_shown(value)}.")
+        words, has_type, *holds = _RULES[name]
+        if value is None and words.startswith("None, or"):
+            continue
+        fault = None if has_type(value) else TypeError
+        if fault is None and not all(rule(value) for rule in holds):
+            fault = ValueError
+        if fault is not None:
+            text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
+            raise fault(f"{name} must be {words}, not {text}.")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
-
-
-def _is_integer(value: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -95,22 +86,18 @@ def _is_real(value: Any) -> bool:
     return not tensor.is_complex() and tensor.dtype != torch.bool
 
 
-def _within(value: Any, low: float, high: float) -> bool:
-    numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-    return bool(((numbers >= low) & (numbers <= high)).all())
+def _within(low: float, high: float) -> Callable[[Any], bool]:
+    def holds(value: Any) -> bool:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        return bool(((numbers >= low) & (numbers <= high)).all())
 
-
-def _is_finite_positive(value: Any) -> bool:
-    return _within(value, 5e-324, 1.7e308)
+    return holds
 
 
 def _is_selection(value: Any) -> bool:
     listed = isinstance(value, (list, tuple, set, frozenset))
-    return (
-        isinstance(value, str)
-        or callable(value)
-        or (listed and all(isinstance(pattern, str) for pattern in value))
-    )
+    names = value if listed else [value]
+    return callable(value) or all(isinstance(name, str) for name in names)
 
 
 def _draws_samples(value: Any) -> bool:
@@ -118,65 +105,61 @@ def _draws_samples(value: Any) -> bool:
     return own and callable(getattr(value, "solve", None))
 
 
-def _optional(
-    words: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True
-) -> _Rule:
-    """Return a rule for an argument that may also be None."""
-    return _Rule(
-        f"None, or {words}",
-        lambda value: value is None or has_type(value),
-        lambda value: value is None or holds(value),
-    )
+def _is_positive(value: Any) -> bool:
+    return bool(value > 0)
 
 
-_WHOLE = "a whole number of 1 or more", _is_integer, lambda value: value >= 1
-_FLAG = _Rule("True or False", lambda value: isinstance(value, bool))
+_G_PRIORS = True, False, "root", "half", "tensor"
+_SELECTION = (
+    '"last_layer", a pattern of parameter names, a list of them (names from '
+    "model.named_parameters()), or a function (name, parameter) -> bool"
+)
+_PRECISION = (
+    "None, or a positive number from {:g} to {:g} (a tensor with one per parameter tensor where "
+    'prior="layerwise")'
+)
+_COUNT = "a whole number of 1 or more", _is_whole, _is_positive
+_MAYBE_COUNT = "None, or a whole number of 1 or more", _is_whole, _is_positive
+_MAYBE_POSITIVE = "None, or a number above 0", _is_number, _is_positive
 
-_RULES = {
-    "num_samples": _Rule(*_WHOLE),
-    "tolerance": _optional("a number above 0", _is_number, lambda value: value > 0),
-    "g_prior": _optional(
-        'True, False, "root", "half" or "tensor"',
+_RULES: dict[str, tuple] = {
+    **dict.fromkeys(("num_samples", "together", "steps", "batch_size"), _COUNT),
+    **dict.fromkeys(("columns", "rows", "num_inputs"), _MAYBE_COUNT),
+    **dict.fromkeys(("tolerance", "lr"), _MAYBE_POSITIVE),
+    "budget": ("None, or a number of seconds above 0", _is_number, _is_positive),
+    "temperature": ("a positive number", _is_number, lambda value: 0 < value < inf),
+    "em_steps": ("a whole number of 0 or more", _is_whole, lambda value: value >= 0),
+    "seed": ("a whole number", _is_whole),
+    "class_dim": ("a whole number: the axis of the outputs that classes are on", _is_whole),
+    "progress_bar": ("True or False", lambda value: isinstance(value, bool)),
+    "g_prior": (
+        'None, or True, False, "root", "half" or "tensor"',
         lambda value: isinstance(value, (bool, str)),
-        lambda value: value in (True, False, "root", "half", "tensor"),
+        lambda value: value in _G_PRIORS,
     ),
-    "parameters": _optional(
-        '"last_layer", a pattern of parameter names, a list of them (names from '
-        "model.named_parameters()), or a function (name, parameter) -> bool",
-        _is_selection,
+    "parameters": (f"None, or {_SELECTION}", _is_selection),
+    "sigma_noise": (
+        "None, or a positive real number, or a tensor with one per output",
+        _is_real,
+        _within(5e-324, 1.7e308),
     ),
-    "sigma_noise": _optional(
-        "a positive real number, or a tensor with one per output", _is_real, _is_finite_positive
+    "prior_precision": (
+        _PRECISION.format(*PRECISION_BOUNDS),
+        _is_real,
+        _within(*PRECISION_BOUNDS),
     ),
-    "solver": _optional(
-        "BlockKrylov(), BlockCG(), FunctionSpace() or SGD() (an object, not its class or name)",
+    "solver": (
+        "None, or BlockKrylov(), BlockCG(), FunctionSpace() or SGD() (an object, not its class or name)",
         _draws_samples,
     ),
-    "class_dim": _Rule("a whole number: the axis of the outputs that classes are on", _is_integer),
-    "forward_fn": _optional("a function (model, inputs) -> outputs", callable),
-    "target_fn": _optional("a function batch -> targets", callable),
-    "seed": _Rule("a whole number", _is_integer),
-    "temperature": _Rule("a positive number", _is_number, lambda value: 0 < value < inf),
-    "compute": _Rule(
-        'a Compute object, as Compute(precision="tf32")', lambda value: isinstance(value, Compute)
+    "forward_fn": ("None, or a function (model, inputs) -> outputs", callable),
+    "target_fn": ("None, or a function batch -> targets", callable),
+    "compute": (
+        'a Compute object, as Compute(precision="tf32")',
+        lambda value: isinstance(value, Compute),
     ),
-    "columns": _optional(*_WHOLE),
-    "rows": _optional(*_WHOLE),
-    "em_steps": _Rule("a whole number of 0 or more", _is_integer, lambda value: value >= 0),
-    "prior_precision": _optional(
-        "a positive number from {:g} to {:g} (a tensor with one per parameter tensor where "
-        'prior="layerwise")'.format(*PRECISION_BOUNDS),
-        _is_real,
-        lambda value: _within(value, *PRECISION_BOUNDS),
+    "checkpoint": (
+        "None, or the name of a folder",
+        lambda value: isinstance(value, (str, PathLike)),
     ),
-    "progress_bar": _FLAG,
-    "budget": _optional("a number of seconds above 0", _is_number, lambda value: value > 0),
-    "checkpoint": _optional(
-        "the name of a folder", lambda value: isinstance(value, (str, PathLike))
-    ),
-    "together": _Rule(*_WHOLE),
-    "steps": _Rule(*_WHOLE),
-    "batch_size": _Rule(*_WHOLE),
-    "num_inputs": _optional(*_WHOLE),
-    "lr": _optional("a number above 0", _is_number, lambda value: value > 0),
 }

@@ -416,9 +416,6 @@ def test_changed_networks_are_noticed(change, tmp_path):
         with pytest.raises(NotFittedError, match="have changed"):
             call()
     la.to(torch.float16)
-    if change is nn.Module.float:  # both have been cast now
-        assert la(case.x.half()).isfinite().all()
-        return
     with pytest.raises(NotFittedError, match="have changed"):  # moving does not make it right
         la(case.x.half())
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from torch_lla_em.data import Share
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import Group, TensorList, files, first, report
 
 FORMAT = 12
@@ -220,6 +222,27 @@ class Folder:
                 here = own[place] if self._reads else torch.empty_like(leaf, device=device)
                 leaves[place] = self._group.from_first(here.to(device).contiguous())
         return tree_unflatten(leaves, form)
+
+
+def header_of(
+    model: LinearModel, options: Any, likelihood: Likelihood, temperature: float
+) -> dict[str, Any]:
+    """Return what a checkpoint is compared with, by name."""
+    layout, network = model.layout, model.network
+    settings = {name: files.plain(value) for name, value in vars(options).items()}
+    return {
+        "format": f"{files.VERSION}.{FORMAT}",
+        "network weights": bytes(files.fingerprint(network.module).tolist()).hex(),
+        "layers": [type(layer).__qualname__ for layer in network.module.modules()],
+        "parameters in the posterior": list(layout.names),
+        "likelihood": type(likelihood).__name__,
+        "options of the likelihood": files.plain(vars(likelihood)),
+        "class_dim": network.class_dim,
+        "forward_fn": files.plain(network.forward_fn),
+        "temperature": temperature,
+        "precision": network.precision,
+        **settings,
+    }
 
 
 def _is_tensor_list(value: Any) -> bool:

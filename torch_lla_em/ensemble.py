@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
 from torch_lla_em.distil import distil as train_student
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import Ensemble
+from torch_lla_em.prediction import (
+    Calibration,
+    Found,
+    Posteriors,
+    Printed,
+    Reference,
+    calibrates,
+    exports,
+    predictor,
+    record_of,
+    stored,
+    summary,
+)
 from torch_lla_em.report import report
+from torch_lla_em.runtime import files
 
 
-class LaplaceEnsemble(Ensemble):
+class LaplaceEnsemble(Printed, nn.Module):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
@@ -39,7 +54,63 @@ class LaplaceEnsemble(Ensemble):
         >>> probabilities = ensemble.calibrate(x, y)(x)
     """
 
-    distil, report = train_student, report
+    forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
+    is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
+    functional_samples = predictor.functional_samples
+    predictive_samples = predictor.predictive_samples
+    calibrate, check, export = calibrates.calibrate, calibrates.check, exports.export
+    distil, report, details, _table = train_student, report, summary.details, summary.table_of
+
+    def __init__(self, members: Iterable[LinearisedLaplace]):
+        """Take the members; the class documents the arguments."""
+        super().__init__()
+        given = list(members) if isinstance(members, Iterable) else [None]
+        if not all(isinstance(member, LinearisedLaplace) for member in given):
+            raise TypeError(
+                "LaplaceEnsemble takes a list of posteriors, not one, and no networks: "
+                "LaplaceEnsemble([la, other])."
+            )
+        self.members: Any = nn.ModuleList(given)
+        kinds = {type(member.likelihood).__name__ for member in self.members}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"The members have the likelihoods {sorted(kinds)}: pass at least one "
+                "LinearisedLaplace, all with the same likelihood."
+            )
+        self._found = Found()
+
+    @property
+    def posterior(self) -> Posteriors:
+        """The records of the members, and what ``calibrate`` has found of them together."""
+        return Posteriors(tuple(record_of(member) for member in self.members), self._found)
+
+    def take(self, posterior: Posteriors) -> None:
+        """Hold what ``calibrate`` has found from now on.
+
+        Args:
+            posterior (Posteriors): The record of the same members.
+        """
+        self._found = posterior.found
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the first member; they may differ in the observation noise."""
+        return self.members[0].likelihood
+
+    @property
+    def reference(self) -> Reference | None:
+        """The scores of validation examples, if there are any."""
+        return self._found.reference
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The result of the last ``calibrate``, or None."""
+        return self._found.calibration
+
+    @property
+    def messages(self) -> list[str]:
+        """The warnings of ``calibrate``."""
+        return list(self._found.messages)
 
     @classmethod
     def from_folds(
@@ -115,7 +186,93 @@ class LaplaceEnsemble(Ensemble):
             members.append(la.fit(*rows, progress_bar=False))
             unseen.append([(_part(x, out), _part(targets, out))])
         ensemble = cls(members)
-        ensemble._calibrate_by_folds(unseen)
+        ensemble.take(calibrates.calibrated_by_folds(ensemble.posterior, unseen))
+        return ensemble
+
+    def state_dict(
+        self,
+        *args: Any,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the posteriors of all members, and the numbers of ``calibrate``, as tensors.
+
+        Args:
+            destination (dict, optional): Where to add the tensors, as PyTorch passes it.
+            prefix (str): What their names start with there. Default "".
+            keep_vars (bool): Ignored: no tensor requires gradients.
+        """
+        state = stored.state_of_found(self._found)
+        if destination is not None:
+            destination.update({f"{prefix}{name}": tensor for name, tensor in state.items()})
+            self.members.state_dict(destination=destination, prefix=f"{prefix}members.")
+            return destination
+        for i, member in enumerate(self.members):
+            state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
+        """Load the posteriors of all members, and the numbers of ``calibrate``.
+
+        Args:
+            state (dict): The tensors that ``state_dict`` returned.
+            strict (bool): Ignored: the state is always compared with the members.
+
+        Raises:
+            ValueError: If the state has another format or number of members, or belongs to other
+                networks.
+        """
+        files.check(state, "ensemble")
+        count = len({name.partition(".")[0] for name in state if "." in name})
+        if count != len(self.members):
+            raise ValueError(
+                f"The state has {count} members, but this ensemble has {len(self.members)}."
+            )
+        for i, member in enumerate(self.members):
+            member.load_state_dict(stored.without_prefix(state, f"{i}."))
+        self._found = stored.found_of(state, self.members[0]._linear_model.network.device)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """Load the tensors of this module, without its members, from those of one that contains it."""
+        own, (_, _, missing, _, _) = stored.without_prefix(state_dict, prefix), more
+        if "record" in own:
+            self._found = stored.found_of(own, self.members[0]._linear_model.network.device)
+        else:
+            missing.append(f"{prefix}record")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
+        """Move members, and what was found of them."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._found = tree_map_only(Tensor, fn, self._found)
+        return self
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write all posteriors to one file, without the networks.
+
+        Args:
+            path (str): Name of the file; .safetensors selects that format.
+        """
+        files.write_atomically(self.state_dict(), path)
+
+    @classmethod
+    def load(
+        cls, path: str | PathLike[str], members: Iterable[LinearisedLaplace]
+    ) -> LaplaceEnsemble:
+        """Return a saved ensemble.
+
+        Args:
+            path (str): Name of the file that ``save`` has written.
+            members (iterable of LinearisedLaplace): One object for each member, on its network; it
+                need not be fitted.
+
+        Raises:
+            ValueError: If the file is damaged or belongs to other networks.
+        """
+        ensemble = cls(members)
+        ensemble.load_state_dict(files.read(path, "ensemble"))
         return ensemble
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
@@ -11,17 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.checkpoint import FORMAT
+from torch_lla_em.checkpoint import header_of
 from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
 from torch_lla_em.distil import distil as train_student
 from torch_lla_em.inference import (
-    Estimate,
     FitOptions,
     Solver,
     is_cold,
     learn,
     learn_cold,
-    log_evidence,
 )
 from torch_lla_em.jacobian import (
     ForwardFn,
@@ -42,11 +40,17 @@ from torch_lla_em.likelihoods import (
     preferred,
 )
 from torch_lla_em.prediction import (
+    NotFittedError,
     Posterior,
-    PosteriorBase,
+    Printed,
     Setting,
-    calibrated_on,
+    calibrates,
+    exports,
+    fitted,
+    predictor,
+    result,
     stored,
+    summary,
     warn_of_collapse,
 )
 from torch_lla_em.problem import Plan, Problem
@@ -56,10 +60,9 @@ from torch_lla_em.runtime import (
     Group,
     check_choice,
     check_options,
-    files,
     group_of,
 )
-from torch_lla_em.session import Run, Session
+from torch_lla_em.session import Run, Session, log_marginal_likelihood
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -71,7 +74,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(PosteriorBase):
+class LinearisedLaplace(Printed, nn.Module):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
@@ -116,15 +119,6 @@ class LinearisedLaplace(PosteriorBase):
         temperature (float): Every example counts 1/temperature times: lower is narrower. Default 1.0.
         compute (Compute): Precision, device of the samples, limits on memory. Default Compute().
 
-    Attributes:
-        prior_precision (Tensor): λ.
-        sigma_noise (Tensor): σ of a regression, otherwise None.
-        effective_dim (Tensor): γ, the number of parameters that the data determine.
-        w_lin (Tensor): The mode of the linear model, shape (P,).
-        w_samples (Tensor): The posterior samples, with mean zero, shape (K, P).
-        calibration (Calibration): The result of the last ``calibrate``, or None.
-        messages (list of str): The memory plan, then the warnings of the fit.
-
     Raises:
         TypeError: If an argument has a type that is not allowed.
         ValueError: If an argument has a value that is not allowed.
@@ -161,14 +155,18 @@ class LinearisedLaplace(PosteriorBase):
         check_options(sigma_noise=sigma_noise, tolerance=tolerance, solver=solver, compute=compute)
         check_options(class_dim=class_dim, forward_fn=forward_fn, target_fn=target_fn)
         check_options(temperature=temperature)
-        super().__init__(model, _likelihood(likelihood, sigma_noise))
+        super().__init__()
+        # not a submodule: its weights are the user's, and not part of this state
+        object.__setattr__(self, "model", model)
+        self._given_likelihood = _likelihood(likelihood, sigma_noise)
+        self._posterior: Posterior | None = None
         check_choice("prior", prior, ("scalar", "layerwise"))
         check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         if prior == "layerwise" and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        own = {"forward_fn": forward_fn, "target_fn": target_fn}
-        self._given = [name for name in own if own[name] is not None]
-        if isinstance(self.likelihood, BradleyTerry):
+        given = ("forward_fn", forward_fn), ("target_fn", target_fn)
+        self._given = [name for name, function in given if function is not None]
+        if isinstance(self._given_likelihood, BradleyTerry):
             forward_fn, target_fn = forward_fn or compare, target_fn or preferred
         network = Network(model, forward_fn, int(class_dim))
         network.use(compute.precision)
@@ -179,7 +177,62 @@ class LinearisedLaplace(PosteriorBase):
         self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
 
-    distil, report = train_student, report
+    forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
+    is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
+    functional_samples = predictor.functional_samples
+    predictive_samples = predictor.predictive_samples
+    function_sample, export = predictor.function_sample, exports.export
+    calibrate, check = calibrates.calibrate, calibrates.check
+    distil, report, details, _table = train_student, report, summary.details, summary.table_of
+    state_dict, load_state_dict, save = fitted.state_dict, fitted.load_state_dict, fitted.save
+    _load_from_state_dict, load = fitted.load_from_state_dict, classmethod(fitted.load)
+    accuracy, log_marginal_likelihood = property(summary.accuracy), log_marginal_likelihood
+
+    prior_precision = result("result.prior_precision", "λ, () or one value per tensor.")
+    sigma_noise = result("result.sigma_noise", "σ of a regression.")
+    effective_dim = result("result.effective_dim.value", "γ, how many parameters data determine.")
+    effective_dim_error = result("result.effective_dim.standard_error", "Its Monte Carlo error.")
+    certificate = result("result.certificate", "The numerical error of each sample, (K,).")
+    scale = result("result.scale", "Prior standard deviation of each parameter at λ = 1, (P,).")
+    w_MAP = result("setting.linear_model.w_MAP", "The trained weights of the parameters, (P,).")
+    w_lin = result("result.w_lin", "The mode of the linear model, (P,).")
+    w_samples = result("result.w_samples", "The posterior samples, with mean zero, (K, P).")
+    mixture = result("result.mixture", "The components of predictions.")
+    mean = result("mean", 'What samples are added to: "network" or "linear".')
+    posterior_scale = result("scale", "τ, the factor of the posterior's variance in predictions.")
+    reference = result("reference", "The scores of validation examples, if there are any.")
+    calibration = result("calibration", "The result of the last ``calibrate``, if any.")
+    num_data = result("num_data", "The number of training examples with a label.")
+    training_deviations = result("result.examples", "J w_k of some training examples.")
+    largest_variance = result("largest_variance", "The largest variance of their outputs.")
+    history = result("history", "A record of every EM step.", list)
+    messages = result("messages", "The memory plan, then the warnings.", list)
+
+    @property
+    def posterior(self) -> Posterior:
+        """The record of the fit, which is replaced as a whole; ``prediction`` has functions of it."""
+        if self._posterior is None:
+            words = "Call la.fit(train_loader), or la.load_state_dict(state)."
+            raise NotFittedError(f"This posterior is not fitted yet. {words}")
+        return self._posterior
+
+    def take(self, posterior: Posterior) -> None:
+        """Hold another record from now on."""
+        self._posterior, self.num_samples = posterior, len(posterior.result.w_samples)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with the observation noise that was learnt."""
+        return self._given_likelihood if self._posterior is None else self._posterior.likelihood
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
+        """Move posterior and network together."""
+        self._base, self._posterior = fitted.moved(self, fn)
+        return self
+
+    @property
+    def _linear_model(self) -> LinearModel:
+        return self._base if self._posterior is None else self._posterior.setting.linear_model
 
     def fit(
         self,
@@ -239,12 +292,14 @@ class LinearisedLaplace(PosteriorBase):
         unseen = None
         if validation is not None:
             ranks = group_of(shard).joined()
-            unseen = Data(validation, self._device, self.target_fn, ranks).read()
+            unseen = Data(
+                validation, self._linear_model.network.device, self.target_fn, ranks
+            ).read()
         run = Run(checkpoint, progress_bar, budget, shard, unseen)
         found = self._fit(data, weights, options, run)
         if validation is not None:
-            found = found.calibrated(*calibrated_on([found], validation))
-        self._posterior = found
+            found = found.calibrated(*calibrates.calibrated_on(found, validation))
+        self.take(found)
         return self
 
     def _fit(
@@ -253,13 +308,14 @@ class LinearisedLaplace(PosteriorBase):
         """Return the posterior by one scaling of the prior; this object is not changed."""
         problem = self._problem(loader, group_of(run.shard).joined(), weights)
         model = problem.linear_model
-        session = Session(problem, self._header(options, model), run)
+        given = self._given_likelihood, self.temperature
+        session = Session(problem, header_of(model, options, *given), run)
         setting = Setting(model, NetworkState(model.network), self.target_fn, run.shard)
         with session.running() as around:
             state = around.finished()
             if state is not None:
                 stored.refuse_other_network(state, model.network.module)
-                return self._loaded(state, setting)
+                return fitted.loaded(self, state, setting)
             around.follow(around.plan(options, self.compute))
             problem.data.confirm_first()
             run_em = learn_cold if is_cold(problem, options) else learn
@@ -272,7 +328,7 @@ class LinearisedLaplace(PosteriorBase):
             found = replace(found, messages=tuple(around.messages))
             setting.require(surely=True)
             if learnt.complete:  # otherwise the checkpoint continues from the last state
-                around.keep(self._state_of(found))
+                around.keep(stored.state_of(found, self._given_likelihood, self._given))
         return found
 
     def _options(self, **of_fit: Any) -> FitOptions:
@@ -301,75 +357,18 @@ class LinearisedLaplace(PosteriorBase):
         problem.data.confirm_first()
         return plan
 
-    def log_marginal_likelihood(
-        self, loader: Any = None, targets: Tensor | None = None, *, weights: Any = None
-    ) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, with its standard error over samples.
-
-        It compares priors, noise levels and likelihoods on the features of one network. It does not
-        compare networks, whose features were learnt from the same targets: use ``compare`` for these.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs, optional): The training data, for a fit by a
-                solver or with ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            weights (Tensor, str or callable, optional): The ``weights`` of the fit.
-
-        Returns:
-            An ``Estimate`` of ``value`` and ``standard_error``.
-
-        Raises:
-            NotFittedError: Before ``fit``, or if the model has changed since.
-            ValueError: If the training data are needed.
-
-        Example:
-            >>> evidence = la.log_marginal_likelihood().value
-        """
-        found = self._fitted().result
-        if loader is None:
-            if found.log_evidence.value.isnan():
-                raise ValueError(
-                    "A fit by a solver computes no evidence, which takes up to 120 passes over the data. Pass the "
-                    "training data: la.log_marginal_likelihood(train_loader)."
-                )
-            return found.log_evidence
-        data = paired(loader, targets)
-        if weights is not None:
-            data, weights = with_weights(data, weights)
-        problem = self._problem(data, Group(), weights)
-        with Session(problem, {}).running() as run:
-            run.plan(self._options(), self.compute)
-            return log_evidence(problem, found, self._options())
-
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
-        data, model = Data(loader, self._device, self.target_fn, group, weights), self._linear_model
+        data, model = (
+            Data(loader, self._linear_model.network.device, self.target_fn, group, weights),
+            self._linear_model,
+        )
         if self._parameters_asked == "last_layer":
             # a call is needed to see which layer is called last
             network = model.network
             last = called_last(network, data.first().inputs)
             model = _linear_model(network, "last_layer", last)
         return Problem(model, self._given_likelihood, data, self.temperature)
-
-    def _header(self, options: FitOptions, model: LinearModel) -> dict[str, Any]:
-        """Return what a checkpoint is compared with, by name."""
-        layout, network = model.layout, model.network
-        likelihood = self._given_likelihood
-        weights = files.fingerprint(network.module)
-        settings = {name: files.plain(value) for name, value in vars(options).items()}
-        return {
-            "format": f"{files.VERSION}.{FORMAT}",
-            "network weights": bytes(weights.tolist()).hex(),
-            "layers": [type(layer).__qualname__ for layer in network.module.modules()],
-            "parameters in the posterior": list(layout.names),
-            "likelihood": type(likelihood).__name__,
-            "options of the likelihood": files.plain(vars(likelihood)),
-            "class_dim": network.class_dim,
-            "forward_fn": files.plain(network.forward_fn),
-            "temperature": self.temperature,
-            "precision": self.compute.precision,
-            **settings,
-        }
 
 
 def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:

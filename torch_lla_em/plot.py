@@ -14,12 +14,12 @@ from torch import Tensor
 
 from torch_lla_em.prediction import (
     PredictedData,
-    Predictor,
     auroc,
     binned,
     calibration_error,
     covered,
     predicted_data,
+    required,
     stated_and_right,
 )
 
@@ -35,7 +35,7 @@ _MOST = 500  # points of a plot; more are thinned evenly
 _SURE = 10  # examples from which the accuracy of a bin is shown as known
 
 
-def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
+def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
@@ -67,7 +67,7 @@ def reliability(la: Predictor, loader: Examples, axes: Axes | None = None, bins:
     return _finished(axes, "confidence", "accuracy")
 
 
-def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
+def em_path(la: Any, axes: Axes | None = None) -> Axes:
     """Plot the prior precision at each EM step, of an ensemble that of each member.
 
     Args:
@@ -77,7 +77,7 @@ def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
     Example:
         >>> axes = plot.em_path(la)
     """
-    members, axes = _posterior(la)._members(), _axes(axes)
+    members, axes = required(la).members, _axes(axes)
     for posterior in members:
         path = [record["prior_precision"] for record in posterior.history]
         axes.plot(range(1, len(path) + 1), path, marker=".")
@@ -86,7 +86,7 @@ def em_path(la: Predictor, axes: Axes | None = None) -> Axes:
     return _finished(axes, "EM step", "prior precision λ")
 
 
-def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
+def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
     """Plot a regression with 90 % prediction intervals, over its input or, of several, targets over predictions.
 
     Args:
@@ -124,7 +124,7 @@ def bands(la: Predictor, loader: Examples, axes: Axes | None = None, output: int
     return _finished(axes, "prediction", "target")
 
 
-def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
+def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
@@ -149,9 +149,7 @@ def coverage(la: Predictor, loader: Examples, axes: Axes | None = None) -> Axes:
     return _finished(axes, "level of the interval", "coverage")
 
 
-def out_of_distribution(
-    la: Predictor, loader: Examples, other: Any, axes: Axes | None = None
-) -> Axes:
+def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
     """Plot the p-values of two data sets, and the AUROC with which they separate them, as ``is_ood`` does.
 
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
@@ -165,7 +163,7 @@ def out_of_distribution(
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    known, axes = _posterior(la)._components.reference, _axes(axes)
+    known, axes = required(la).compared, _axes(axes)
     by_rank = known is not None and known.errors is not None and known.groups is None
 
     def unusual(data: Any) -> Tensor:
@@ -187,18 +185,9 @@ def out_of_distribution(
     return _finished(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 
 
-def _posterior(la: Predictor) -> Predictor:
-    if isinstance(la, Predictor):
-        return la
-    raise TypeError(
-        f"Plots are of a LinearisedLaplace or a LaplaceEnsemble, not of a {type(la).__name__}. For a student, "
-        "pass the posterior that it was distilled from."
-    )
-
-
-def _rows(la: Predictor, loader: Examples, real: bool) -> PredictedData:
+def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
     """Return the examples with their predictions, if their likelihood fits the plot."""
-    likelihood = _posterior(la).likelihood
+    likelihood = required(la).likelihood
     if real and not likelihood.real_valued:
         raise TypeError("Intervals need continuous targets. For probabilities, use reliability.")
     if not real and not likelihood.gives_probabilities:

@@ -122,7 +122,12 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
         (real, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
-        (any(p.history for p in la._members()), plot.em_path, (), "Prior precision over EM steps"),
+        (
+            any(p.history for p in la.posterior.members),
+            plot.em_path,
+            (),
+            "Prior precision over EM steps",
+        ),
     ]
     for is_possible, draw, data, words in wanted:
         if is_possible:

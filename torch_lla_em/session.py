@@ -15,9 +15,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import Folder
-from torch_lla_em.data import Identity
-from torch_lla_em.inference import FitOptions, Progress, Watch, memory_of
-from torch_lla_em.prediction import refuse_training_data
+from torch_lla_em.data import Identity, paired, with_weights
+from torch_lla_em.inference import Estimate, FitOptions, Progress, Watch, log_evidence, memory_of
+from torch_lla_em.prediction import refuse_training_data, required
 from torch_lla_em.problem import (
     Plan,
     Problem,
@@ -279,3 +279,41 @@ def _same(every: list[dict[str, Any]]) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def log_marginal_likelihood(
+    la: Any, loader: Any = None, targets: Tensor | None = None, *, weights: Any = None
+) -> Estimate:
+    """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over samples.
+
+    It compares priors, noise levels and likelihoods on the features of one network. It does not
+    compare networks, whose features were learnt from the same targets: use ``compare`` for these.
+
+    Args:
+        la (LinearisedLaplace): The posterior; ``la.log_marginal_likelihood()`` passes it.
+        loader (DataLoader, Dataset, list of batches, or inputs, optional): The training data, for a fit by a
+            solver or with ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
+        targets (Tensor, optional): The targets, if ``loader`` are inputs.
+        weights (Tensor, str or callable, optional): The ``weights`` of the fit.
+
+    Raises:
+        ValueError: If the training data are needed.
+
+    Example:
+        >>> evidence = la.log_marginal_likelihood().value
+    """
+    found = required(la).members[0].result
+    if loader is None:
+        if found.log_evidence.value.isnan():
+            raise ValueError(
+                "A fit by a solver computes no evidence, which takes up to 120 passes over the data. Pass the "
+                "training data: la.log_marginal_likelihood(train_loader)."
+            )
+        return found.log_evidence
+    data = paired(loader, targets)
+    if weights is not None:
+        data, weights = with_weights(data, weights)
+    problem = la._problem(data, Group(), weights)
+    with Session(problem, {}).running() as run:
+        run.plan(la._options(), la.compute)
+        return log_evidence(problem, found, la._options())

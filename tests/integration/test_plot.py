@@ -123,5 +123,5 @@ def test_what_cannot_be_plotted_raises():
         (plot.coverage, (data,)),
         (plot.out_of_distribution, (data, case.x)),
     ):
-        with pytest.raises(TypeError, match="not of a Student.* it was distilled from"):
+        with pytest.raises(TypeError, match="class Student is not.* it was distilled from"):
             draw(student, *more)

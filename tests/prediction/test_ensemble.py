@@ -2,7 +2,8 @@
 
 import copy
 import re
-from math import ceil
+from dataclasses import replace
+from math import ceil, log
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
-from torch_lla_em.prediction.reference import REFERENCE
+from torch_lla_em.prediction import predict
 
 KINDS = "classification", "regression", "poisson"
 LOSSES = {"classification": F.cross_entropy, "regression": F.mse_loss}
@@ -40,6 +41,13 @@ def posterior(name, seed, fitted=True):
 @pytest.fixture(scope="module", params=KINDS)
 def members(request):
     return [posterior(request.param, seed) for seed in range(3)]
+
+
+def scaled(ensemble, factor):
+    """Its record with another scale of the posterior's variance."""
+    known, table = ensemble.posterior, ensemble.posterior.found.table.clone()
+    table[0, 3] *= factor
+    return replace(known, found=known.found._replace(table=table))
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +97,7 @@ def test_one_member_is_calibrated_as_alone(members, unseen):
     alone, ensemble = copy.copy(members[0]).calibrate(x, y), LaplaceEnsemble(members[:1])
     ensemble.calibrate(list(zip(x.split(7), y.split(7))))
     assert_close(ensemble.calibration[:4], alone.calibration[:4], rtol=1e-4, atol=1e-6)
-    for name in REFERENCE:
-        ours, theirs = getattr(ensemble, name), getattr(alone.reference, name[len("conformal_") :])
+    for ours, theirs in zip(ensemble.reference, alone.reference):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert_close(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4)
@@ -112,11 +119,8 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
     after = -ensemble.predict(x).log_prob(y).mean()
     assert after <= first + 1e-9
     for factor in (0.9, 1.1) if ensemble.calibration.applied else ():
-        other = copy.copy(ensemble)
-        other._buffers = dict(ensemble._buffers)
-        other.table = ensemble.table.clone()
-        other.table[0, 3] *= factor  # of the posterior's variance, and of the noise
-        assert -other.predict(x).log_prob(y).mean() > after - 2e-3
+        other = scaled(ensemble, factor)  # of the posterior's variance
+        assert -predict(other, x).log_prob(y).mean() > after - 2e-3
     assert all(torch.equal(la.mixture, old) for la, old in zip(members, before))
     assert ensemble.is_ood(x, 0.1).shape == (60,)
     assert ensemble.is_ood(1000 * x, 0.1).double().mean() > 0.8
@@ -277,16 +281,13 @@ def test_numbers_are_fitted_to_predictions_of_unseen_examples(folds):
     ensemble, _, x, y, masks = folds
     before = [-la.predict(x[m]).log_prob(y[m]) for la, m in zip(ensemble.members, masks)]
     assert_close(ensemble.calibration.before, torch.cat(before).mean().item())
-    table = ensemble.table.clone()
 
     def loss(scale):
-        ensemble.table = table.clone()
-        ensemble.table[0, 3] *= scale
-        each = [-ensemble.predict(x[m]).members[k].log_prob(y[m]) for k, m in enumerate(masks)]
-        return torch.cat(each).sum().item() + 0.5 * (0.5 * ensemble.table[0, 3].log().item()) ** 2
+        other = scaled(ensemble, scale)
+        each = [-predict(other, x[m]).members[k].log_prob(y[m]) for k, m in enumerate(masks)]
+        return torch.cat(each).sum().item() + 0.5 * (0.5 * log(other.tables[0][0][3])) ** 2
 
     assert loss(1.0) < min(loss(0.8), loss(1.25))
-    ensemble.table = table
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9])
@@ -329,9 +330,9 @@ def test_an_ensemble_by_folds_is_saved_and_a_validation_set_replaces_the_folds(f
     ours, theirs = ensemble.predict(x), again.predict(x)
     assert torch.equal(ours.expectation, theirs.expectation)
     assert torch.equal(ours.p_value, theirs.p_value)
-    assert again.conformal_folds.tolist() == [20, 20, 20]
+    assert again.reference.folds.tolist() == [20, 20, 20]
     again.calibrate(*data(train.kind, 40, seed=4))
-    assert again.conformal_folds is None and len(again.conformal_unusual) == 20
+    assert again.reference.folds is None and len(again.reference.unusual) == 20
 
 
 def test_wrong_folds_are_refused():

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
-from torch_lla_em.prediction import predictor
+from torch_lla_em.prediction import posterior, predictor
 
 FIXED = {"progress_bar": False, "em_steps": 0, "prior_precision": 2.0}
 
@@ -86,12 +86,12 @@ def test_one_batch_is_in_memory_at_a_time(name, monkeypatch):
         alive.append(weakref.ref(Jw))
         assert sum(each() is not None for each in alive) <= 2
 
-    def push_forward(*args, own=predictor.push_forward):
+    def push_forward(*args, own=posterior.push_forward):
         f, Jw = own(*args)
         note(Jw)
         return f, Jw
 
-    monkeypatch.setattr(predictor, "push_forward", push_forward)
+    monkeypatch.setattr(posterior, "push_forward", push_forward)
     CALLS[name](la, case, loader)
     assert len(alive) >= 5
 
@@ -131,9 +131,9 @@ def test_loaders_are_read_by_the_target_fn(kind):
     la = LinearisedLaplace(Scaled(), "classification", num_samples=4, target_fn=TARGETS[kind])
     la.fit(loader, progress_bar=False, em_steps=1)
     expected = la((case.x, scale))
-    for posterior in (la, LaplaceEnsemble([la])):
-        assert_close(posterior.predict(loader).probs, expected)
-        assert_close(posterior.predict(loader.dataset).probs, expected)
+    for each in (la, LaplaceEnsemble([la])):
+        assert_close(each.predict(loader).probs, expected)
+        assert_close(each.predict(loader.dataset).probs, expected)
     epistemic = torch.cat([prediction.epistemic for prediction in la.predictions(loader)])
     assert_close(epistemic, la.predict((case.x, scale)).epistemic)
 

@@ -1,5 +1,7 @@
 """Everything after a fit works on a record, also on one that was built by hand; regressions around their mean."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import draw
@@ -11,7 +13,14 @@ from torch_lla_em.distil import distil
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState, ParameterLayout
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.prediction import Posterior, Records, Setting
+from torch_lla_em.prediction import (
+    Posterior,
+    Posteriors,
+    Setting,
+    calibrate,
+    check,
+    predict,
+)
 
 SIGMA = 0.3
 
@@ -43,41 +52,47 @@ def dense():
 
 def test_predictions_of_a_record_are_those_of_the_dense_posterior(dense):
     record, J, covariance, w_lin, x, y = dense
-    found = Records(record).predict(x)
+    found = predict(record, x)
     assert_close(found.mean, J @ w_lin)
     assert_close(found.covariance, J.flatten(0, 1) @ covariance @ J.flatten(0, 1).T)
     assert_close(found.predictive_variance, found.variance + SIGMA**2)
-    both = Records([record, record]).predict(x)
+    both = predict(Posteriors((record, record)), x)
     assert_close(both.log_prob(y), found.log_prob(y))
     assert len(both.members) == 2
 
 
-def test_a_record_is_calibrated_checked_compared_and_distilled(dense):
+@pytest.mark.parametrize("several", [False, True])
+def test_a_record_is_calibrated_checked_compared_and_distilled(dense, several):
     record, *_, x, y = dense
-    one, unseen = Records(record), (draw(80, 3, seed=2), draw(80, 2, seed=3))
-    assert one.calibrate(*unseen) is one
-    assert record.calibration is None and one.posteriors[0].calibration.applied
-    prediction = one.predict(x)
-    assert prediction.log_prob(y).mean() > Records(record).predict(x).log_prob(y).mean()
+    record, unseen = (
+        Posteriors((record, record)) if several else record,
+        (draw(80, 3, seed=2), draw(80, 2, seed=3)),
+    )
+    known = calibrate(record, *unseen)
+    assert record.compared is None and known.compared is not None
+    prediction = predict(known, x)
+    assert prediction.log_prob(y).mean() > predict(record, x).log_prob(y).mean()
     lower, upper = prediction.interval(0.8)
     assert (lower < upper).all() and prediction.p_value.shape == (30,)
-    assert one.check(x, y, level=0.8).groups[0].number == 30
-    assert len(compare({"as fitted": Records(record), "calibrated": one}, x, y).records) == 2
-    student = distil(one, x, steps=2, num_inputs=4, progress_bar=False)
+    assert check(known, x, y, level=0.8).groups[0].number == 30
+    assert len(compare({"as fitted": record, "calibrated": known}, x, y).records) == 2
+    student = distil(known, x, steps=2, num_inputs=4, progress_bar=False)
     assert student(x)[0].shape == (30, 2)
-    first = one.posteriors[0].result.mixture  # from the record as fitted, whatever was before
-    assert_close(one.calibrate(*unseen).posteriors[0].result.mixture, first)
+    again = calibrate(known, *unseen)  # from the record as fitted, whatever was before
+    assert_close(torch.tensor(again.tables), torch.tensor(known.tables))
 
 
-def test_records_are_refused(dense):
+def test_records_of_changed_networks_and_members_are_refused(dense):
     record, *_, x, y = dense
-    with pytest.raises(ValueError, match="no posteriors"):
-        Records([])
-    with pytest.raises(ValueError, match="not calibrated together"):
-        Records([record, record]).calibrate(x, y)
+    pair = calibrate(Posteriors((record, record)), draw(80, 3, seed=2), draw(80, 2, seed=3))
+    moved = calibrate(record, x + 1, y)
+    with pytest.raises(RuntimeError, match="A member was fitted or calibrated again"):
+        predict(replace(pair, members=(record, moved)), x)
+    with pytest.raises(TypeError, match="class Linear is not a posterior"):
+        predict(record.setting.linear_model.network.module, x)
     record.setting.linear_model.network.module.bias.data += 1
     with pytest.raises(NotFittedError, match="changed"):
-        Records(record).predict(x)
+        predict(record, x)
 
 
 # regressions are predicted around the function whose residuals σ describes
@@ -113,7 +128,7 @@ def test_predictions_are_around_the_linear_model_with_its_noise(early):
     residuals = (la.model(x) - y).square().mean(0).sqrt().detach()
     assert_close(network.mean, la.model(x_test).detach())
     assert_close(network.aleatoric.sqrt()[0], residuals)
-    sigma = la._at(x_test).network().likelihood.sigma_noise
+    sigma = la.posterior.at(x_test).network().likelihood.sigma_noise
     assert_close(sigma.expand_as(residuals), residuals)
 
 

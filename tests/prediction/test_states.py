@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from functools import partial
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -77,7 +78,8 @@ def test_files_of_ensembles_hold_the_same(calibrate, suffix, tmp_path):
     pytest.importorskip("safetensors")
     case, one = calibrated(kind=LaplaceEnsemble)
     ensemble = one if calibrate else LaplaceEnsemble([*one.members])
-    ensemble.messages.append("what calibrate has said")
+    found = ensemble.posterior.found._replace(messages=("what calibrate has said",))
+    ensemble.take(replace(ensemble.posterior, found=found))
     ensemble.save(tmp_path / f"ensemble.{suffix}")
     members = [unfitted(case.model) for _ in range(2)]
     same(LaplaceEnsemble.load(tmp_path / f"ensemble.{suffix}", members), ensemble, case.x)

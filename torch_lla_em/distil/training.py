@@ -27,7 +27,7 @@ from torch_lla_em.distil.inputs import (
 )
 from torch_lla_em.distil.student import Form, Student
 from torch_lla_em.jacobian import Network, called_last
-from torch_lla_em.prediction import Predictor
+from torch_lla_em.prediction import at_inputs, predict, predicted, required
 from torch_lla_em.runtime import check_options, report
 
 # inputs that measure the error of a student: a tenth, but at most so many
@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
 
 
 def distil(
-    posterior: Predictor,
+    posterior: Any,
     inputs: Any,
     targets: Any = None,
     *,
@@ -111,7 +111,7 @@ def distil(
     """
     check_options(steps=steps, batch_size=batch_size, seed=seed, progress_bar=progress_bar)
     check_options(num_inputs=num_inputs, lr=lr)
-    network = posterior._members(surely=True)[0].setting.linear_model.network
+    network = required(posterior, surely=True).members[0].setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
     if isinstance(validation, Iterator):  # it is read several times
         validation = list(validation)
@@ -143,14 +143,14 @@ def distil(
     return found if validation is None else found.calibrate(validation)
 
 
-def _untrained(posterior: Predictor, network: Network, own: nn.Module | None, some: Any) -> Student:
+def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: Any) -> Student:
     """Return a copy of the model or of a user's network, with a head that has learnt nothing."""
     _last_of(network, some, "model")
-    prediction = posterior.predict(some)
+    prediction = predict(posterior, some)
     due = Known.of(some, prediction)
     own = deepcopy(network.module if own is None else own).eval()
     last = _last_of(Network(own, network.forward_fn, network.class_dim), some, "student")
-    target_fn = posterior._members()[0].setting.target_fn
+    target_fn = required(posterior).members[0].setting.target_fn
     called = network.forward_fn, target_fn, network.class_dim, last
     sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
     student = Student(own, Form(posterior.likelihood, *called, *sizes), some)
@@ -163,12 +163,12 @@ def _untrained(posterior: Predictor, network: Network, own: nn.Module | None, so
     return student
 
 
-def _known(posterior: Predictor, inputs: list[Any], progress_bar: bool) -> Known | None:
+def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known | None:
     """Return inputs with their predictions; None if there are none."""
     parts = [some for tree in inputs for some in pieces(tree)]
     found = []
     for x in tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2):
-        due = Known.of(x, posterior.predict(x))
+        due = Known.of(x, predict(posterior, x))
         bad = ~due.expectation.flatten(1).isfinite().all(1)
         if bad.any():
             shown = tensors_in(rows_of(x, bad.nonzero()[:1, 0]))
@@ -276,14 +276,14 @@ def _agreement(student: Student, known: Known) -> Agreement:
     )
 
 
-def _nll(posterior: Predictor, student: Student, validation: Any) -> Likelihoods | None:
+def _nll(posterior: Any, student: Student, validation: Any) -> Likelihoods | None:
     """Return the NLL of the network, the posterior and a student; None if it has no density."""
     each = []
     for x, y in labelled(validation, student.form.target_fn):
-        data, own = posterior._at(x), student.predict(x)
+        data, own = at_inputs(required(posterior), x), student.predict(x)
         if not own.has_log_prob():
             return None
-        three = data.network(), posterior._predicted(data, judged=False), own
+        three = data.network(), predicted(required(posterior), data), own
         kept = student.likelihood.labelled(own.aligned(y))
         each.append(torch.stack([some.log_prob(y)[kept].double() for some in three]))
     values = torch.cat(each, 1)

@@ -4,17 +4,16 @@ A prediction is a ``mixture`` of components, from which a ``distribution`` has m
 averages of ``functions`` and ``scores``; ``prediction`` compares it with a validation set by ``conformal`` and
 ``neighbours``. ``pushforward`` makes it from the outputs and products of inputs. ``calibration``, ``passes``,
 ``metrics`` and ``validation`` use held-out data; ``reference`` has what ``calibrate`` keeps of them. ``posterior`` is the frozen
-record of a fit, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the methods that users call, of
-one posterior (``fitted``) or several (``ensemble``); ``exports`` and ``export`` write programs, ``summary`` prints results.
+record of a fit or of several, and ``stored`` and ``fitted`` write and read it. ``predictor`` and ``calibrates`` have the functions of
+records that users call as methods of the objects that hold them; ``exports`` and ``export`` write programs, ``summary`` prints results.
 """
 
-from torch_lla_em.prediction import stored
-from torch_lla_em.prediction.calibrates import calibrated_on
+from torch_lla_em.prediction import calibrates, exports, fitted, predictor, stored, summary
+from torch_lla_em.prediction.calibrates import calibrate, check
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.conformal import Score, chosen
-from torch_lla_em.prediction.ensemble import Ensemble
 from torch_lla_em.prediction.export import program_of
-from torch_lla_em.prediction.fitted import PosteriorBase
+from torch_lla_em.prediction.fitted import result
 from torch_lla_em.prediction.metrics import (
     auroc,
     binned,
@@ -24,9 +23,17 @@ from torch_lla_em.prediction.metrics import (
     stated_and_right,
 )
 from torch_lla_em.prediction.passes import refuse_training_data
-from torch_lla_em.prediction.posterior import NotFittedError, Posterior, Setting
+from torch_lla_em.prediction.posterior import (
+    Found,
+    NotFittedError,
+    Posterior,
+    Posteriors,
+    Setting,
+    record_of,
+    required,
+)
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import Predictor, Records
+from torch_lla_em.prediction.predictor import at_inputs, predict, predicted, predictions
 from torch_lla_em.prediction.ranks import (
     infinite_if_nan,
     mass_above,
@@ -66,16 +73,14 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Ellipsoid",
-    "Ensemble",
+    "Found",
     "Interval",
     "NotFittedError",
     "Posterior",
-    "PosteriorBase",
+    "Posteriors",
     "PredictedData",
     "Prediction",
-    "Predictor",
     "Printed",
-    "Records",
     "Reference",
     "RiskControl",
     "Score",
@@ -83,10 +88,13 @@ __all__ = [
     "Table",
     "advice",
     "aligned",
+    "at_inputs",
     "auroc",
     "binned",
-    "calibrated_on",
+    "calibrate",
+    "calibrates",
     "calibration_error",
+    "check",
     "chosen",
     "compare",
     "conformal_interval",
@@ -94,6 +102,8 @@ __all__ = [
     "covered",
     "errors_of_classes",
     "errors_of_values",
+    "exports",
+    "fitted",
     "gaussian_entropy",
     "gaussian_interval",
     "has_classes",
@@ -103,15 +113,23 @@ __all__ = [
     "mass_above",
     "of_examples",
     "p_values",
+    "predict",
+    "predicted",
     "predicted_data",
+    "predictions",
+    "predictor",
     "program_of",
     "quantiles",
+    "record_of",
     "refuse_training_data",
     "require",
     "require_share",
+    "required",
+    "result",
     "rounding",
     "scores",
     "stated_and_right",
     "stored",
+    "summary",
     "warn_of_collapse",
 ]

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import paired
-from torch_lla_em.prediction.calibration import CalibratedComponents, calibrated, half_as_reference
+from torch_lla_em.prediction.calibration import (
+    CalibratedComponents,
+    calibrated,
+    folds_as_reference,
+    half_as_reference,
+)
 from torch_lla_em.prediction.check import Check, checked
-from torch_lla_em.prediction.passes import unseen_under_all
-from torch_lla_em.prediction.posterior import Posterior
+from torch_lla_em.prediction.passes import pushed, unseen_under_all
+from torch_lla_em.prediction.posterior import Posterior, Posteriors, record_of
+from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import collected, first, group_of
 
@@ -41,7 +47,7 @@ def calibrate(
     reference. Their guarantees hold on average over all inputs, or for each group.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.calibrate(...)`` passes it.
+        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.calibrate(...)`` passes it.
         loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
             not have been used in training.
         targets (Tensor, optional): The targets, if ``loader`` are inputs.
@@ -57,8 +63,8 @@ def calibrate(
             weights. Default None: no shift.
 
     Returns:
-        The object itself; ``la.calibration`` holds the improvement. In a distributed run all
-        ranks have to call this method; an ensemble is calibrated by each process on its own.
+        The object itself, or of a record the calibrated one; ``la.calibration`` holds the improvement. In a
+        distributed run all ranks have to call this method; an ensemble is calibrated by each process on its own.
 
     Raises:
         ValueError: If no example has a label, if most are training examples, or if groups or
@@ -69,9 +75,11 @@ def calibrate(
         >>> improvement = str(la.calibrate(x, y).calibration)
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
-    stated = Stated(groups, weights)
-    data = paired(loader, targets)
-    la._keep(*calibrated_on(la._as_fitted(), data, stated))
+    known, data = record_of(la).as_fitted(), paired(loader, targets)
+    found: Any = known.calibrated(*calibrated_on(known, data, Stated(groups, weights)))
+    if isinstance(la, type(found)):
+        return found
+    la.take(found)
     return la
 
 
@@ -89,7 +97,7 @@ def check(
     also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.check(...)`` passes it.
+        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
         loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
             ``fit`` nor for ``calibrate``.
         targets (Tensor, optional): The targets, if ``loader`` are inputs.
@@ -108,23 +116,34 @@ def check(
 
 
 def calibrated_on(
-    posteriors: Sequence[Posterior], loader: Any, stated: Stated = Stated()
+    known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
 ) -> tuple[CalibratedComponents, Reference, list[str]]:
     """Return what ``calibrate`` finds in one pass for each network, and its warnings.
 
     The ranks of a posterior share the pass, and each has the products of all examples after it.
     """
-    alone = len(posteriors) == 1  # an ensemble is calibrated by each process on its own
+    posteriors = known.members
+    alone = len(posteriors) == 1 and isinstance(known, Posterior)
     group = group_of(posteriors[0].setting.shard if alone else None)
-    tables = tuple(posterior.result.mixture for posterior in posteriors)
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         data = unseen_under_all(posteriors, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        found = calibrated([data], [tables])
+        found = calibrated([data], [known.tables])
         # ranks may round differently
         table = group.from_first(found.table)
         noise = found.noise if found.noise is None else group.from_first(found.noise)
-        found = found._replace(table=table, noise=noise)
-        found = found._replace(calibration=group.meet(found.calibration, first))
+        calibration = group.meet(found.calibration, first)
+        found = found._replace(table=table, noise=noise, calibration=calibration)
         return found, half_as_reference(data, found.numbers, stated), messages
+
+
+def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
+    """Return the record of an ensemble, calibrated on a loader of unseen examples for each member."""
+    messages: list[str] = []
+    with collected(messages), torch.inference_mode(False), torch.no_grad():
+        each = zip(known.members, unseen)
+        parts = [joined(part for _, part in pushed(*pair)) for pair in each]
+        found = calibrated(parts, known.tables)
+        reference = folds_as_reference(parts, found)
+    return known.calibrated(found, reference, messages)

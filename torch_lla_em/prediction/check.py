@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from torch_lla_em.prediction.metrics import auroc
 from torch_lla_em.prediction.passes import under_all
+from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.predictor import predicted, predictions
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
@@ -126,14 +128,15 @@ class Check(Printed):
 
 def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
     """Return the coverage by group, class, predicted noise and the inputs' largest features."""
-    x, data = under_all(la._members(True), loader)
+    record = required(la, surely=True)
+    x, data = under_all(record.members, loader)
     known = data.likelihood.labelled(data.y)
     if not known.any():
         raise ValueError("No example has a label, so no coverage can be measured.")
     stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
-        prediction = la._predicted(data)
+        prediction = predicted(record, data)
         reference = prediction.reference
         by_group = reference is not None and reference.groups is not None
         if by_group:
@@ -146,7 +149,7 @@ def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
                 if torch.equal(copies, x[:_COPIES]):  # such as a blur of small images
                     continue
                 values = []
-                for i, other in enumerate(la.predictions(list(copies.split(_AT_ONCE)))):
+                for i, other in enumerate(predictions(record, list(copies.split(_AT_ONCE)))):
                     if by_group:
                         some = stated.part(slice(_COPIES)).part(
                             slice(i * _AT_ONCE, (i + 1) * _AT_ONCE)

@@ -14,7 +14,9 @@ from torch.export import ExportedProgram
 from torch_lla_em.data import to_device
 from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.prediction.export import Answer, program_of
+from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.predictor import at_inputs, predict, predicted
 from torch_lla_em.prediction.pushforward import stack_members
 from torch_lla_em.runtime import report
 
@@ -57,7 +59,9 @@ def export(
     Example:
         >>> program = la.export(x).module()  # doctest: +SKIP
     """
-    posteriors = la._members(surely=True)
+    known = required(la, surely=True)
+    known = known if num_samples is None else known.few(num_samples)
+    posteriors = known.members
     models = [posterior.setting.linear_model for posterior in posteriors]
 
     def returned(prediction: Prediction) -> dict[str, Tensor]:
@@ -73,16 +77,16 @@ def export(
         return found | ({"p_value": prediction.p_value} if p_value else {})
 
     def direct(x: Any) -> dict[str, Tensor]:
-        return returned(la._predicted(la._at(x, slice(num_samples))))
+        return returned(predicted(known, at_inputs(known, x)))
 
     def answer(steady: list[LinearModel], x: Any) -> dict[str, Tensor]:
         each = []
         for posterior, model in zip(posteriors, steady):
-            columns = posterior.columns(num_samples)
+            columns = posterior.columns()
             rows = model.at(x, len(columns))
             Jw = rows.push(columns)  # f comes with it in forward mode
             each.append(posterior.of_products(rows.f, Jw, rows.f, model.network.class_dim))
-        return returned(la._predicted(stack_members(each)))
+        return returned(predicted(known, stack_members(each)))
 
     def recorded() -> Iterator[Answer]:
         # ONNX has no operations for the derivatives of convolutions and of pooling
@@ -91,9 +95,9 @@ def export(
             yield partial(answer, [model.steady(x, factored) for model in models])
 
     if num_samples is not None:
-        few, every = (la.predict(x, num_samples=n).expectation for n in (num_samples, None))
+        few, every = (predict(la, x, num_samples=n).expectation for n in (num_samples, None))
         text = (
-            f"With {num_samples} of {len(posteriors[0].result.w_samples)} samples, predictions at the "
+            f"With {num_samples} of {len(required(la).members[0].result.w_samples)} samples, predictions at the "
             f"example inputs differ from la(x) by up to {(few - every).abs().max():.2g}."
         )
         if level is not None or p_value:

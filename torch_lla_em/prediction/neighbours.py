@@ -118,8 +118,8 @@ def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
 
 def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
     """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
-    found = centred(likelihood, deviations).square().mean(0)
-    return found.flatten(1).mean(1) if found.dim() > 1 else found
+    squares = centred(likelihood, deviations).square()
+    return squares.mean((0, *range(2, squares.dim())))
 
 
 def variances_without(likelihood: Likelihood, deviations: Tensor, factors: Tensor) -> Tensor:

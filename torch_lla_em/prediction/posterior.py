@@ -1,9 +1,10 @@
-"""``Posterior``: the frozen record of a fit, from which predictions, files and messages are made."""
+"""The frozen records of fits, from which predictions, files and messages are made: ``Posterior`` and ``Posteriors``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,30 +16,21 @@ from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
+from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
-from torch_lla_em.prediction.pushforward import Products, Pushforward, Tables, posterior_alone
+from torch_lla_em.prediction.pushforward import (
+    Products,
+    Pushforward,
+    Rows,
+    posterior_alone,
+    push_forward,
+)
 from torch_lla_em.prediction.ranks import rounding
 from torch_lla_em.prediction.reference import Reference
 
 
 class NotFittedError(RuntimeError):
     """Predictions were requested before ``fit``, or after the network had changed."""
-
-
-class Components(NamedTuple):
-    """How products with the vectors of posteriors become predictions."""
-
-    tables: Tables
-    """The components of predictions, as fitted or as calibrated."""
-
-    noise: Tensor | None = None
-    """A factor of every member's σ, which ``calibrate`` of an ensemble has found."""
-
-    reference: Reference | None = None
-    """What inputs are compared with, if there is anything."""
-
-    room: float = 0.0
-    """Relative difference up to which scores are ties, at least."""
 
 
 class Setting(NamedTuple):
@@ -76,6 +68,12 @@ class Replaced(NamedTuple):
     mixture: Tensor
     sigma_noise: Tensor | None
     messages: tuple[str, ...]
+
+
+def _mark(result: FitResult) -> str:
+    """Return numbers that change where a posterior is fitted or calibrated again."""
+    parts = result.w_lin.norm(), result.prior_precision, result.mixture, result.sigma_noise
+    return " ".join(f"{n:.12g}" for p in parts if p is not None for n in p.flatten().tolist())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,6 +119,11 @@ class Posterior:
     replaced: Replaced | None = None
     """What the last ``calibrate`` has replaced, from which the next one starts; None before the first."""
 
+    mark: str | None = None
+    """Another one after every other fit or calibration; None in files of earlier versions."""
+
+    noise = None  # σ is the likelihood's
+
     @classmethod
     def of_fit(
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
@@ -138,43 +141,87 @@ class Posterior:
             examples = None
         result = learnt._replace(sigma_noise=sigma, mixture=mixture.to(device))
         result = result._replace(examples=examples, leverages=None)
-        found = cls(setting, likelihood, result, room=setting.room(), **facts)
+        facts |= {"room": setting.room(), "mark": _mark(result)}
+        found = cls(setting, likelihood, result, **facts)
         if examples is None:
             return found
         factors = without_itself(learnt.leverages)
-        largest = variances_without(likelihood, examples, factors).max()
-        found = replace(found, largest_variance=largest.to(examples))
-        return replace(found, training_distances=found.training().distances_without(factors))
+        largest = variances_without(likelihood, examples, factors).max().to(examples)
+        apart = TrainingExamples(likelihood, examples, largest).distances_without(factors)
+        return replace(found, largest_variance=largest, training_distances=apart)
 
     @property
-    def components(self) -> Components:
-        """How predictions are made: as fitted or as calibrated."""
-        table, known = self.result.mixture, self.reference
-        if known is None and self.training_distances is not None:
-            known = Reference(
-                table, None, self.training_distances.view(len(self.training_distances), -1), None
-            )
-        return Components(table, None, known, self.room)
+    def members(self) -> tuple[Posterior]:
+        """This posterior, as ``Posteriors`` has several."""
+        return (self,)
 
-    def training(self, num_samples: int | None = None) -> TrainingExamples | None:
+    @cached_property
+    def tables(self) -> tuple[Rows]:
+        """The components of predictions, as fitted or as calibrated."""
+        return (self.result.mixture.tolist(),)
+
+    @property
+    def mean(self) -> str:
+        """Which function the samples are added to: "network" or "linear"."""
+        first = self.tables[0][0]
+        return "network" if abs(first[NETWORK]) >= abs(first[MODE]) else "linear"
+
+    @property
+    def scale(self) -> Tensor:
+        """τ, the factor of the posterior's variance in predictions."""
+        return self.result.mixture[0, SCALE]
+
+    @property
+    def compared(self) -> Reference | None:
+        """What inputs are compared with: the reference of ``calibrate``, or training examples."""
+        apart = self.training_distances
+        if self.reference is not None or apart is None:
+            return self.reference
+        return Reference(self.result.mixture, None, apart.view(len(apart), -1), None)
+
+    def require(self, surely: bool = False) -> None:
+        """Raise an error if the network has changed; ``surely`` compares every bit."""
+        self.setting.require(surely)
+
+    def around(self, mean: str) -> Posterior:
+        """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""
+        table = posterior_alone(mean, self.tables[0][0][SCALE])
+        result = self.result._replace(mixture=table, examples=None)
+        return replace(self, result=result, reference=None, training_distances=None)
+
+    def few(self, count: int) -> Posterior:
+        """Return the posterior with its first few samples."""
+        known, examples = len(self.result.w_samples), self.result.examples
+        if not 1 <= count <= known:
+            raise ValueError(f"num_samples={count}, but there are {known} samples.")
+        examples = examples if examples is None else examples[:, :count]
+        result = self.result._replace(w_samples=self.result.w_samples[:count], examples=examples)
+        return replace(self, result=result, reference=None, training_distances=None)
+
+    def at(self, x: Any) -> Pushforward:
+        """Return inputs with their products."""
+        model, result = self.setting.linear_model, self.result
+        f, Jw = push_forward(model, x, result.w_lin[None], result.w_samples)
+        return self.of_products(f, Jw, f, model.network.class_dim)
+
+    def training(self) -> TrainingExamples | None:
         """Return the training examples that the fit has kept, if there are any."""
         examples = self.result.examples
         if examples is None:
             return None
-        deviations = examples[:, :num_samples]
-        return TrainingExamples(self.likelihood, deviations, self.largest_variance)
+        return TrainingExamples(self.likelihood, examples, self.largest_variance)
 
-    def columns(self, num_samples: int | None = None) -> Tensor:
+    def columns(self) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
-        return torch.cat([self.result.w_lin[None], self.result.w_samples[:num_samples]])
+        return torch.cat([self.result.w_lin[None], self.result.w_samples])
 
     def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushforward:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
-        training = self.training(len(Jw) - 1)
-        if self.result.constant is not None:
-            Jw = torch.cat([Jw[:1] + self.result.constant.to(Jw), Jw[1:]])
-        more = training, class_dim, self.result.network_noise
-        return Pushforward((Products(self.likelihood, f, Jw, *more),), y)
+        result, training = self.result, self.training()
+        if result.constant is not None:
+            Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
+        own = Products(self.likelihood, f, Jw, training, class_dim, result.network_noise)
+        return Pushforward((own,), y)
 
     def as_fitted(self) -> Posterior:
         """Return this posterior without what ``calibrate`` has found."""
@@ -201,16 +248,17 @@ class Posterior:
         )
         if not found.calibration.applied:
             return known
-        result = self.result._replace(mixture=found.table.to(self.result.mixture))
-        if self.likelihood.observation_noise is None:
-            return replace(known, result=result)
-        sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
-        likelihood = self.likelihood.with_noise(sigma)
-        return replace(known, result=result._replace(sigma_noise=sigma), likelihood=likelihood)
+        result, likelihood = (
+            self.result._replace(mixture=found.table.to(self.scale)),
+            self.likelihood,
+        )
+        if found.noise is not None:
+            sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
+            result, likelihood = result._replace(sigma_noise=sigma), likelihood.with_noise(sigma)
+        return replace(known, result=result, likelihood=likelihood, mark=_mark(result))
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""
-
         own = {name: value for name, value in vars(self).items() if name in _MOVED}
         return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
 
@@ -219,8 +267,106 @@ _MOVED = "result", "largest_variance", "training_distances", "reference", "repla
 """Fields that hold tensors."""
 
 
-def mixed(posteriors: Iterable[Posterior]) -> Components:
-    """Return how products with the vectors of several posteriors become predictions of their mixture."""
-    posteriors = tuple(posteriors)
-    tables = tuple(posterior.result.mixture for posterior in posteriors)
-    return Components(tables, room=max(posterior.room for posterior in posteriors))
+class Found(NamedTuple):
+    """What ``calibrate`` has found of several posteriors together."""
+
+    table: Tensor | None = None
+    """The components of every member's predictions; None: their own."""
+
+    noise: Tensor | None = None
+    """A factor of every member's σ."""
+
+    reference: Reference | None = None
+    calibration: Calibration | None = None
+    messages: tuple[str, ...] = ()
+
+    marks: tuple[str | None, ...] | None = None
+    """Those of the members that it belongs to; None in files of earlier versions, whose members have none."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Posteriors:
+    """Several posteriors, of which an equally weighted mixture predicts; like ``Posterior`` it is never changed."""
+
+    members: tuple[Posterior, ...]
+    found: Found = Found()
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of the first member: they may differ in the noise."""
+        return self.members[0].likelihood
+
+    @property
+    def tables(self) -> tuple[Rows, ...]:
+        """The components of each member's predictions."""
+        table = self.found.table
+        if table is None:
+            return tuple(member.tables[0] for member in self.members)
+        return (table.tolist(),) * len(self.members)
+
+    @property
+    def noise(self) -> Tensor | None:
+        """A factor of every member's σ."""
+        return self.found.noise
+
+    @property
+    def compared(self) -> Reference | None:
+        """What inputs are compared with, after ``calibrate``."""
+        return self.found.reference
+
+    @property
+    def room(self) -> float:
+        """Relative difference up to which scores are ties."""
+        return max(member.room for member in self.members)
+
+    def require(self, surely: bool = False) -> None:
+        """Raise an error if a network has changed, or a member since the ensemble was calibrated."""
+        for member in self.members:
+            member.require(surely)
+        marks = self.found.marks or (None,) * len(self.members)
+        if self.compared is not None and marks != tuple(m.mark for m in self.members):
+            raise RuntimeError(
+                "A member was fitted or calibrated again after the ensemble was calibrated, whose numbers belong to "
+                "the members as they were: call ensemble.calibrate(validation_loader) again."
+            )
+
+    def around(self, mean: str) -> Posteriors:
+        """Return the posteriors alone, each around one mean."""
+        each = tuple(member.around(mean) for member in self.members)
+        return Posteriors(each, Found(noise=self.noise))
+
+    def few(self, count: int) -> Posteriors:
+        """Return the posteriors with their first few samples."""
+        each = tuple(member.few(count) for member in self.members)
+        return Posteriors(each, Found(self.found.table, self.noise))
+
+    def as_fitted(self) -> Posteriors:
+        """Return the members as they are, without what was found of them together."""
+        return Posteriors(self.members)
+
+    def calibrated(
+        self, found: CalibratedComponents, reference: Reference, messages: list[str]
+    ) -> Posteriors:
+        """Return these posteriors with what ``calibrate`` has found."""
+        table, noise = (found.table, found.noise) if found.calibration.applied else (None, None)
+        marks = tuple(member.mark for member in self.members)
+        own = Found(table, noise, reference, found.calibration, tuple(messages), marks)
+        return replace(self, found=own)
+
+
+def record_of(la: Any) -> Posterior | Posteriors:
+    """Return the record of ``LinearisedLaplace`` or ``LaplaceEnsemble``, or the record itself."""
+    found = getattr(la, "posterior", la)
+    if not isinstance(found, (Posterior, Posteriors)):
+        raise TypeError(
+            f"An object of the class {type(la).__name__} is not a posterior: pass a fitted LinearisedLaplace, a "
+            "LaplaceEnsemble, or the record of one; in place of a student, the posterior that it was distilled from."
+        )
+    return found
+
+
+def required(la: Any, surely: bool = False) -> Posterior | Posteriors:
+    """Return its record; raise an error if it is not fitted, or if its network has changed."""
+    found = record_of(la)
+    found.require(surely)
+    return found

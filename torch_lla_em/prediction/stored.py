@@ -12,14 +12,14 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
 from torch_lla_em.prediction.calibration import restored
-from torch_lla_em.prediction.posterior import Posterior, Replaced, Setting
+from torch_lla_em.prediction.posterior import Found, Posterior, Replaced, Setting
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import Compute, files, free_memory
 
 _RESULT = (
     *("w_lin", "w_samples", "scale", "prior_precision", "sigma_noise"),
-    *("mixture", "mean_error", "certificate"),
+    *("mixture", "certificate"),
     *("constant", "network_noise"),
 )
 """Tensors of a fit's result that have the same name in files."""
@@ -92,6 +92,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "history": posterior.history,
         "calibration": posterior.calibration,
         "said": posterior.messages,
+        "mark": posterior.mark,
         "said_by_fit": posterior.replaced and posterior.replaced.messages,
         "why": posterior.result.why,
         "names": layout.names,
@@ -159,6 +160,36 @@ def posterior_of(
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ["The memory plan was not saved."])),
         replaced=replaced,
+        mark=record.get("mark"),
+    )
+
+
+def state_of_found(found: Found) -> dict[str, Tensor]:
+    """Return what ``calibrate`` has found of several posteriors as tensors by name."""
+    tensors = {"table": found.table, "noise": found.noise}
+    tensors |= dict(zip(REFERENCE, found.reference or ()))
+    names = "calibration", "messages", "marks"
+    return {
+        **{name: tensor for name, tensor in tensors.items() if tensor is not None},
+        "record": files.to_bytes({name: getattr(found, name) for name in names}),
+        "torch_lla_em_version": torch.tensor(files.VERSION, device="cpu"),
+    }
+
+
+def found_of(state: dict[str, Tensor], device: torch.device) -> Found:
+    """Return it from a state; that of version 0.4 has no messages and no marks."""
+
+    def tensor(name: str) -> Tensor | None:
+        return state[name].to(device) if name in state else None
+
+    record, reference = files.from_bytes(state["record"]), [tensor(name) for name in REFERENCE]
+    marks = record.get("marks")
+    return Found(
+        *map(tensor, ("table", "noise")),
+        None if reference[0] is None else Reference(*reference),
+        restored(record["calibration"]),
+        tuple(record.get("messages", ())),
+        marks if marks is None else tuple(marks),
     )
 
 

@@ -139,71 +139,63 @@ class Accuracy(NamedTuple):
         )
 
 
-class PrintedResult(Printed):
-    """Base class of a fitted posterior and of an ensemble, which show their results."""
+def details(la: Any) -> Table:
+    """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
 
-    def details(self) -> Table:
-        """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
+    ``print(la)`` shows the result in words.
 
-        ``print(la)`` shows the result in words.
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.details()`` passes it.
 
-        Example:
-            >>> print(la.details())  # doctest: +SKIP
-        """
-        members, (title, rows) = _members(self), self._table()
-        for i, la in enumerate(members):
-            name = f"member {i}: " if members != [self] else ""
-            rows += [(f"{name}{kind}", words) for kind, words in _numbers(la)]
-        return Table(title, rows)
-
-    def _table(self) -> tuple[str, Cells]:
-        la: Any = self
-        members = _members(la)
-        fitted = [one for one in members if one.accuracy is not None]
-        kinds = ", ".join(sorted({type(one.model).__name__ for one in members}))
-        several = f"{len(members)} posteriors of " if members != [la] else ""
-        title = f"{type(la).__name__} of {several}{kinds}"
-        size, first = _size(members[0]), members[0]
-        rows = [("likelihood", type(first.likelihood).__name__)]
-        if len(fitted) < len(members):
-            missing = f"{len(members) - len(fitted)} of {len(members)} members are not fitted"
-            words = (
-                f"{missing}: call fit of each" if several else "none yet: call la.fit(train_loader)"
-            )
-            return title, [*rows, ("posterior", f"{words}; {size}")]
-        samples, counts = len(first.w_samples), sorted({one.num_data for one in members})
-        seconds = [one.history[-1]["seconds"] for one in members if one.history]
-        data = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
-        time = f", fitted in {sum(seconds):.3g} s" if seconds else ""
-        ends = sorted({one._posterior.result.why for one in members} - {"accurate"})
-        time += f" (ended by: {', '.join(ends)})" if ends else ""
-        rows += [("posterior", f"{samples} samples of {size}{' each' if several else ''}")]
-        rows += [("training data", f"{data} examples{time}")]
-        if first.sigma_noise is not None:
-            sigma = torch.stack([one.sigma_noise for one in members]).squeeze(0)
-            rows.append(("observation noise", f"{_several(sigma)} (standard deviation)"))
-        return title, [*rows, *_reference(la.reference), *advice(la)]
+    Example:
+        >>> print(la.details())  # doctest: +SKIP
+    """
+    members, (title, rows) = _members(la), table_of(la)
+    for i, member in enumerate(members):
+        name = f"member {i}: " if members != [la] else ""
+        rows += [(f"{name}{kind}", words) for kind, words in _numbers(member)]
+    return Table(title, rows)
 
 
-class PrintedPosterior(PrintedResult):
-    """Base class of a fitted posterior, whose samples have a numerical error."""
+def table_of(la: Any) -> tuple[str, Cells]:
+    """Return the title and the table that ``print(la)`` shows, of a posterior or an ensemble."""
+    members = _members(la)
+    fitted = [one for one in members if one.accuracy is not None]
+    kinds = ", ".join(sorted({type(one.model).__name__ for one in members}))
+    several = f"{len(members)} posteriors of " if members != [la] else ""
+    title = f"{type(la).__name__} of {several}{kinds}"
+    size, first = _size(members[0]), members[0]
+    rows = [("likelihood", type(first.likelihood).__name__)]
+    if len(fitted) < len(members):
+        missing = f"{len(members) - len(fitted)} of {len(members)} members are not fitted"
+        words = f"{missing}: call fit of each" if several else "none yet: call la.fit(train_loader)"
+        return title, [*rows, ("posterior", f"{words}; {size}")]
+    samples, counts = len(first.w_samples), sorted({one.num_data for one in members})
+    seconds = [one.history[-1]["seconds"] for one in members if one.history]
+    data = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
+    time = f", fitted in {sum(seconds):.3g} s" if seconds else ""
+    ends = sorted({one._posterior.result.why for one in members} - {"accurate"})
+    time += f" (ended by: {', '.join(ends)})" if ends else ""
+    rows += [("posterior", f"{samples} samples of {size}{' each' if several else ''}")]
+    rows += [("training data", f"{data} examples{time}")]
+    if first.sigma_noise is not None:
+        sigma = torch.stack([one.sigma_noise for one in members]).squeeze(0)
+        rows.append(("observation noise", f"{_several(sigma)} (standard deviation)"))
+    return title, [*rows, *_reference(la.reference), *advice(la)]
 
-    tolerance: float
-    _posterior: Any
 
-    @property
-    def accuracy(self) -> Any:
-        """The numerical error of the samples, its bound and the tolerance; None before ``fit``.
+def accuracy(la: Any) -> Accuracy | None:
+    """The numerical error of the samples, its bound and the tolerance; None before ``fit``.
 
-        Example:
-            >>> la.accuracy.is_reached
-            True
-        """
-        if self._posterior is None:
-            return None
-        result = self._posterior.result
-        error = relative_error(result.certificate, result.effective_dim.value.sum())
-        return Accuracy(error, result.certificate.max().item(), self.tolerance)
+    Example:
+        >>> la.accuracy.is_reached
+        True
+    """
+    if la._posterior is None:
+        return None
+    result = la._posterior.result
+    error = relative_error(result.certificate, result.effective_dim.value.sum())
+    return Accuracy(error, result.certificate.max().item(), la.tolerance)
 
 
 def advice(la: Any) -> Iterator[tuple[str, str]]:

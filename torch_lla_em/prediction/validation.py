@@ -13,9 +13,9 @@ from torch import Tensor
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.prediction.metrics import scores, untrained, warnings_of
 from torch_lla_em.prediction.passes import same_targets, under_all
-from torch_lla_em.prediction.posterior import Posterior
+from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import Predictor, at_inputs, predicted
+from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import check_options, report
@@ -44,11 +44,12 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
 
-def predicted_data(la: Predictor, loader: Iterable[Any]) -> PredictedData:
+def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass for each network."""
-    inputs, data = under_all(la._members(surely=True), loader)
+    known = required(la, surely=True)
+    inputs, data = under_all(known.members, loader)
     with torch.no_grad():
-        return PredictedData(inputs, data.y, data.network(), predicted(data, la._components))
+        return PredictedData(inputs, data.y, data.network(), predicted(known, data))
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,16 +161,9 @@ def compare(
     )
     if not named:
         raise ValueError("compare takes one posterior or more.")
-    for name, la in named.items():
-        if not isinstance(la, Predictor):
-            raise TypeError(
-                f"compare takes fitted posteriors, and {name!r} is of the class {type(la).__name__}: pass "
-                "LinearisedLaplace or LaplaceEnsemble objects. The network alone of each posterior is "
-                'compared too, in the column "network NLL".'
-            )
     check_options(together=together)
-    members = {name: la._members(surely=True) for name, la in named.items()}
-    likelihoods = [each[0].likelihood for each in members.values()]
+    every = {name: required(la, surely=True) for name, la in named.items()}
+    likelihoods = [record.likelihood for record in every.values()]
     if len({(each.real_valued, each.gives_probabilities) for each in likelihoods}) > 1:
         raise ValueError(
             "Some of these posteriors predict continuous targets and others labels or counts: "
@@ -177,16 +171,17 @@ def compare(
         )
     loader = as_loader(paired(validation, targets))
     records, log_probs, networks, known = {}, {}, {}, None
-    for name, la in named.items():
-        _, data = under_all(members[name], loader)
+    for name, record in every.items():
+        members = record.members
+        _, data = under_all(members, loader)
         known = same_targets([data.y], known)
         labelled = data.likelihood.labelled(data.y)
         with torch.no_grad():
-            own, alone = predicted(data, la._components), data.network()
+            own, alone = predicted(record, data), data.network()
             log_probs[name], networks[name] = (
                 p.mixture.log_prob(data.y).double()[labelled].cpu() for p in (own, alone)
             )
-            groups = (predicted(some, la._components) for some in data.split(together))
+            groups = (predicted(record, some) for some in data.split(together))
             ys = data.y.split(together)
             joint = [p.mixture.joint_log_prob(y).double() for p, y in zip(groups, ys)]
             mean, error = _mean_and_error(torch.stack(joint))
@@ -195,10 +190,10 @@ def compare(
                 "network NLL": -networks[name].mean().item(),
                 "held-out evidence": len(joint) * mean,
                 "evidence error": len(joint) * error,
-                "parameters": sum(p.setting.linear_model.layout.size for p in members[name]),
+                "parameters": sum(p.setting.linear_model.layout.size for p in members),
             }
-        if all(p.history for p in members[name]):
-            records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in members[name])
+        if all(p.history for p in members):
+            records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in members)
     return Comparison(records, log_probs, together, networks)
 
 
@@ -226,7 +221,7 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     if len(batch.rows) > most:  # a batch that cannot be split
         return
     y = problem.sweep.aligned(batch).targets
-    examples = at_inputs([posterior], batch.inputs).classes_last()
-    prediction = predicted(examples, posterior.components, judged=False)
+    examples = posterior.at(batch.inputs).classes_last()
+    prediction = predicted(posterior, examples)
     for words in (*untrained(examples.network(), y), *warnings_of(posterior, prediction, y)):
         report("log", words)

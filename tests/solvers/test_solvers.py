@@ -1,11 +1,13 @@
-"""Solvers of (A + I) X = B against dense solves, and the faults they must find."""
+"""Solvers of (A + I) X = B, Newton's method and BFGS against dense algebra, and the faults they must find."""
 
 import pytest
 import torch
 from tiny import draw
+from torch.nn.functional import softplus
 from torch.testing import assert_close
 
 from torch_lla_em.solvers import (
+    BFGS,
     SGD,
     BlockCG,
     BlockKrylov,
@@ -14,6 +16,8 @@ from torch_lla_em.solvers import (
     FunctionSpace,
     Newton,
     Operator,
+    orthonormalise,
+    overlap,
 )
 
 P, K = 40, 5
@@ -54,19 +58,27 @@ def rooted(spectrum, seed=1, batches=1):
     return Dense(spectrum.sqrt()[:, None] * Q, batches)
 
 
-@pytest.fixture(params=["flat", "decaying", "rank 6", "zero"])
+SPECTRA = {
+    "flat": torch.linspace(1, 30, P),
+    "decaying": torch.logspace(4, -4, P),
+    "rank 6": torch.linspace(1, 100, 6),
+    "zero": torch.zeros(3),
+}
+
+
+@pytest.fixture(params=SPECTRA)
 def A(request):
-    spectra = {
-        "flat": torch.linspace(1, 30, P),
-        "decaying": torch.logspace(4, -4, P),
-        "rank 6": torch.linspace(1, 100, 6),
-        "zero": torch.zeros(3),
-    }
-    return rooted(spectra[request.param])
+    return rooted(SPECTRA[request.param])
 
 
 def exact(A, b):
     return torch.linalg.solve(A.matrix + torch.eye(P).to(b), b.T).T
+
+
+def error_of(A, x, b):
+    """The largest error of any input and output, in posterior standard deviations."""
+    error = x - exact(A, b)
+    return ((error @ (A.matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -75,41 +87,30 @@ def test_the_solution_is_the_dense_one_up_to_its_certificate(solver, tolerance, 
     b = draw(K, P)
     solution = solver(tolerance=tolerance).solve(A, b)
     assert solution.converged and solution.error <= tolerance and solution.passes == A.passes
-    x, error = solution.x, solution.x - exact(A, b)
-    residual = b - x - x @ A.matrix
+    x, residual = solution.x, b - solution.x - solution.x @ A.matrix
     assert_close(solution.certificate, residual.norm(dim=1), rtol=1e-5, atol=1e-10)
     assert_close(solution.energy, (x @ A.matrix * x).sum(1), rtol=1e-5, atol=1e-10)
-    # the largest error of any input and output, in posterior standard deviations
-    true = ((error @ (A.matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
-    assert (true <= solution.certificate + 1e-11).all()
+    assert (error_of(A, x, b) <= solution.certificate + 1e-11).all()
     if tolerance == 1e-10:
         assert_close(x, exact(A, b))
+        b = torch.cat([b[:3], b[:1], torch.zeros(1, P).double(), 2 * b[1:2] - b[2:3]])
+        solution = solver(tolerance=1e-10).solve(A, b)  # dependent, duplicate and zero columns
+        assert solution.converged
+        assert_close(solution.x, exact(A, b))
+        nothing = solver().solve(A, torch.zeros_like(b))
+        assert nothing.converged and not nothing.x.any()
 
 
 @pytest.mark.parametrize("decay", [1, 2, 3])
 def test_the_certificate_is_within_a_factor_of_30_of_the_truth(decay):
     A, b = rooted(torch.logspace(decay, -2, P)), draw(K, P)
     solution = BlockCG(tolerance=0.1).solve(A, b)
-    error = solution.x - exact(A, b)
-    true = ((error @ (A.matrix + torch.eye(P).to(b))) * error).sum(1).sqrt()
-    assert (solution.certificate <= 30 * true).all()
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_dependent_duplicate_and_zero_columns(solver, A):
-    b = draw(3, P)
-    b = torch.cat([b, b[:1], torch.zeros(1, P).double(), 2 * b[1:2] - b[2:3]])
-    solution = solver(tolerance=1e-10).solve(A, b)
-    assert solution.converged
-    assert_close(solution.x, exact(A, b))
-    nothing = solver().solve(A, torch.zeros_like(b))
-    assert nothing.converged and not nothing.x.any()
+    assert (solution.certificate <= 30 * error_of(A, solution.x, b)).all()
 
 
 def test_columns_of_very_different_sizes_converge_together():
     A = rooted(torch.logspace(3, -1, P))
-    eigenvectors = torch.linalg.eigh(A.matrix).eigenvectors.T
-    easy = eigenvectors[-1:]  # one product suffices
+    easy = torch.linalg.eigh(A.matrix).eigenvectors.T[-1:]  # one product suffices
     b = torch.cat([1e-6 * draw(1, P), easy, 1e3 * draw(1, P, seed=3), draw(2, P, seed=4)])
     solution = BlockCG(tolerance=1e-9).solve(A, b)
     assert solution.converged
@@ -128,10 +129,19 @@ def test_a_start_is_left_alone_and_saves_products(A):
     assert_close(solution.x, truth)
 
 
-def test_more_columns_need_fewer_passes():
+def test_more_columns_need_fewer_passes_and_too_few_passes_are_told():
     A = rooted(torch.logspace(4, -4, P))
     passes = [BlockCG(tolerance=1e-3).solve(A, draw(k, P)).passes for k in (1, 4, 16)]
     assert passes[0] > passes[1] > passes[2]
+    A, b = rooted(torch.logspace(5, -1, P)), draw(1, P)
+    for solver in (SGD(1e-8, epochs=3), BlockCG(1e-8, max_passes=3)):
+        solution = solver.solve(A, b)
+        assert not solution.converged and solution.error > 1e-8
+        assert solution.passes <= 4 or isinstance(solver, SGD)
+    A = rooted(torch.logspace(6, 0, P))  # it ends where it stagnates
+    A.R = A.R.float()
+    solution = BlockCG(tolerance=1e-12, max_passes=2000).solve(A, draw(K, P).float())
+    assert not solution.converged and solution.passes < 2000
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -143,51 +153,17 @@ def test_float32_reaches_a_certificate_of_a_thousandth(solver, device):
     solution = solver(tolerance=1e-3).solve(A, draw(K, P).float().to(device))
     assert solution.converged and solution.error <= 1e-3
     assert solution.x.dtype == torch.float32 and solution.x.device.type == device
-    error = solution.x.cpu().double() - truth
-    R = A.R.cpu().double()
+    error, R = solution.x.cpu().double() - truth, A.R.cpu().double()
     assert (error @ R.T).norm() <= 2e-3 * (truth @ R.T).norm()
-
-
-@pytest.mark.parametrize("solver", [SGD, BlockCG])
-def test_too_few_passes_are_told_not_hidden(solver):
-    A, b = rooted(torch.logspace(5, -1, P)), draw(1, P)
-    options = {"epochs": 3} if solver is SGD else {"max_passes": 3}
-    solution = solver(tolerance=1e-8, **options).solve(A, b)
-    assert not solution.converged and solution.error > 1e-8
-    if solver is not SGD:
-        assert solution.passes <= 4
-
-
-def test_block_cg_ends_where_it_stagnates():
-    A = rooted(torch.logspace(6, 0, P))
-    A.R = A.R.float()
-    solution = BlockCG(tolerance=1e-12, max_passes=2000).solve(A, draw(K, P).float())
-    assert not solution.converged and solution.passes < 2000
-
-
-def test_a_product_that_changes_from_call_to_call_is_not_believed():
-    """Dropout left on: each call is another A, symmetric or not."""
-    generator = torch.Generator().manual_seed(0)
-
-    def product(x):
-        kept = torch.rand(P, generator=generator) < 0.5
-        return 50 * (x * kept).flip(1)
-
-    with pytest.raises(FaultyProductError, match="changes? from call to call"):
-        BlockCG(tolerance=1e-6).solve(Operator(product), draw(K, P))
 
 
 POSITIVE = rooted(torch.linspace(1, 50, P)).matrix
 FAULTS = {
-    "not symmetric": (
-        draw(P, P),
-        FaultyProductError,
-        "not symmetric.*Correct the model or the loader",
-    ),
+    "not symmetric": (draw(P, P), FaultyProductError, "not symmetric.*Correct the model or the loader"),
     "negative": (-POSITIVE, FaultyProductError, "negative curvature"),
     "NaN": (float("nan") * POSITIVE, DivergenceError, "[Cc]heck"),
     "infinite": (float("inf") * torch.eye(P).double(), DivergenceError, "[Cc]heck"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind, columns", [*((kind, K) for kind in FAULTS), ("negative", 1)])
@@ -197,58 +173,219 @@ def test_faulty_products_are_refused(kind, columns):
         BlockCG().solve(Operator(lambda x: x @ matrix), draw(columns, P))
 
 
-def test_growth_is_found_before_it_is_nan():
-    """Each product is ten times the last: the error grows though every number is finite."""
-    calls = iter(range(10_000))
-    A = rooted(torch.linspace(1, 30, P)).matrix
+def test_products_that_change_from_call_to_call_are_not_believed():
+    """Dropout left on: each call is another A, symmetric or not; or each product is larger than the last."""
+    generator, calls = torch.Generator().manual_seed(0), iter(range(10_000))
+
+    def dropping(x):
+        return 50 * (x * (torch.rand(P, generator=generator) < 0.5)).flip(1)
+
+    with pytest.raises(FaultyProductError, match="changes? from call to call"):
+        BlockCG(tolerance=1e-6).solve(Operator(dropping), draw(K, P))
+    growing = Operator(lambda x: 10.0 ** next(calls) * (x @ POSITIVE))
     with pytest.raises((DivergenceError, FaultyProductError)):
-        BlockCG(tolerance=1e-9).solve(Operator(lambda x: 10.0 ** next(calls) * (x @ A)), draw(K, P))
+        BlockCG(tolerance=1e-9).solve(growing, draw(K, P))
 
 
-def test_sgd_comes_near_the_dense_solution():
+def test_sgd_comes_near_the_dense_solution_from_a_start_no_further_than_it_can_be():
     A, b = rooted(torch.linspace(1, 30, P), batches=3), draw(K, P)
     solution = SGD(epochs=300, learning_rate=1e-2).solve(A, b)
     assert solution.error < 0.3 and solution.passes == A.passes - 1  # sizes need no product
     error = (solution.x - exact(A, b)) @ A.R.T
     assert error.norm() <= solution.error * (exact(A, b) @ A.R.T).norm() * 1.01
-
-
-def test_sgd_finds_a_step_size_and_starts_no_further_than_the_solution_can_be():
-    A, b = rooted(torch.linspace(1, 30, P), batches=2), draw(K, P)
-    assert SGD(epochs=300).solve(A, b).error < 0.1
+    assert SGD(epochs=300).solve(rooted(torch.linspace(1, 30, P), batches=2), b).error < 0.1
     A, solver = rooted(torch.linspace(1, 30, P)), SGD(epochs=2, learning_rate=1e-3)
     solution = solver.solve(A, b, exact(A, b))
     assert solution.converged
     assert_close(solution.x, exact(A, b))
     assert_close(solver.solve(A, b, 100 * b).x, solver.solve(A, b).x)
-
-
-def test_sgd_divergence_is_found_while_finite():
-    A, b = rooted(torch.linspace(1, 30, P)), draw(K, P)
-    with pytest.raises(DivergenceError, match="Lower its learning_rate"):
+    with pytest.raises(DivergenceError, match="Lower its learning_rate"):  # while finite
         SGD(epochs=5, learning_rate=1.0).solve(A, b)
 
 
+OPTIONS = {
+    BlockCG: {"tolerance": 0, "max_passes": 0},
+    BlockKrylov: {"tolerance": -1, "memory": 0},
+    FunctionSpace: {"tolerance": 0},
+    Newton: {"tolerance": 0, "max_passes": 0},
+    SGD: {"epochs": 0, "learning_rate": -1.0},
+}
+
+
 @pytest.mark.parametrize(
-    "solver, options",
-    [
-        (BlockCG, {"tolerance": 0}),
-        (BlockCG, {"max_passes": 0}),
-        (BlockKrylov, {"tolerance": -1}),
-        (BlockKrylov, {"memory": 0}),
-        (FunctionSpace, {"tolerance": 0}),
-        (Newton, {"tolerance": 0}),
-        (Newton, {"max_passes": 0}),
-        (SGD, {"epochs": 0}),
-        (SGD, {"learning_rate": -1.0}),
-    ],
+    "solver, name", [(solver, name) for solver in OPTIONS for name in OPTIONS[solver]]
 )
-def test_options_are_checked_where_they_enter(solver, options):
-    with pytest.raises(
-        ValueError, match=f"{solver.__name__}: {next(iter(options))} must be above 0"
-    ):
-        solver(**options)
-
-
-def test_a_limit_of_memory_changes_nothing_for_one_precision():
+def test_options_are_checked_where_they_enter(solver, name):
+    with pytest.raises(ValueError, match=f"{solver.__name__}: {name} must be above 0"):
+        solver(**{name: OPTIONS[solver][name]})
     assert BlockKrylov.solve is BlockCG.solve and BlockKrylov.roughly is BlockCG.roughly
+
+
+# orthonormal bases and inner products under rounding
+
+
+def test_rounding_does_not_turn_a_basis():
+    """A run that another number of ranks goes on with must find the same basis."""
+    rows = draw(9, 40)
+    for block in (rows, orthonormalise(rows)[0], torch.cat([rows, rows[:2] + rows[2:4]])):
+        one, other = block, block + 1e-14 * draw(*block.shape, seed=1)
+        assert_close(orthonormalise(one)[0], orthonormalise(other)[0], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("distance", [1e-3, 1e-5, 1e-9])
+def test_nearly_dependent_rows_in_float32_have_an_orthonormal_basis(distance):
+    rows = draw(6, 5000).float()
+    rows = torch.cat([rows, rows[:3] + distance * draw(3, 5000, seed=1).float()])
+    basis, coefficients = orthonormalise(rows)
+    assert len(basis) == (9 if distance > 1e-8 else 6)
+    assert_close(basis @ basis.T, torch.eye(len(basis)), rtol=0, atol=1e-5)
+    assert_close(coefficients.float() @ basis, rows, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlaps_are_as_exact_as_float32(dtype):
+    a, b = draw(3, 10_000).float(), draw(2, 10_000, seed=1).to(dtype)
+    lengths = torch.outer(a.double().norm(dim=1), b.double().norm(dim=1))
+    off = overlap(a, b) - a.double() @ b.double().T
+    assert (off.abs() <= torch.finfo(torch.float32).eps * lengths).all()
+
+
+# BFGS
+
+
+def test_bfgs_has_the_inverse_after_steps_along_all_directions():
+    root = draw(6, 6)
+    A, at = root @ root.T + torch.eye(6).double(), torch.eye(6).double()[0]
+    inverse = BFGS(lambda g: g)
+    for _ in range(6):  # exact line searches make the steps conjugate
+        gradient = A @ at
+        step = -inverse.times(gradient)
+        step = -(step @ gradient) / (step @ A @ step) * step
+        inverse.learn(step, A @ step)
+        at = at + step
+    assert_close(A @ inverse.times(draw(6, seed=1)), draw(6, seed=1))
+    inverse = BFGS(lambda g: 2 * g)  # which learns nothing from negative curvature
+    inverse.learn(torch.ones(3), -torch.ones(3))
+    assert_close(inverse.times(torch.ones(3)), 2 * torch.ones(3))
+
+
+def test_bfgs_finds_a_minimum_from_a_wrong_curvature_and_ends_after_its_evaluations():
+    weights, calls = torch.arange(1, 6, dtype=torch.float64), []
+
+    def quartic(point):
+        calls.append(point)
+        residual = point - 1
+        value = (weights * residual.square()).sum() + residual.pow(4).sum()
+        return value.item(), 2 * weights * residual + 4 * residual.pow(3)
+
+    start = torch.full((5,), 4.0, dtype=torch.float64)
+    close = lambda point, slope, square: square < 1e-20  # noqa: E731
+    found = BFGS(lambda g: 10 * g).minimum(quartic, start, close, 200, torch.float64)
+    assert_close(found, torch.ones(5, dtype=torch.float64))
+    assert len(calls) < 40
+    found = BFGS(lambda g: 0.01 * g).minimum(quartic, start, lambda *_: False, 3, torch.float64)
+    assert quartic(found)[0] < quartic(start)[0] and (found - 1).norm() > 1e-3
+
+
+# Newton's method
+
+SIZE = 12
+
+
+class Logistic:
+    """Σ_n log(1 + exp(⟨r_n, x⟩)) - y_n ⟨r_n, x⟩, with its passes counted."""
+
+    rounding = 0.0
+
+    def __init__(self, R, y):
+        self.R, self.y, self.passes = R, y, 0
+
+    def value_and_gradient(self, x):
+        self.passes += 1
+        z = self.R @ x
+        return (softplus(z) - self.y * z).sum().item(), self.R.T @ (z.sigmoid() - self.y)
+
+    def curvature(self, x):
+        p = (self.R @ x).sigmoid()
+        return self.R.T @ ((p * (1 - p))[:, None] * self.R)
+
+    def hessian(self, x):
+        matrix = self.curvature(x)
+
+        def product(v):
+            self.passes += 1
+            return v @ matrix
+
+        return Operator(product)
+
+    def float(self):
+        return Logistic(self.R.float(), self.y.float())
+
+
+@pytest.fixture(params=[0.3, 3.0, 30.0])
+def loss(request):
+    generator = torch.Generator().manual_seed(0)
+    R = request.param * torch.randn(60, SIZE, generator=generator, dtype=torch.float64)
+    return Logistic(R, (torch.rand(60, generator=generator) < 0.5).double())
+
+
+ZEROS = torch.zeros(SIZE, dtype=torch.float64)
+
+
+def test_the_gradient_vanishes_and_bounds_the_error(loss):
+    exact = Newton(1e-10).minimise(loss, ZEROS)
+    assert exact.converged and exact.passes == loss.passes
+    gradient = loss.value_and_gradient(exact.x)[1] + exact.x
+    assert gradient.norm() <= 1e-10 * exact.x.norm()
+    assert exact.loss == loss.value_and_gradient(exact.x)[0]
+    rough = Newton(0.1).minimise(loss, ZEROS)
+    assert (rough.x - exact.x).norm() <= rough.error * rough.x.norm()
+    assert rough.converged and rough.error <= 0.1
+    few = Newton(1e-10, max_passes=2).minimise(loss, ZEROS)
+    assert not few.converged and few.error > 1e-10
+    # float32 is enough, and stops where rounding stops it
+    single = Newton(5e-3).minimise(loss.float(), ZEROS.float())
+    assert single.converged and (single.x.double() - exact.x).norm() <= 5e-3 * exact.x.norm()
+    single = Newton(1e-12).minimise(loss.float(), ZEROS.float())
+    assert not single.converged and single.error < 5e-3
+    whole = loss.value_and_gradient
+
+    def coarse(x):  # as of many rows whose losses are small beside their outputs
+        value, gradient = whole(x)
+        return value + x.norm().item() % 1e-3, gradient
+
+    loss.value_and_gradient = coarse  # a descent that rounding hides is not looked for
+    found = Newton(1e-9).minimise(loss, exact.x + 1e-4)
+    assert (found.x - exact.x).norm() <= 1e-3
+
+
+class Quadratic:
+    """½ ⟨x, A x⟩ - ⟨1, x⟩."""
+
+    rounding, A = 0.0, torch.logspace(0, 3, SIZE, dtype=torch.float64)
+
+    def value_and_gradient(self, x):
+        return (0.5 * x @ (self.A * x) - x.sum()).item(), self.A * x - 1
+
+    def hessian(self, x):
+        return Operator(lambda v: self.A * v)
+
+
+def test_a_quadratic_takes_one_step():
+    minimum = Newton(1e-12, forcing=0.0).minimise(Quadratic(), ZEROS)
+    assert_close(minimum.x, 1 / (Quadratic.A + 1))
+
+
+def test_faults_of_a_loss_are_refused(loss):
+    honest, curvature = loss.value_and_gradient, loss.curvature
+    loss.value_and_gradient = lambda x: (honest(x)[0], -3 * honest(x)[1])
+    with pytest.raises(DivergenceError, match="cannot decrease the loss"):
+        Newton(1e-6).minimise(loss, ZEROS)
+    loss.value_and_gradient = honest
+    loss.curvature = lambda x: -100 * torch.eye(SIZE, dtype=torch.float64)
+    with pytest.raises(FaultyProductError, match="negative curvature"):
+        Newton().minimise(loss, ZEROS)
+    loss.curvature = curvature
+    loss.R[3] = float("nan")
+    with pytest.raises(DivergenceError, match="check the model's outputs and the targets"):
+        Newton().minimise(loss, ZEROS)

@@ -4,13 +4,14 @@
     python benchmarks/tables.py --tables vehicle --seeds 0 --methods network temperature ours
     python benchmarks/tables.py --ours curvature=network curvature=linear,num_samples=16
     python benchmarks/tables.py --tables regression
-    python benchmarks/tables.py --tables large --rows 20000 --epochs 20 --seeds 0
+    python benchmarks/tables.py --tables unseen --stages early on late
+    python benchmarks/tables.py --tables flights:delay --rows 60000 --epochs 10 --members 2 --seeds 0
     python benchmarks/tables.py --tables banana --methods ivon vbll swag dropout ours
     python benchmarks/tables.py --tables regression --methods temperature members folds
     python benchmarks/tables.py --report                    # the summary of results/tables.jsonl
 
 A ReLU network of 50 and 50 units is trained by Adam on at most 1,500 rows; it is looked at where
-its held-out loss was least ("early") and at the end ("on"). At most 500 held-out rows fit what
+its held-out loss was least ("early"), after 100 epochs ("on"), and after 400 ("late"). At most 500 held-out rows fit what
 is fitted there: a temperature, the scale of laplace-torch's last layer, our ``calibrate``. The
 summary of a set holds geometric means over tables and seeds of ratios to temperature scaling (for
 regression, differences to the network with held-out noise), the worst table's, the difference of the
@@ -35,15 +36,16 @@ from methods.peers import METHODS, REFERENCE, Case
 from methods.provenance import provenance
 from methods.rivals import MORE
 
-MEMBERS = 5
+STAGES = "early", "on", "late"
 RATIOS = "nll", "near", "dyadic", "brier"
 SHOWN = (
-    *("ece", "accuracy", "gain", "coverage", "flagged", "rmse", "auroc"),
+    *("ece", "accuracy", "gain", "coverage", "flagged", "rmse", "crps", "auroc"),
     *("seconds", "trainings"),
 )
 SETS = {
     "tuning": tasks.TUNING,
     "kept": tasks.KEPT,
+    "unseen": tuple(tasks.UNSEEN),
     "regression": tasks.REGRESSION,
     "large": tasks.LARGE,
 }
@@ -74,15 +76,18 @@ def measured(case: Case, name: str) -> Iterator[dict]:
 def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     """Train on one table and yield the records of all methods on both networks."""
     task, clock = tasks.task(name, seed, args.rows), time.process_time()
-    count = MEMBERS if {"ensemble", "members"} & {*args.methods} else 1
+    count = args.members if {"ensemble", "members"} & {*args.methods} else 1
     epochs = 5 if args.quick else args.epochs or task.epochs
-    members = [train(task, 1000 * seed + i, epochs) for i in range(count)]
-    trained = (time.process_time() - clock) / count
-    for variant, networks in zip(("early", "on"), map(list, zip(*members))):
+    further = 3 * epochs if "late" in args.stages else 0
+    members = [train(task, 1000 * seed + i, epochs, further=further) for i in range(count)]
+    trained = (time.process_time() - clock) / count * epochs / (epochs + further)
+    for variant, networks in zip(STAGES, map(list, zip(*members))):
+        if variant not in args.stages:
+            continue
         case = Case(task, networks, seed, args.ours, epochs, args.quick)
         for method in args.methods:
             for record in measured(case, method):
-                extra = (MEMBERS - 1) * trained if method in ("ensemble", "members") else 0.0
+                extra = (count - 1) * trained if method in ("ensemble", "members") else 0.0
                 record["fit_seconds"] = record.get("fit_seconds", 0.0) + extra
                 common = {
                     "table": name,
@@ -114,7 +119,7 @@ def compared(records: list[dict]) -> Iterator[dict]:
             # the logarithm of 0, of a network that is certain and right on every row
             pair = log(max(ours, 1e-6)) - log(max(theirs, 1e-6)) if classes else ours - theirs
             found[score] = pair
-        for score in ("accuracy", "ece", "rmse"):
+        for score in ("accuracy", "ece", "rmse", "crps"):
             found |= {score: record[score] - base[score]} if score in record else {}
         found |= {name: record[name] for name in ("coverage", "flagged") if name in record}
         yield found | ({"gain": record["auroc"] - alone["auroc"]} if alone else {})
@@ -163,6 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
     asked = f"beginnings of names; where asked for: {', '.join(MORE)}"
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help=asked)
     parser.add_argument("--epochs", type=int, help="of training; default: each task's own")
+    parser.add_argument("--stages", nargs="+", default=["early", "on"], choices=STAGES)
+    parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")
     parser.add_argument("--rows", type=int, default=1500, help="to train on, at most")
     parser.add_argument("--ours", nargs="+", default=[""], help="options, as name=value,...")
     parser.add_argument("--quick", action="store_true", help="few steps, to try the script")

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from methods import markdown
 from methods.learning import descend
+from methods.metrics import crps
 from methods.peers import best_noise, tune_with_noise
 from methods.provenance import provenance
 from torch import Tensor, nn
@@ -224,13 +225,10 @@ def scores(found: Gaussians, y: Tensor, unit: float) -> dict[str, float]:
     """Return what the targets say of Gaussians, in the unit of the targets."""
     (centre, deviation), y = (part.double()[0] for part in found), y[:, 0].double()
     z = (y - centre) / deviation
-    normal = torch.distributions.Normal(0.0, 1.0)
-    density = (-0.5 * z**2).exp() / sqrt(2 * pi)
-    crps = deviation * (z * (2 * normal.cdf(z) - 1) + 2 * density - 1 / sqrt(pi))
-    half = normal.icdf(torch.tensor(0.95)).item()
+    half = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.95)).item()
     return {
         "nll": (0.5 * z**2 + deviation.log()).mean().item() + 0.5 * log(2 * pi) + log(unit),
-        "crps": unit * crps.mean().item(),
+        "crps": unit * crps(centre, deviation, y),
         "rmse": unit * (y - centre).square().mean().sqrt().item(),
         "coverage": (z.abs() < half).double().mean().item(),
         "width": unit * 2 * half * deviation.mean().item(),

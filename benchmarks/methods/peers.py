@@ -101,7 +101,7 @@ def laplace_torch(name: str, form: dict, case: Case) -> Found:
     """
     from laplace import Laplace
 
-    regression, grid = not case.task.classes, name.endswith("grid search")
+    regression, grid = not case.task.classes, "grid search" in name
     everything = form.get("subset_of_weights") == "all"
     if (regression and grid) or (everything and (case.task.classes or 1) > 10):
         return  # Jacobians of all layers for many classes take minutes
@@ -257,7 +257,7 @@ METHODS: dict[str, Callable[[Case], Found]] = {
             "last layer": {},
             "last layer, grid search": {},
             "all layers": {"subset_of_weights": "all"},
-            "all layers, grid search": {"subset_of_weights": "all"},
+            "grid search, all layers": {"subset_of_weights": "all"},
         }.items()
     },
     "ours": partial(ours, "ours", {}),

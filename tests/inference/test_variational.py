@@ -528,7 +528,7 @@ def test_rows_in_another_order_are_told(caplog):
         warnings.simplefilter("ignore")
         la.compute = la.compute.__class__(keep_data=False)
         la.fit(InAnyOrder(case, 15), em_steps=1, progress_bar=False)
-    assert "a different order" in caplog.text and la.prior_precision > 0
+    assert "change their order" in caplog.text and la.prior_precision > 0
 
 
 def five_classes():

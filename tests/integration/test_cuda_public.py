@@ -7,6 +7,7 @@ import pytest
 import ranks
 import torch
 from checkpoints import dying_after, until_done
+from direct import Direct
 from jacobians import Calls
 from loaders import batches
 from measurements import LinearOperatorRegression
@@ -21,7 +22,6 @@ from torch_lla_em import (
     SGD,
     BlockCG,
     Compute,
-    FunctionSpace,
     HeteroscedasticRegression,
     LinearisedLaplace,
     compare,
@@ -106,7 +106,7 @@ CASES = {
     "layerwise, a noise per output": {"name": "regression per output", "prior": "layerwise"},
     "plain prior": {"g_prior": False},
     "block CG": {"solver": BlockCG()},
-    "function space": {"solver": FunctionSpace()},
+    "function space": {"solver": Direct()},
     "SGD": {"solver": SGD(epochs=8, tolerance=0.5), "tolerance": 0.5},
     "linear curvature": {"curvature": "linear"},
     "variational curvature": {"curvature": "variational"},

@@ -326,7 +326,7 @@ class LinearisedLaplace(Printed, nn.Module):
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
-            setting.require(surely=True)
+            found.require(surely=True)
             if learnt.complete:  # otherwise the checkpoint continues from the last state
                 around.keep(stored.state_of(found, self._given_likelihood, self._given))
         return found

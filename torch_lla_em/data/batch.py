@@ -145,18 +145,6 @@ def as_targets(targets: Any) -> Tensor:
     return targets.long() if targets.dtype in _UNSIGNED else targets
 
 
-def check_rows(inputs: Any, targets: Tensor, index: int) -> int:
-    """Return the number of examples of a batch; raise if there are more inputs than targets or fewer."""
-    if targets.dim() == 0:
-        raise ValueError(f"The targets of batch {index} are a single number, not one per example.")
-    if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
-        raise ValueError(
-            f"Batch {index} has {len(inputs)} inputs but {len(targets)} targets: every example "
-            "needs one of each."
-        )
-    return len(targets)
-
-
 def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the targets of a causal language model: at each token, the label after it.
 

@@ -108,7 +108,6 @@ class Data:
     ):
         self._reader = Reader(loader, device, target_fn, group.size, weights)
         self.is_weighted = weights is not None
-        self._source = self._reader.source
         self.group, self._device = group, device
         self.identity: Identity | None = None
         """The examples of a pass; None before the first, and if they change from pass to pass."""
@@ -175,26 +174,24 @@ class Data:
         # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         read = self._reader.begin(share, self.num_passes if in_step else None)
-        ordered = self._source.keeps_order and not (in_step and self._source.shuffles)
-        own, candidate = Identity(ordered), self._candidate(in_step)
-        tally: Tally | None = None if self.num_passes else {}
-        if in_step:
-            yield from self._in_step(self._counted(read, own, candidate, tally))
-        else:
-            self._others_wait = True
-            try:
-                yield from self._counted(joined(read, self.merge_rows), own, candidate, tally)
-            except Exception as error:
-                self.fail(error)
-                raise
-            self._others_wait = False
-            if self.group.size == 1:
-                self._num_steps = self._reader.num_read
+        own = Identity(self._reader.keeps_order and not (in_step and self._reader.shuffles))
+        kept, tally = self._new_cache(in_step), None if self.num_passes else Tally()
+        own_batches = read if in_step else joined(read, self.merge_rows)
+        counted = self._counted(own_batches, own, kept, tally)
+        self._others_wait = not in_step
+        try:
+            yield from self._in_step(counted) if in_step else counted
+        except Exception as error:
+            self.fail(error)
+            raise
+        self._others_wait = False
+        if self.group.size == 1:
+            self._num_steps = self._reader.num_read
         whole, self._most = self.group.meet(own, _merged)
         self._end(whole, tally)
-        self._bytes = candidate.size
-        if candidate.room > 0:
-            self.cache = candidate
+        self._bytes = kept.size
+        if kept.room > 0:
+            self.cache = kept
 
     __iter__ = batches
 
@@ -206,19 +203,17 @@ class Data:
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
-        return self._source.num_batches()
+        return self._reader.num_batches()
 
     @property
     def largest_share(self) -> float:
         """The largest share of the examples that a rank has; before the first pass, of the batches."""
-        if self.group.size == 1:
-            return 1.0
-        if self._most:
-            return self._most / self.facts.num_rows
         batches, size = self.num_batches(), self.group.size
-        if self._source.by_examples:
+        if size > 1 and self._most:
+            return self._most / self.facts.num_rows
+        if self._reader.by_examples or not batches:
             return 1 / size
-        return -(-batches // size) / batches if batches else 1 / size
+        return -(-batches // size) / batches
 
     def num_steps(self) -> int | None:
         """Return the number of batches per rank of the last pass; None if it is not known."""
@@ -247,6 +242,12 @@ class Data:
             return torch.arange(self.facts.num_rows, device="cpu")
         return self._read_again().sort()[0]
 
+    def read(self) -> Identity | None:
+        """Read all examples once, of several ranks another share than before; return their identity."""
+        self._read_again()
+        self.num_passes += 1
+        return self.identity
+
     def _read_again(self) -> Tensor:
         """Read the data in a pass that does not count, and return the numbers of the examples."""
         self.room = 0.0
@@ -254,22 +255,15 @@ class Data:
         self.num_passes -= 1
         return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *rows])
 
-    def read(self) -> Identity | None:
-        """Read all examples once, of several ranks another share than before; return their identity."""
-        self.room = 0.0
-        for _ in self:
-            pass
-        return self.identity
-
     def _counted(
-        self, batches: Iterable[Batch], own: Identity, candidate: BatchCache, tally: Tally | None
+        self, batches: Iterable[Batch], own: Identity, kept: BatchCache, tally: Tally | None
     ) -> Iterator[Batch]:
         """Yield batches on the device; count them, and store them if they may be kept."""
         for batch in batches:
             own.add(tuple(batch.tensors().values()))
             batch, wait = batch.on(self._device)
-            candidate.add(batch, self._source.is_list)
-            yield batch._replace(cache=candidate if candidate.room > 0 else None, tally=tally)
+            kept.add(batch, self._reader.is_list)
+            yield batch._replace(cache=kept if kept.room > 0 else None, tally=tally)
             wait()
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -283,34 +277,35 @@ class Data:
             steps += 1
         self._num_steps = steps
 
-    def _candidate(self, in_step: bool) -> BatchCache:
+    def _new_cache(self, in_step: bool) -> BatchCache:
         """Return where the batches of a pass are stored; it has no room if they are not to be kept."""
         if self.room is None:
             self.room = _SHARE * free_memory(self._device)
-        if self._bytes is None and self._source.is_list:
-            self._bytes = sum(map(_bytes, self._source.loader))
-        keeps = self.cache is None and self.group.size == 1
+        if self._bytes is None and self._reader.is_list:
+            self._bytes = sum(map(_bytes, self._reader.loader))
+        keeps = self.cache is None and self.group.size == 1 and not (in_step and self.merge_rows)
         fits = self._bytes is not None and self._bytes < self.room
-        return BatchCache(
-            self.room if keeps and fits and not (in_step and self.merge_rows) else 0.0
-        )
+        return BatchCache(self.room if keeps and fits else 0.0)
 
     def _end(self, whole: Identity, tally: Tally | None) -> None:
         """Note what the first pass has found; refuse other data, and data that change."""
         known = self.facts.num_rows
         differ = self.identity is not None and not self.identity.agrees(whole)
+        fault = None
         if differ and self._is_restored:
-            raise ValueError(_OTHER_THAN_SAVED.format(known, whole.num_rows))
-        if not known and not whole.num_rows:
-            raise ValueError(_EMPTY)
-        if differ and self._source.drawn_by:
-            raise ValueError(_DRAWN.format(self._source.drawn_by))
-        if differ and self.group.size > 1:
-            raise ValueError(_OTHER_RANKS)
-        if whole.num_rows != (known or whole.num_rows):
-            raise ValueError(_OTHER_COUNT.format(whole.num_rows, known))
-        if differ:
-            raise ValueError(_CHANGED)
+            fault = _OTHER_THAN_SAVED.format(known, whole.num_rows)
+        elif not known and not whole.num_rows:
+            fault = _EMPTY
+        elif differ and self._reader.drawn_by:
+            fault = _DRAWN.format(self._reader.drawn_by)
+        elif differ and self.group.size > 1:
+            fault = _OTHER_RANKS
+        elif whole.num_rows != (known or whole.num_rows):
+            fault = _OTHER_COUNT.format(whole.num_rows, known)
+        elif differ:
+            fault = _CHANGED
+        if fault is not None:
+            raise ValueError(fault)
         if tally is not None:
             own = [int(sum(each)) for each in zip(*tally.values())] or [0, 0]
             self.facts = Facts(whole.num_rows, whole.num_targets, *self.group.meet(own, _added))

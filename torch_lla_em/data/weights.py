@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from torch_lla_em.data.sources import is_pair
 
 Weights = str | Callable[[Tensor], Tensor]
 """Where the weights of a batch come from: "last", its last entry; or a function of its targets."""
@@ -57,3 +56,12 @@ def checked_weights(given: Any, targets: Tensor) -> Tensor:
     if not (torch.isfinite(w).all() and (w >= 0).all()):
         raise ValueError("Weights must be finite and not negative.")
     return w
+
+
+def is_pair(data: Any) -> bool:
+    """Whether this is (X, y): a list of two batches without targets cannot be fitted."""
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        return False
+    kinds = Tensor, np.ndarray
+    arrays = all(isinstance(p, kinds) or hasattr(p, "to_numpy") for p in data)
+    return arrays and all(part.ndim for part in data) and len(data[0]) == len(data[1])

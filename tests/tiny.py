@@ -5,7 +5,6 @@ from functools import cache
 
 import torch
 from dense import ExactLaplace, gaussian_log_prob
-from direct import rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -127,6 +126,7 @@ def fitted(
     likelihood = likelihood_of(name) if likelihood is None else likelihood
     la = LinearisedLaplace(model or case.model, likelihood, **{"num_samples": 4, **options})
     loader = [(case.x, case.y)] if loader is None else loader
+    of_fit = {"validation": False, **of_fit}
     return case, la.fit(loader, progress_bar=False, **of_fit)
 
 
@@ -147,7 +147,7 @@ class Basis(StochasticPrior):
 
 def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticPrior:
     """Noise for which the mean over samples of any product of two entries is its expectation."""
-    rows = rows_of(problem)
+    rows = problem.rows()
     num_samples = problem.size + len(rows)
     xi = num_samples**0.5 * torch.eye(num_samples, problem.size).to(rows)
     eta = torch.cat([torch.zeros(problem.size, problem.size).to(rows), num_samples**0.5 * rows])

@@ -183,7 +183,7 @@ class LaplaceEnsemble(Printed, nn.Module):
                     f"train must return a trained nn.Module, not {type(network).__name__}."
                 )
             la = LinearisedLaplace(network, likelihood, **{"seed": seed + k, **options})
-            members.append(la.fit(*rows, progress_bar=False))
+            members.append(la.fit(*rows, validation=False, progress_bar=False))
             unseen.append([(_part(x, out), _part(targets, out))])
         ensemble = cls(members)
         ensemble.take(calibrates.calibrated_by_folds(ensemble.posterior, unseen))

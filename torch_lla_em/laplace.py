@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,16 @@ Task = Literal[
 ]
 
 
+class _Known(NamedTuple):
+    """The data of a fit, which copies and files leave out."""
+
+    data: Any = None
+    weights: Weights | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Known, ()
+
+
 class LinearisedLaplace(Printed, nn.Module):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
@@ -109,7 +119,7 @@ class LinearisedLaplace(Printed, nn.Module):
             the posterior; "linear": at the mode of the linear model; "network": at the network's
             outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
             with the default ``prior``, ``solver`` and ``update``, if memory allows; else "network".
-        solver (Solver, optional): BlockCG() or SGD(). None (default):
+        solver (Solver, optional): BlockKrylov(), BlockCG(), FunctionSpace() or SGD(). None (default):
             a span of directions for one prior precision if memory allows, else an iterative solver.
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
         forward_fn (callable, optional): (model, inputs) -> outputs, if model(inputs) does not work.
@@ -176,6 +186,7 @@ class LinearisedLaplace(Printed, nn.Module):
         self.num_samples, self.seed, self.temperature = int(num_samples), int(seed), temperature
         self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
         self.solver, self.target_fn, self.compute = solver, target_fn, compute
+        self.trained_with = _Known()
 
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
     is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
@@ -239,7 +250,7 @@ class LinearisedLaplace(Printed, nn.Module):
         loader: Any,
         targets: Tensor | None = None,
         *,
-        validation: Iterable[Any] | None = None,
+        validation: Iterable[Any] | Literal[False] | None = None,
         em_steps: int = 20,
         prior_precision: float | Tensor | None = None,
         progress_bar: bool = True,
@@ -254,7 +265,9 @@ class LinearisedLaplace(Printed, nn.Module):
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it.
+            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: moved
+                training examples, as by ``calibrate()``, for a posterior of some ``parameters``, and for one of
+                all unless it predicts them better than the network with a temperature. False: as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
@@ -290,16 +303,21 @@ class LinearisedLaplace(Printed, nn.Module):
         start = _start(prior_precision, em_steps)
         options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
         unseen = None
-        if validation is not None:
+        if validation is not None and validation is not False:
             ranks = group_of(shard).joined()
             unseen = Data(
                 validation, self._linear_model.network.device, self.target_fn, ranks
             ).read()
         run = Run(checkpoint, progress_bar, budget, shard, unseen)
         found = self._fit(data, weights, options, run)
-        if validation is not None:
+        if unseen is not None:
             found = found.calibrated(*calibrates.calibrated_on(found, validation))
+        elif validation is None and em_steps:
+            is_part, as_usual = self._parameters_asked is not None, options.allows_variational
+            if is_part or (as_usual and self.curvature is None):
+                found = calibrates.without_validation(found, data, weights, is_part)
         self.take(found)
+        self.trained_with = _Known(data, weights)
         return self
 
     def _fit(
@@ -326,7 +344,7 @@ class LinearisedLaplace(Printed, nn.Module):
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
-            found.require(surely=True)
+            setting.require(surely=True)
             if learnt.complete:  # otherwise the checkpoint continues from the last state
                 around.keep(stored.state_of(found, self._given_likelihood, self._given))
         return found
@@ -336,8 +354,7 @@ class LinearisedLaplace(Printed, nn.Module):
         names = "num_samples", "seed", "solver", "tolerance", "g_prior"
         own = {name: getattr(self, name) for name in names}
         layerwise = self.prior == "layerwise"
-        own |= {"span_memory": self.compute.span_memory, "curvature": self.curvature}
-        return FitOptions(**own, layerwise=layerwise, **of_fit)
+        return FitOptions(**own, layerwise=layerwise, curvature=self.curvature, **of_fit)
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan`` of the time and memory of ``fit`` for these data; print it to read it.

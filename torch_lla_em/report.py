@@ -90,7 +90,7 @@ def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
     error = gain.std() / len(gain) ** 0.5
     if gain.mean() > 2 * error:
         remedy = "calibrate with other held-out data, or predict by the network."
-        if la.calibration is None:
+        if la.calibration is None or la.calibration.length is not None:
             remedy = f"{CALL[0].lower()}{CALL[1:]}."
             to_do = [words for words in to_do if CALL not in words]
         yield (

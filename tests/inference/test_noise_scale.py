@@ -3,11 +3,10 @@
 import pytest
 import torch
 from daily import daily
-from direct import Direct
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
 
 NOISE = 0.4
 
@@ -55,9 +54,9 @@ KINDS = {
     "default": {},
     "plain prior": {"g_prior": False},
     "linear": {"curvature": "linear"},
-    "krylov": {"compute": Compute(span_memory=1e6)},
+    "krylov": {"solver": BlockKrylov(memory=1e6)},
     "cg": {"solver": BlockCG()},
-    "function space": {"solver": Direct()},
+    "function space": {"solver": FunctionSpace()},
     # later the precision of a tensor without effect grows to its bound, where rounding decides
     "layerwise": {"prior": "layerwise", "em_steps": 8},
     "sigma": {"sigma_noise": 0.1},

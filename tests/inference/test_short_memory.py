@@ -41,7 +41,7 @@ def fit(monkeypatch):
         monkeypatch.setattr("torch_lla_em.inference.fit.room", lambda _: 2.0 * bytes_)
         monkeypatch.setattr(Span, "restart", counted)
         la = LinearisedLaplace(model, "classification", **{"num_samples": K, **options})
-        la.fit(x, y, progress_bar=False)
+        la.fit(x, y, validation=False, progress_bar=False)
         la.restarts = len(restarts)
         return la, la(x)
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from direct import Direct
 from models import trained
 from tiny import draw, tiny
 from torch import nn
 from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
-from torch_lla_em import BradleyTerry, LinearisedLaplace, Regression
+from torch_lla_em import BradleyTerry, FunctionSpace, LinearisedLaplace, Regression
 from torch_lla_em.likelihoods import compare, preferred
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
@@ -169,7 +168,7 @@ def test_a_tempered_fit_learns_the_noise_and_goes_over_into_the_plain_one(sigma)
         assert_close(cold, at, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("solver", [None, Direct()])
+@pytest.mark.parametrize("solver", [None, FunctionSpace()])
 def test_a_cold_fit_of_an_overfitted_network_has_the_noise_and_the_prior_of_a_plain_one(solver):
     """50 targets with noise of deviation 0.3, which the last layer reproduces."""
     x, xt = draw(50, 4), draw(200, 4, seed=1)
@@ -183,7 +182,7 @@ def test_a_cold_fit_of_an_overfitted_network_has_the_noise_and_the_prior_of_a_pl
     found, options = {}, {"num_samples": 4, "parameters": "last_layer", "solver": solver}
     for T in (1.0, 0.5, 0.1):
         la = LinearisedLaplace(model, "regression", temperature=T, **options)
-        la.fit(x, y, progress_bar=False)
+        la.fit(x, y, validation=False, progress_bar=False)
         nll = -la.predict(xt).log_prob(yt).mean()
         found[T] = la.sigma_noise, la.prior_precision, la.effective_dim, nll
     assert abs(found[1.0][0].item() - 0.3) < 0.1

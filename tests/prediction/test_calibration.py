@@ -133,7 +133,7 @@ def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
         state = again.state_dict()
         assert all(torch.equal(state[n], t) for n, t in due.state_dict().items())
     assert fitted.calibration is None and fitted.messages == due.messages[: len(fitted.messages)]
-    la.fit(case.x, y, em_steps=1, progress_bar=False)
+    la.fit(case.x, y, em_steps=1, validation=False, progress_bar=False)
     assert la.posterior_scale == fitted.posterior_scale and la.calibration is None
     components = (len(each.predict(x).mixture.components) for each in (la, fitted))
     assert len({*components}) == 1

@@ -334,7 +334,7 @@ class Laplace:
         posterior = self._unfitted(layerwise)
         if "em_steps" in how:
             how["prior_precision"] = self.prior_precision.squeeze()
-        posterior.fit(self._loader, **{"progress_bar": False, **how})
+        posterior.fit(self._loader, **{"validation": False, "progress_bar": False, **how})
         self._posterior, self._evidence = posterior, None
         self.prior_precision = posterior.prior_precision
         self.sigma_noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise

@@ -213,7 +213,8 @@ class _Estimator(BaseEstimator):
     ) -> Tensor:
         """Return a value of predictions, which may need a comparison with ``held_out`` examples."""
         check_is_fitted(self)
-        if held_out and self.laplace_.calibration is None:
+        found = self.laplace_.calibration
+        if held_out and (found is None or found.length is not None):
             few = _FEW.format(self.validation_fraction)
             raise ValueError(f"Error rates are guaranteed by held-out examples, but {few}")
         X = validate_data(self, X, dtype=_DTYPES, reset=False)

@@ -3,7 +3,7 @@
 A prediction is a ``mixture`` of components, from which a ``distribution`` has moments and densities by the
 averages of ``functions`` and ``scores``; ``prediction`` compares it with a validation set by ``conformal`` and
 ``neighbours``. ``pushforward`` makes it from the outputs and products of inputs. ``calibration``, ``passes``,
-``metrics`` and ``validation`` use held-out data; ``reference`` has what ``calibrate`` keeps of them. ``posterior`` is the frozen
+``metrics`` and ``validation`` use held-out data, and ``moved`` training examples in their place; ``reference`` has what ``calibrate`` keeps of them. ``posterior`` is the frozen
 record of a fit or of several, and ``stored`` and ``fitted`` write and read it. ``predictor`` and ``calibrates`` have the functions of
 records that users call as methods of the objects that hold them; ``exports`` and ``export`` write programs, ``summary`` prints results.
 """
@@ -22,6 +22,7 @@ from torch_lla_em.prediction.metrics import (
     scores,
     stated_and_right,
 )
+from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
     Found,
@@ -131,5 +132,6 @@ __all__ = [
     "stated_and_right",
     "stored",
     "summary",
+    "temperature_of_neighbours",
     "warn_of_collapse",
 ]

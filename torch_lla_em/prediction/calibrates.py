@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import paired
+from torch_lla_em.data import Data, Weights, paired
 from torch_lla_em.prediction.calibration import (
     CalibratedComponents,
     calibrated,
     folds_as_reference,
     half_as_reference,
+    is_deceived,
 )
 from torch_lla_em.prediction.check import Check, checked
-from torch_lla_em.prediction.passes import pushed, unseen_under_all
+from torch_lla_em.prediction.moved import NoDistance, moved
+from torch_lla_em.prediction.passes import over_batches, pushed, unseen_under_all
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, record_of
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
-from torch_lla_em.runtime import collected, first, group_of
+from torch_lla_em.prediction.summary import CALL
+from torch_lla_em.runtime import collected, first, group_of, report
 
 Own = TypeVar("Own", bound=Any)
 
 
 def calibrate(
     la: Own,
-    loader: Any,
+    loader: Any = None,
     targets: Tensor | None = None,
     *,
     groups: Any = None,
     weights: Any = None,
 ) -> Own:
     """Fit a few numbers of the predictions to a validation set, in one pass for each network.
+
+    Without arguments they are fitted to the training examples of ``fit``, which are moved towards their neighbours:
+    there a network that has memorised its training set is as wrong as at new inputs. No guarantee
+    follows from that: p-values, sets and intervals keep their rule as fitted.
 
     For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
     network: the numbers are a scale of the posterior's variance, factors of the logits of the
@@ -48,8 +57,8 @@ def calibrate(
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.calibrate(...)`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs): The validation set. It must
-            not have been used in training.
+        loader (DataLoader, Dataset, list of batches, or inputs, optional): The validation set. It must
+            not have been used in training. Default None: moved training examples.
         targets (Tensor, optional): The targets, if ``loader`` are inputs.
         groups ("classes" or integers, optional): "classes": prediction sets contain the label with
             the stated probability for each class, and false alarms of ``is_ood`` are below their rate
@@ -68,15 +77,20 @@ def calibrate(
 
     Raises:
         ValueError: If no example has a label, if most are training examples, or if groups or
-            weights do not fit the examples.
+            weights do not fit the examples. Without arguments, if the training data are not known, as after
+            ``load``, or if their inputs have no distances.
         NotFittedError: Before ``fit``, or if the model has changed since.
 
     Example:
         >>> improvement = str(la.calibrate(x, y).calibration)
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
-    known, data = record_of(la).as_fitted(), paired(loader, targets)
-    found: Any = known.calibrated(*calibrated_on(known, data, Stated(groups, weights)))
+    known = record_of(la).as_fitted()
+    stated, found = Stated(groups, weights), known
+    if loader is None:
+        found = _calibrated_without_data(la, known, stated)
+    else:
+        found = known.calibrated(*calibrated_on(known, paired(loader, targets), stated))
     if isinstance(la, type(found)):
         return found
     la.take(found)
@@ -136,6 +150,80 @@ def calibrated_on(
         calibration = group.meet(found.calibration, first)
         found = found._replace(table=table, noise=noise, calibration=calibration)
         return found, half_as_reference(data, found.numbers, stated), messages
+
+
+def _calibrated_without_data(la: Any, known: Posterior | Posteriors, stated: Stated) -> Posterior:
+    """Return the record, calibrated on moved training examples of the last ``fit``."""
+    data, weights = getattr(la, "trained_with", None) or (None, None)
+    if stated.groups is not None or stated.weights is not None:
+        why = "groups and weights belong to one"
+    elif not isinstance(known, Posterior):
+        why = "it is for a single posterior, and the fit of each member has done it where it helps"
+    elif data is None:
+        why = "it needs the training data of fit, which files, copies and records do not hold"
+    else:
+        try:
+            return calibrated_on_moved(known, data, weights)
+        except NoDistance as error:
+            why = f"the training examples cannot be moved towards their neighbours: {error}"
+    raise ValueError(
+        f"calibrate() without a validation set is not possible: {why}. Pass a validation set: la.calibrate(x, y)."
+    )
+
+
+def calibrated_on_moved(
+    posterior: Posterior, loader: Any, weights: Weights | None = None, if_deceived: bool = False
+) -> Posterior:
+    """Return a posterior with the numbers of ``calibrate`` fitted to moved training examples.
+
+    With ``if_deceived`` it is kept as it is if it predicts them better than its network with a temperature.
+
+    Raises:
+        NoDistance: If training examples cannot be moved.
+    """
+    posterior, setting = posterior.as_fitted(), posterior.setting
+    network, group = setting.linear_model.network, group_of(setting.shard)
+    messages: list[str] = []
+    with collected(messages), torch.inference_mode(False), torch.no_grad():
+        group.agree(partial(setting.require, surely=True))
+        data = Data(loader, network.device, setting.target_fn, weights=weights)
+        batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
+        read = replace(posterior, setting=setting._replace(target_fn=None))
+        part = joined(over_batches(read, batches, lambda _, part: part))
+        tables = [posterior.tables]
+        if if_deceived and not group.meet(is_deceived([part], tables), first):
+            return posterior
+        found = calibrated([part], tables, length=length)
+        table = group.from_first(found.table)
+        noise = found.noise if found.noise is None else group.from_first(found.noise)
+        calibration = group.meet(found.calibration, first)
+        found = found._replace(table=table, noise=noise, calibration=calibration)
+        return posterior.calibrated(found, None, messages)
+
+
+def without_validation(
+    posterior: Posterior, loader: Any, weights: Weights | None, is_part: bool
+) -> Posterior:
+    """Return a posterior as ``fit`` leaves it if there is no validation set.
+
+    That of a part of the parameters takes the others as given, though they were learnt from the same targets: it is
+    as confident as a network that has memorised them. One of all parameters mostly is not.
+    """
+    if posterior.result.why == "budget":
+        return posterior
+    try:
+        return calibrated_on_moved(posterior, loader, weights, if_deceived=not is_part)
+    except NoDistance as error:
+        if not is_part:
+            return posterior
+        messages: list[str] = []
+        with collected(messages):
+            report(
+                "log",
+                "This posterior of some parameters is as confident as the network where it has overfitted, and its "
+                f"training examples cannot be moved to correct that: {error}. {CALL}.",
+            )
+        return replace(posterior, messages=(*posterior.messages, *messages))
 
 
 def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:

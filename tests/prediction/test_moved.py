@@ -1,0 +1,247 @@
+"""Calibration on moved training examples, without a validation set."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, temperature_of_neighbours
+from torch_lla_em.data import Data
+from torch_lla_em.prediction.moved import moves_of
+
+CPU = torch.device("cpu")
+
+
+def blobs(n, seed=0, noise=0.0):
+    """Two overlapping classes in five dimensions, some labels at random."""
+    g = torch.Generator().manual_seed(seed)
+    y = torch.randint(2, (n,), generator=g)
+    x = torch.randn(n, 5, generator=g) + 1.5 * (y[:, None] - 0.5)
+    wrong = torch.rand(n, generator=g) < noise
+    return x, torch.where(wrong, torch.randint(2, (n,), generator=g), y)
+
+
+class Bayes(nn.Module):
+    """The true logits of ``blobs``, times a factor."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x):
+        logit = self.factor * 1.5 * x.sum(1)
+        return torch.stack([torch.zeros_like(logit), logit], 1)
+
+
+class Memory(nn.Module):
+    """Is certain of the label of the nearest example that it has seen."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def forward(self, x):
+        return 20 * nn.functional.one_hot(self.y[torch.cdist(x, self.x).argmin(1)], 2).float()
+
+
+def trained(x, y, classes=2):
+    """A network that is certain of every label of its training set."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(x.shape[1], 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+    model.append(nn.Linear(32, classes))
+    optimiser = torch.optim.Adam(model.parameters(), 2e-2)
+    for _ in range(200):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model
+
+
+@pytest.fixture(scope="module")
+def memorised():
+    x, y = blobs(80, noise=0.3)
+    return trained(x, y), x, y, blobs(500, seed=1, noise=0.3)
+
+
+def nll(la, x, y):
+    return -la.predict(x).log_prob(y).mean().item()
+
+
+def fit(model, x, y, **options):
+    return LinearisedLaplace(model, "classification", num_samples=8, **options).fit(
+        x, y, progress_bar=False
+    )
+
+
+def test_moves_keep_targets_and_distances():
+    x, y = blobs(60)
+    moves = moves_of(Data([(x, y)], CPU))
+    distances = torch.cdist(x, x).fill_diagonal_(torch.inf).min(1).values
+    for length in (0.5, 2.0):
+        moved, labels = (torch.cat(part) for part in zip(*moves.batches(length)))
+        place = torch.cdist(moves.inputs, x).argmin(1)[moves.rows]
+        assert torch.equal(labels, y[place])
+        apart = (moved - x[place]).norm(dim=1) / (length * distances[place])
+        assert (apart < 1.001).all()
+        assert apart.median() > 0.999  # only examples far from all others move less
+    assert len(moved) == 2 * len(x)
+
+
+@pytest.mark.parametrize("way", ["copies", "order", "units", "rotation", "constant features"])
+def test_temperature_does_not_depend_on_the_form_of_the_data(way):
+    x, y = (t.double() if t.is_floating_point() else t for t in blobs(120, noise=0.2))
+    turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    back, given = nn.Identity(), (x, y)
+    if way == "copies":
+        given = torch.cat([x, x]), torch.cat([y, y])
+    elif way == "order":
+        order = torch.randperm(len(x))
+        given = x[order], y[order]
+    elif way == "units":
+        given, back = (x * 1e3 + 5, y), lambda x: (x - 5) / 1e3
+    elif way == "rotation":
+        given, back = (x @ turn, y), lambda x: x @ turn.T
+    else:
+        given, back = (torch.cat([x, x[:, :1] * 0 + 3], 1), y), lambda x: x[:, :5]
+
+    class Back(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.memory = Memory(x, y)
+
+        def forward(self, x):
+            return self.memory(back(x))
+
+    expected = temperature_of_neighbours(Memory(x, y), x, y)
+    assert temperature_of_neighbours(Back(), *given) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_network_that_generalises_keeps_its_temperature():
+    x, y = blobs(600)
+    assert temperature_of_neighbours(Bayes(), x, y) == pytest.approx(1, abs=0.25)
+    wrong = temperature_of_neighbours(Bayes(4.0), x, y)
+    assert wrong == pytest.approx(4 * temperature_of_neighbours(Bayes(), x, y), rel=0.01)
+
+
+def test_random_labels_give_nearly_uniform_predictions():
+    x, y = blobs(200, noise=1.0)
+    temperature = temperature_of_neighbours(Memory(x, y), x, y)
+    assert (20 * torch.eye(2) / temperature).softmax(-1).max() < 0.7
+    x, y = x[:80], y[:80]
+    la = fit(trained(x, y), x, y, parameters="last_layer")
+    assert la(blobs(200, seed=1)[0]).amax(1).mean() < 0.7
+
+
+def test_last_layers_are_not_as_certain_as_the_network(memorised):
+    model, x, y, test = memorised
+    as_fitted = LinearisedLaplace(model, "classification", num_samples=8, parameters="last_layer")
+    as_fitted.fit(x, y, validation=False, progress_bar=False)
+    assert as_fitted.calibration is None
+    la = fit(model, x, y, parameters="last_layer")
+    assert la.calibration.applied
+    assert la.calibration.length >= 1
+    assert nll(la, *test) < 0.75 < 1.2 < nll(as_fitted, *test)
+    assert "moved training NLL" in str(la)
+    assert "Call la.calibrate(validation_loader)" in str(la)
+    # no guarantee follows, so that scores stay as they were
+    scores = (each.predict(test[0]).p_values("distance") for each in (la, as_fitted))
+    assert torch.equal(*scores)
+    with pytest.raises(ValueError, match="calibrate"):
+        la.predict(test[0]).prediction_set(0.9)
+    as_fitted.calibrate()
+    assert torch.equal(la(test[0]), as_fitted(test[0]))
+    la.calibrate()
+    assert torch.equal(la(test[0]), as_fitted(test[0]))
+    la.calibrate(*test)
+    assert la.calibration.length is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_all_parameters_are_calibrated_unless_they_are_clearly_better_than_the_network(noise):
+    x, y = blobs(80, noise=noise)
+    la = fit(trained(x, y), x, y)
+    given = la.calibration
+    found = la.calibrate().calibration
+    assert (given is not None) == (found.temperature < 1.05 * found.before)
+    assert given in (None, found)
+
+
+def test_files_keep_the_calibration_and_not_the_data(memorised, tmp_path):
+    model, x, y, test = memorised
+    la = fit(model, x, y, parameters="last_layer")
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
+    assert loaded.calibration == la.calibration
+    assert torch.equal(loaded(test[0]), la(test[0]))
+    for other in (loaded, copy.deepcopy(la)):
+        with pytest.raises(ValueError, match="needs the training data of fit"):
+            other.calibrate()
+    ensemble = LaplaceEnsemble([la, loaded])
+    assert torch.allclose(ensemble(test[0]), la(test[0]))
+    with pytest.raises(ValueError, match="each member"):
+        ensemble.calibrate()
+    with pytest.raises(ValueError, match="groups and weights belong to one"):
+        la.calibrate(groups="classes")
+
+
+def test_inputs_without_distances_are_named():
+    x, y = torch.randint(9, (40, 3)), torch.arange(40) % 2
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
+    la = fit(model, x, y, parameters="last_layer")
+    assert any("no real numbers" in words and "la.calibrate" in words for words in la.messages)
+    with pytest.raises(ValueError, match=r"no real numbers, .* validation set"):
+        la.calibrate()
+    with pytest.raises(ValueError, match="no real numbers"):
+        temperature_of_neighbours(model, x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda x, y: (x[:5], y[:5]), "only 5 examples differ"),
+        (lambda x, y: (x * 0, torch.arange(len(y)) % 30), "all inputs are equal"),
+        (lambda x, y: (x, y * 0), "all targets are equal"),
+    ],
+)
+def test_examples_that_cannot_be_moved_are_named(change, why):
+    x, y = blobs(60)
+    with pytest.raises(ValueError, match=why):
+        temperature_of_neighbours(nn.Linear(5, 30), *change(x, y))
+    with pytest.raises(ValueError, match="differ in shape"):
+        temperature_of_neighbours(
+            lambda_module(lambda x: x.sum((1, 2))[:, None] * torch.ones(2)),
+            [(x[:30, :, None], y[:30]), (x[30:, :3, None], y[30:])],
+        )
+    with pytest.raises(ValueError, match="not finite"):
+        temperature_of_neighbours(
+            lambda_module(lambda x: (x[:, :2] + 2).log()), x.clamp_min(-1.9), y
+        )
+
+
+def lambda_module(function):
+    model = nn.Module()
+    model.forward = function
+    return model
+
+
+@pytest.mark.parametrize("kind", ["dense", "labels", "dict", "integers beside", "ignored"])
+def test_targets_and_inputs_of_other_forms(kind):
+    x, y = blobs(60, noise=0.3)
+    options, likelihood = {}, "classification"
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 2))
+    if kind == "dense":
+        model, options = nn.Sequential(nn.Conv1d(5, 8, 1), nn.Conv1d(8, 2, 1)), {"class_dim": 1}
+        x, y = x[:, :, None] + torch.randn(60, 1, 4), y[:, None].expand(60, 4)
+    elif kind == "labels":
+        likelihood, y = "bernoulli", torch.stack([y, 1 - y], 1).float()
+    elif kind == "dict":
+        x, options = {"x": x}, {"forward_fn": lambda model, inputs: model(inputs["x"])}
+    elif kind == "integers beside":
+        x, options = (x, torch.arange(60)), {"forward_fn": lambda model, inputs: model(inputs[0])}
+    else:
+        y = torch.where(torch.arange(60) % 3 > 0, y, -100)
+    la = LinearisedLaplace(model, likelihood, num_samples=4, parameters="last_layer", **options)
+    la.fit([(x, y)], progress_bar=False)
+    assert la.calibration.length is not None
+    assert la.calibration.after < la.calibration.before + 0.1

@@ -21,35 +21,21 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 class ExactLaplace:
     """N(w_lin, (G + Λ)⁻¹) with dense matrices; use float64."""
 
-    J: Tensor
-    """The Jacobian of all examples, (N, C, P), with sites and classes in one axis."""
-
-    f: Tensor
-    """The network's outputs, (N, C)."""
-
-    y: Tensor
-    """Targets, (N, ...)."""
-
-    log_prob: LogProb
-    """The function f (C,), y -> log p(y | f) of one example."""
-
-    H: Tensor
-    """The Hessian of -log p in the outputs, at f, (N, C, C)."""
-
-    scale: Tensor
-    """The prior's shape, (P,): Λ = diag(λ / scale²)."""
+    J: Tensor  # the Jacobian of all examples, (N, C, P), with sites and classes in one axis
+    f: Tensor  # the network's outputs, (N, C)
+    y: Tensor  # targets, (N, ...)
+    log_prob: LogProb  # the function f (C,), y -> log p(y | f) of one example
+    H: Tensor  # the Hessian of -log p in the outputs, at f, (N, C, C)
+    scale: Tensor  # the prior's shape, (P,): Λ = diag(λ / scale²)
 
     @classmethod
     def of(
         cls, model: nn.Module, x: Any, y: Tensor, log_prob: LogProb, names: list[str]
     ) -> ExactLaplace:
         """Return that of a model in eval mode, for its named parameters."""
-        parameters = dict(model.named_parameters())
-        f = model(x).flatten(1)
-        rows = [
-            torch.autograd.grad(output, [parameters[n] for n in names], retain_graph=True)
-            for output in f.reshape(-1)
-        ]
+        every = dict(model.named_parameters())
+        chosen, f = [every[name] for name in names], model(x).flatten(1)
+        rows = [torch.autograd.grad(output, chosen, retain_graph=True) for output in f.reshape(-1)]
         J = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
         f = f.detach()
         H = _hessians(log_prob, f, y)
@@ -67,8 +53,7 @@ class ExactLaplace:
 
     def covariance(self, precision: Tensor) -> Tensor:
         """Return Σ = (G + Λ)⁻¹, for Λ = diag(precision / scale²), precision () or (P,)."""
-        covariance: Tensor = torch.linalg.inv(self.ggn + torch.diag(precision / self.scale**2))
-        return covariance
+        return torch.linalg.inv(self.ggn + torch.diag(precision / self.scale**2))
 
     def effective_dims(self, precision: Tensor) -> Tensor:
         """Return the diagonal of Σ G, (P,), whose sum is γ, in total or per block."""
@@ -105,15 +90,12 @@ class ExactLaplace:
         w = self.mode(precision)
         Lambda = precision / self.scale**2 * torch.ones_like(self.scale)
         root = Lambda.rsqrt()
-        whitened = root[:, None] * self.ggn * root + torch.eye(
-            len(root), dtype=root.dtype, device=root.device
-        )
+        whitened = root[:, None] * self.ggn * root + torch.eye(len(root)).to(root)
         return -self.loss(w) - 0.5 * (Lambda * w**2).sum() - 0.5 * torch.logdet(whitened)
 
     def at_noise(self, log_prob: LogProb) -> ExactLaplace:
         """Return the posterior of the same data under another likelihood."""
-        H = _hessians(log_prob, self.f, self.y)
-        return replace(self, log_prob=log_prob, H=H)
+        return replace(self, log_prob=log_prob, H=_hessians(log_prob, self.f, self.y))
 
     def centred(self, w: Tensor | None = None) -> ExactLaplace:
         """Return the posterior of continuous targets less their (weighted) mean, as a fit takes them."""
@@ -137,13 +119,11 @@ def gaussian_log_prob(sigma: Tensor) -> LogProb:
 
 
 def _gradients(log_prob: LogProb, f: Tensor, y: Tensor) -> Tensor:
-    gradients: Tensor = torch.vmap(torch.func.grad(lambda f, y: -log_prob(f, y)))(f, y)
-    return gradients
+    return torch.vmap(torch.func.grad(lambda f, y: -log_prob(f, y)))(f, y)
 
 
 def _hessians(log_prob: LogProb, f: Tensor, y: Tensor) -> Tensor:
-    hessians: Tensor = torch.vmap(torch.func.hessian(lambda f, y: -log_prob(f, y)))(f, y)
-    return hessians
+    return torch.vmap(torch.func.hessian(lambda f, y: -log_prob(f, y)))(f, y)
 
 
 def dense_step(exact, precision, sigma, layout, layerwise, start=None):

@@ -22,6 +22,7 @@ from fresh import run_python
 from methods import markdown, peers, rivals, tasks
 from methods.metrics import Classes, Numbers
 from tiny import tiny
+from torch.testing import assert_close
 
 import paper
 from torch_lla_em.solvers import BlockCG
@@ -30,29 +31,33 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def test_joint_nll_rewards_dependent_functions():
+def test_scores_of_classes_reward_dependent_functions():
     # one of two functions knows every label, the other says the opposite
-    y = torch.zeros(20, dtype=torch.long)
     right = torch.tensor([9.0, -9.0]).expand(20, 2)
-    scores = Classes.of(torch.stack([right, -right])).scores(y)
+    scores = Classes.of(torch.stack([right, -right])).scores(torch.zeros(20, dtype=torch.long))
     assert abs(scores["nll"] - log(2)) < 1e-4
     assert abs(scores["joint_dyadic"] - log(2) / 10) < 1e-4
-
-
-def test_mutual_information_is_zero_where_functions_agree():
     agree = Classes.of(torch.ones(4, 3, 2))
     differ = Classes.of(torch.stack([torch.eye(2), -torch.eye(2)]) * 8)
     assert agree.unfamiliarity.abs().max() < 1e-6
-    torch.testing.assert_close(differ.unfamiliarity, torch.full((2,), log(2)), atol=1e-2, rtol=0)
+    assert_close(differ.unfamiliarity, torch.full((2,), log(2)), atol=1e-2, rtol=0)
 
 
-def test_gaussian_scores_match_torch():
+def test_scores_of_numbers_are_those_of_gaussians_in_the_unit_of_the_targets():
     samples = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).double()
-    numbers = Numbers.of(samples, 0.5)
-    y = torch.linspace(-1, 1, 12).double()
+    numbers, y = Numbers.of(samples, 0.5), torch.linspace(-1, 1, 12).double()
     sd = (numbers.covariance.diagonal() + 0.25).sqrt()
     nll = -torch.distributions.Normal(numbers.mean, sd).log_prob(y).mean()
     assert abs(numbers.scores(y[:, None])["nll"] - nll.item()) < 1e-6
+    y = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0))
+    found = uci.scores((torch.zeros(1, 4000), torch.ones(1, 4000)), y, unit=10.0)
+    nll = -torch.distributions.Normal(0.0, 10.0).log_prob(10 * y).mean().item()
+    assert found["nll"] == pytest.approx(nll, rel=1e-5)
+    draws = 10 * torch.randn(2, 4000, generator=torch.Generator().manual_seed(1))
+    crps = (draws[:1] - 10 * y).abs().mean() - 0.5 * (draws[0] - draws[1]).abs().mean()
+    assert found["crps"] == pytest.approx(crps.item(), rel=0.02)  # E|Y - y| - E|Y - Y'| / 2
+    assert found["coverage"] == pytest.approx(0.9, abs=0.02)
+    assert found["width"] == pytest.approx(32.897, rel=1e-4)
 
 
 def test_the_noise_of_a_network_has_the_least_nll_on_its_rows():
@@ -61,12 +66,9 @@ def test_the_noise_of_a_network_has_the_least_nll_on_its_rows():
     rows = tasks.Rows(x, y)
     case = peers.Case(tasks.Task(rows, rows, rows, {}, None, torch.nn.Linear), [], 0, [""], 1, True)
     functions = torch.stack([x[:, :1], x[:, 1:]])
-    predict = peers.averaged(case, lambda x: functions)
-    least = min(
-        torch.logspace(-3, 1, 400).tolist(),
-        key=lambda s: Numbers.of(functions[..., 0], s).scores(y, {})["nll"],
-    )
-    assert predict(x).sigma == pytest.approx(least)
+    predict, scales = peers.averaged(case, lambda x: functions), torch.logspace(-3, 1, 400).tolist()
+    nll = {s: Numbers.of(functions[..., 0], s).scores(y, {})["nll"] for s in scales}
+    assert predict(x).sigma == pytest.approx(min(scales, key=nll.get))
 
 
 @pytest.mark.parametrize("name", ["vowel", "friedman2", "pima:5"])
@@ -75,7 +77,7 @@ def test_tables_are_split_standardised_and_repeatable(name):
     assert torch.equal(task.test.x, again.test.x) and torch.equal(task.train.y, again.train.y)
     assert task.train.x.mean(0).abs().max() < 0.1 and len(task.held_out.x) <= 500
     permuted = task.shifted["permuted"]
-    torch.testing.assert_close(permuted.sort(0).values, task.test.x.sort(0).values)
+    assert_close(permuted.sort(0).values, task.test.x.sort(0).values)
     assert (task.classes is None) == task.train.y.is_floating_point()
     assert not set(tasks.TUNING) & set(tasks.KEPT)
 
@@ -93,11 +95,25 @@ def test_a_summary_is_relative_to_a_temperature():
     assert other["tables"] == "a, b" and other["accuracy"] == 0
 
 
-def test_records_of_one_row_become_mean_and_standard_error():
+def test_records_become_rows_of_tables_and_killed_runs_continue(tmp_path):
     records = [{"row": "a", "nll": 0.1}, {"row": "b", "word": "no"}, {"row": "a", "nll": 0.3}]
     shown = markdown.table(records, ["row"], {"nll": "NLL", "word": ""}).splitlines()
-    assert shown[0] == "| | NLL | |" and shown[2] == "| a | 0.200 ± 0.100 | |"
-    assert shown[3] == "| b | | no |"
+    assert shown[0] == "| | NLL | |" and shown[2:] == ["| a | 0.200 ± 0.100 | |", "| b | | no |"]
+    base = {"kind": "classes", "set": "kept", "network": "on"}
+    stored = [base | {"row": "a", "nll": 1.0}, base | {"row": "b", "nll": 2.0}]
+    assert report.replaced(stored, [base | {"row": "b", "nll": 3.0}])[1]["nll"] == 3.0
+    path, measured = tmp_path / "digits.jsonl", []
+    path.write_text(json.dumps({"method": "m", "NLL": 0.1}) + "\n")
+    assert report.kept(path) == [{"method": "m", "NLL": 0.1}]
+
+    def measure(seed):
+        measured.append(seed)
+        return [{"nll": seed}]
+
+    for seeds in ((0,), (0, 1)):
+        keys = [{"seed": seed} for seed in seeds]
+        found = markdown.resume(tmp_path / "lines.jsonl", keys, measure, {})
+    assert measured == [0, 1] and [line["nll"] for line in found] == [0, 1]
 
 
 def test_pages_and_charts_are_made_from_what_is_kept(tmp_path):
@@ -113,29 +129,6 @@ def test_pages_and_charts_are_made_from_what_is_kept(tmp_path):
     assert shown == {path.name for path in tmp_path.glob("*.png")}
 
 
-def test_runs_of_tables_replace_the_stored_lines_of_their_methods(tmp_path):
-    base = {"kind": "classes", "set": "kept", "network": "on"}
-    stored = [base | {"row": "a", "nll": 1.0}, base | {"row": "b", "nll": 2.0}]
-    assert report.replaced(stored, [base | {"row": "b", "nll": 3.0}])[1]["nll"] == 3.0
-    path = tmp_path / "digits.jsonl"
-    path.write_text(json.dumps({"method": "m", "NLL": 0.1}) + "\n")
-    assert report.kept(path) == [{"method": "m", "NLL": 0.1}]
-
-
-def test_killed_runs_continue_from_their_records(tmp_path):
-    measured = []
-
-    def measure(seed):
-        measured.append(seed)
-        return [{"nll": seed}]
-
-    for seeds in ((0,), (0, 1)):
-        found = markdown.resume(
-            tmp_path / "lines.jsonl", [{"seed": seed} for seed in seeds], measure, {}
-        )
-    assert measured == [0, 1] and [line["nll"] for line in found] == [0, 1]
-
-
 def test_a_true_agent_has_no_divergence():
     task = testbed.problem(2, 10, 0.1, 0)
     generator = torch.Generator().manual_seed(10_007 * 2 + 101 * 10 + 10)
@@ -148,7 +141,7 @@ def test_the_system_of_the_race_is_that_of_the_dense_posterior():
     case = tiny("classification")
     system = paper.System(case.model, list(zip(case.x.split(12), case.y.split(12))), 4.0)
     w = torch.randn(3, system.right_hand_side(1).shape[1]).to(case.x)
-    torch.testing.assert_close(system(w), w @ case.exact().ggn / 4.0)
+    assert_close(system(w), w @ case.exact().ggn / 4.0)
     assert system.columns == 3
     (first, *_) = system.minibatches()
     first(w)
@@ -167,10 +160,9 @@ def test_tables_run_whole(tmp_path, capsys):
     out = str(tmp_path / "tables.jsonl")
     command = ["--tables", "wine", "diabetes", "--seeds", "0", "--quick", "--out", out]
     tables.main([*command, "--ours", "num_samples=8", "--methods", *peers.METHODS, *rivals.MORE])
-    records = markdown.read(tmp_path / "tables.jsonl")
+    records, shown = markdown.read(tmp_path / "tables.jsonl"), capsys.readouterr().out
     assert not [record for record in records if "error" in record]
     assert {record["network"] for record in records} == {"early", "on"}
-    shown = capsys.readouterr().out
     for text in ("ours (num_samples=8), calibrated", "ours by folds", "MC dropout", "IVON"):
         assert text in shown
     ours = [record for record in records if record["row"].endswith("calibrated")]
@@ -179,35 +171,38 @@ def test_tables_run_whole(tmp_path, capsys):
     assert reference["nll"] == 0
 
 
+@pytest.fixture
+def quick_costs(monkeypatch):
+    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
+    monkeypatch.setattr(cost, "GROWTH", {"K": [({"rows": 60, "width": 5}, 2)]})
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_small_scripts_run_whole(tmp_path, monkeypatch):
-    small = partial(cost.mlp, rows=60, width=5)
-    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": small})
-    monkeypatch.setattr(cost, "GROWTH", {"K": [({"rows": 60, "width": 5}, 2)]})
-    cost.main(["--num-samples", "2", "--out", str(tmp_path)])
-    fit, growth = markdown.read(tmp_path / "cost.jsonl")
+def test_small_scripts_run_whole(tmp_path, quick_costs):
+    def run(script, name, *options, file=False):
+        out = tmp_path / f"{name}.jsonl"
+        script.main([*options, "--out", str(out if file else tmp_path)])
+        return markdown.read(out)
+
+    fit, growth = run(cost, "cost", "--num-samples", "2")
     for key in ("laplace_torch", "ensemble", "network_curvature", "served 1", "served 8"):
         assert fit[key] > 0
     assert growth["epochs"] == pytest.approx(growth["seconds"] / growth["epoch_seconds"])
-    segmentation.main(["--tiny", "--out", str(tmp_path)])
-    lines = markdown.read(tmp_path / "segmentation.jsonl")
+    lines = run(segmentation, "segmentation", "--tiny")
     assert [line["layers"] for line in lines] == ["last layer", "last block", "all layers"]
     assert lines[0]["weights"] == 72 < lines[1]["weights"] < lines[2]["weights"]
-    paper.main(["--rows", "60", "--epochs", "2", "--num-samples", "2", "--out", str(tmp_path)])
-    assert len(markdown.read(tmp_path / "paper.jsonl")) == 5
-    out = tmp_path / "distil.jsonl"
-    distil.main(["--tasks", "wdbc", "diabetes", "--quick", "--out", str(out)])
-    assert {r["nll"] for r in markdown.read(out) if r["method"] == "posterior"} == {1.0, 0.0}
-    out = tmp_path / "uci.jsonl"
-    uci.main(["--data", str(splits(tmp_path)), "--stages", "40 epochs", "--out", str(out)])
-    lines = markdown.read(out)
+    assert len(run(paper, "paper", "--rows", "60", "--epochs", "2", "--num-samples", "2")) == 5
+    lines = run(distil, "distil", "--tasks", "wdbc", "diabetes", "--quick", file=True)
+    assert {r["nll"] for r in lines if r["method"] == "posterior"} == {1.0, 0.0}
+    data = str(splits(tmp_path))
+    lines = run(uci, "uci", "--data", data, "--stages", "40 epochs", file=True)
     assert [line.get("error") for line in lines if "error" in line] == []
     assert len(lines) == 2 * 12
     assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)
-    out = tmp_path / "testbed.jsonl"
-    testbed.main(["--inputs", "2", "--ratios", "1", "--temperatures", ".1", "--out", str(out)])
-    assert {r["agent"] for r in markdown.read(out)} == set(testbed.AGENTS)
+    options = "--inputs 2 --ratios 1 --temperatures .1".split()
+    lines = run(testbed, "testbed", *options, file=True)
+    assert {r["agent"] for r in lines} == set(testbed.AGENTS)
 
 
 def splits(folder):
@@ -227,27 +222,11 @@ def splits(folder):
     return folder
 
 
-def test_scores_of_gaussians_are_in_the_unit_of_the_targets():
-    y = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0))
-    found = uci.scores((torch.zeros(1, 4000), torch.ones(1, 4000)), y, unit=10.0)
-    normal = torch.distributions.Normal(0.0, 10.0)
-    assert found["nll"] == pytest.approx(-normal.log_prob(10 * y).mean().item(), rel=1e-5)
-    draws = 10 * torch.randn(2, 4000, generator=torch.Generator().manual_seed(1))
-    crps = (draws[:1] - 10 * y).abs().mean() - 0.5 * (draws[0] - draws[1]).abs().mean()
-    assert found["crps"] == pytest.approx(crps.item(), rel=0.02)  # E|Y - y| - E|Y - Y'| / 2
-    assert found["coverage"] == pytest.approx(0.9, abs=0.02)
-    assert found["width"] == pytest.approx(32.897, rel=1e-4)
+DEVICES = pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.cuda),
-    ],
-)
-def test_a_gpu_is_measured_whole(tmp_path, device, monkeypatch):
-    monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gpu_is_measured_whole(tmp_path, device, quick_costs):
     path = tmp_path / "gpu.jsonl"
     gpu.main(["--tiny", "--device", device, "--out", str(path)])
     steps = {line["step"]: line for line in markdown.read(path)}

@@ -106,13 +106,3 @@ def fail_at_malloc(count: int) -> int:
     requested = ctypes.c_long.in_dll(library, "gpu_fail_malloc")
     left, requested.value = requested.value, count
     return left
-
-
-def races() -> int:
-    """Return how often the host wrote to pinned memory during a copy; 0 on a real GPU."""
-    return ctypes.c_long.in_dll(library, "gpu_races").value if library else 0
-
-
-def pinned() -> int:
-    """Return the bytes of pinned memory that are allocated."""
-    return ctypes.c_long.in_dll(library, "gpu_pinned").value

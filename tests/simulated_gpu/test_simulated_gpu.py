@@ -17,19 +17,13 @@ def test_tensors_on_other_devices_raise(simulated):
     assert (a + torch.tensor(2.0)).tolist() == [3.0] * 3
 
 
-def test_copies_arrive_late_and_races_are_counted(simulated):
-    there = torch.full((4,), 2.0, device="cuda")
-    here = torch.zeros(4, pin_memory=True)
+def test_copies_arrive_late(simulated):
+    there, here = torch.full((4,), 2.0, device="cuda"), torch.zeros(4, pin_memory=True)
     here.copy_(there, non_blocking=True)
     assert here.isnan().all()
     with simulated.watched() as seen:
         torch.cuda.current_stream().synchronize()
     assert here.tolist() == there.tolist() and simulated.waits(seen) == 1
-    raced = simulated.races()
-    there.copy_(here, non_blocking=True)
-    here.zero_()
-    torch.cuda.current_stream().synchronize()
-    assert simulated.races() == raced + 1
 
 
 def test_synchronisations_are_counted(simulated):

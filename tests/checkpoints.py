@@ -5,9 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from direct import Direct
 from tiny import tiny
 
-from torch_lla_em import BlockCG, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint import Folder
 
 
@@ -36,7 +37,7 @@ class Slow(Fuse):
             yield batch
 
 
-SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": FunctionSpace()}
+SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": Direct()}
 
 
 READ = Compute(keep_data=False)  # in every pass, so that loaders can interrupt it

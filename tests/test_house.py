@@ -1,4 +1,4 @@
-"""Package structure: a file imports its own subpackage, or the ``__init__`` of an earlier one."""
+"""Package structure: a file imports its own subpackage, or the ``__init__`` of an earlier one; and it does not grow."""
 
 import ast
 import importlib
@@ -12,96 +12,95 @@ from torch import nn
 import torch_lla_em
 
 PACKAGE = Path(torch_lla_em.__file__).parent
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
+ROOT = "laplace"  # stands for the modules at the package's root, which are not a subpackage
 SUBPACKAGES = (
-    "runtime data solvers likelihoods jacobian problem inference prediction distil laplace integrations"
-).split()
-ROOT = "laplace"
-"""Stands for the modules at the package's root, which are not a subpackage."""
-
+    "runtime data solvers likelihoods jacobian problem inference prediction distil".split()
+)
+SUBPACKAGES += [ROOT, "integrations"]
 BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
-BOUNDS = {"classes": 200, "functions": 1650, "numbers": 300, "fit": 600, "predict": 90}
-"""The most classes, functions, tuned numbers, and different functions that a fit and a prediction call."""
-
-MOVED = {"botorch.py", "compat.py", "lightning.py", "sklearn.py"}
-"""Former names of modules at the root."""
-
-
-def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name for name in found if name.startswith("torch_lla_em")}
+# the most classes, functions, tuned numbers, and different functions that a fit and a prediction call
+BOUNDS = {"classes": 180, "functions": 1540, "numbers": 245, "fit": 570, "predict": 88}
+MOVED = {"botorch.py", "compat.py", "lightning.py", "sklearn.py"}  # former names at the root
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
-def _subpackage(path: Path) -> str:
+def _subpackage(path):
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ROOT
 
 
+def _imported(node):
+    """Return the modules of this package that a statement imports."""
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return [name for name in names if name.startswith("torch_lla_em")]
+
+
 def test_imports_follow_the_order_of_subpackages():
-    faults = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        subpackage = _subpackage(path)
-        earlier = BESIDE.get(subpackage) or SUBPACKAGES[: SUBPACKAGES.index(subpackage)]
-        if subpackage == ROOT:
-            earlier = [*earlier, *BESIDE]
-        for name in _imports(path):
+    faults, found = [], {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert found == {*SUBPACKAGES, *BESIDE} - {ROOT}
+    for path, node in NODES:
+        own = _subpackage(path)
+        earlier = BESIDE.get(own) or SUBPACKAGES[: SUBPACKAGES.index(own)]
+        earlier = [*earlier, *BESIDE] if own == ROOT else earlier
+        for name in _imported(node):
             _, *parts = name.split(".")
-            own = (
-                not parts
-                or parts[0] == subpackage
-                or (subpackage == ROOT and parts[0] not in SUBPACKAGES)
-            )
-            if not own and (parts[0] not in earlier or len(parts) > 1):
+            is_own = not parts or parts[0] == own or (own == ROOT and parts[0] not in SUBPACKAGES)
+            if not is_own and (parts[0] not in earlier or len(parts) > 1):
                 faults.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not faults, faults
 
 
-def test_every_subpackage_has_a_place_in_the_order():
-    found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert found == {*SUBPACKAGES, *BESIDE} - {ROOT}
+def test_imports_have_no_cycle():
+    """Imports under ``TYPE_CHECKING`` count too."""
+    names = {}
+    for path in TREES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names[path] = ".".join(parts).removesuffix(".__init__")
+    graph, modules = {name: set() for name in names.values()}, {*names.values()}
+    for path, node in NODES:
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in modules:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names} & modules
+            whole = set() if len(parts) == len(node.names) else {node.module}
+            graph[names[path]] |= parts | whole
+    assert list(TopologicalSorter(graph).static_order())
 
 
 def test_integrations_use_public_names_only():
-    """Those of ``torch_lla_em`` and those that a subpackage's ``__all__`` offers to later ones; no ``_name``.
-
-    ``_name`` is that of another object of this package, or of another library, by import or attribute.
-    """
+    """Those of ``__all__``, and no ``_name`` of another object, of this package or of another library."""
     faults = []
-    for path in sorted((PACKAGE / "integrations").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch_lla_em"):
-                public = importlib.import_module(node.module).__all__
-                names = [alias.name for alias in node.names if alias.name not in public]
-                faults += [f"{path.name}: {node.module}.{name}" for name in names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [alias.name for alias in node.names if alias.name.startswith("_")]
-                faults += [f"{path.name}: {node.module}.{name}" for name in names]
-            elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
-                owner = ast.unparse(node.value)
-                if node.attr.startswith("_") and owner not in ("self", "cls"):
-                    faults.append(f"{path.name}: {owner}.{node.attr}")
+    for path, node in NODES:
+        if _subpackage(path) != "integrations":
+            continue
+        if isinstance(node, ast.ImportFrom):
+            is_ours = (node.module or "").startswith("torch_lla_em")
+            public = importlib.import_module(node.module).__all__ if is_ours else ()
+            names = [alias.name for alias in node.names]
+            wrong = [n for n in names if (n not in public if is_ours else n.startswith("_"))]
+            faults += [f"{path.name}: {node.module}.{name}" for name in wrong]
+        elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if node.attr.startswith("_") and owner not in ("self", "cls"):
+                faults.append(f"{path.name}: {owner}.{node.attr}")
     assert not faults, faults
 
 
-def _numbers(statement: ast.stmt) -> int:
+def _targets(statement):
+    return getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+
+
+def _numbers(statement):
     """Return how many numbers an assignment to a constant has."""
-    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-    names = [
-        part.id
-        for each in targets
-        for part in ast.walk(each or ast.Pass())
-        if isinstance(part, ast.Name)
-    ]
+    parts = [part for each in _targets(statement) for part in ast.walk(each or ast.Pass())]
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
     if not names or not all(name.lstrip("_").isupper() for name in names) or not statement.value:
         return 0
     return sum(type(getattr(n, "value", None)) in (int, float) for n in ast.walk(statement.value))
 
 
-def _called(call) -> int:
+def _called(call):
     """Return how many different functions of the package a call goes through."""
     seen = set()
 
@@ -119,70 +118,43 @@ def _called(call) -> int:
 
 
 def test_the_package_does_not_grow():
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    kinds = [type(node) for tree in trees for node in ast.walk(tree)]
     torch.manual_seed(0)
     x, y = torch.randn(200, 5), torch.randint(3, (200,))
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
     la = torch_lla_em.LinearisedLaplace(model, "classification", num_samples=8)
     found = {
-        "classes": kinds.count(ast.ClassDef),
-        "functions": kinds.count(ast.FunctionDef) + kinds.count(ast.AsyncFunctionDef),
-        "numbers": sum(_numbers(statement) for tree in trees for statement in tree.body),
+        "classes": sum(isinstance(node, ast.ClassDef) for _, node in NODES),
+        "functions": sum(isinstance(node, FUNCTIONS) for _, node in NODES),
+        "numbers": sum(_numbers(statement) for tree in TREES.values() for statement in tree.body),
         "fit": _called(lambda: la.fit(x, y, validation=False, progress_bar=False)),
         "predict": _called(lambda: la(x[:10])),
     }
     print(found)  # shown if it fails, and by pytest -s
     assert not {name: n for name, n in found.items() if n > BOUNDS[name]}
     assert len({path.name for path in PACKAGE.glob("*.py")} - MOVED) <= 7
-
-
-FACTORIES = """arange as_tensor empty eye full linspace logspace ones rand randint randn randperm
-    tensor zeros""".split()
-
-
-def test_every_class_has_a_name_of_its_own():
-    found = [
-        node.name
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
+    classes = [
+        node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)
     ]
-    assert not {name for name in found if found.count(name) > 1}
+    assert not {name for name in classes if classes.count(name) > 1}
+
+
+FACTORIES = (
+    "arange as_tensor empty eye full linspace logspace ones rand randint randn randperm".split()
+)
+FACTORIES += ["tensor", "zeros"]
 
 
 def test_every_tensor_factory_has_a_device():
     """Otherwise ``torch.set_default_device`` would choose it; estimators create data as their user does."""
     unnamed = []
-    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "integrations" / "sklearn.py"}:
-        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+    for path, call in NODES:
+        if isinstance(call, ast.Call) and path != PACKAGE / "integrations" / "sklearn.py":
             owner, _, name = ast.unparse(call.func).rpartition(".")
             named = {"device", None} & {keyword.arg for keyword in call.keywords}
-            if owner == "torch" and (name in FACTORIES and not named):
-                unnamed.append(f"{path.name}:{call.lineno}")
-            if owner == "torch" and name == "Generator" and not (call.args or named):
+            named = named or (name == "Generator" and call.args)
+            if owner == "torch" and name in (*FACTORIES, "Generator") and not named:
                 unnamed.append(f"{path.name}:{call.lineno}")
     assert not unnamed
-
-
-def test_imports_have_no_cycle():
-    """Imports under ``TYPE_CHECKING`` count too."""
-    names = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path
-        for path in PACKAGE.rglob("*.py")
-    }
-    graph = {}
-    for name, path in names.items():
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "") in names:
-                parts = {f"{node.module}.{alias.name}" for alias in node.names}
-                own = parts & names.keys()
-                found |= own if len(own) == len(node.names) else own | {node.module}
-        graph[name] = found
-    assert list(TopologicalSorter(graph).static_order())
 
 
 def _reached_from(node):
@@ -195,8 +167,7 @@ def _reached_from(node):
 
 def _assigned(node):
     """Return the attributes that a statement assigns to or deletes."""
-    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-    found = []
+    targets, found = list(_targets(node)), []
     while targets:
         target = targets.pop()
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -219,23 +190,19 @@ def _from_others(function):
 
 def test_no_function_sets_the_attributes_of_another_object():
     """Those of arguments, of what it reaches or gets through them or ``self``, or by ``setattr``."""
-    statements = ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.For
-    faults = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-        for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, functions):
-                continue
-            arguments = function.args
-            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-            others = {argument.arg for argument in every} - {"self", "cls"}
-            others |= _from_others(function)
-            for node in ast.walk(function):
-                for attribute in _assigned(node) if isinstance(node, statements) else ():
-                    name, is_deep = _reached_from(attribute)
-                    if name in others or (name == "self" and is_deep):
-                        faults.append(f"{path.name}:{node.lineno} {ast.unparse(attribute)}")
-                by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"
-                if by_name and _reached_from(node.args[0])[0] in others:
-                    faults.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    statements, faults = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.For), []
+    for path, function in NODES:
+        if not isinstance(function, FUNCTIONS):
+            continue
+        own = function.args
+        others = {each.arg for each in (*own.posonlyargs, *own.args, *own.kwonlyargs)}
+        others = others - {"self", "cls"} | _from_others(function)
+        for node in ast.walk(function):
+            for attribute in _assigned(node) if isinstance(node, statements) else ():
+                name, is_deep = _reached_from(attribute)
+                if name in others or (name == "self" and is_deep):
+                    faults.append(f"{path.name}:{node.lineno} {ast.unparse(attribute)}")
+            by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"
+            if by_name and _reached_from(node.args[0])[0] in others:
+                faults.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
     assert not faults, faults

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 from dense import ExactLaplace, gaussian_log_prob
+from direct import rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -147,7 +148,7 @@ class Basis(StochasticPrior):
 
 def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticPrior:
     """Noise for which the mean over samples of any product of two entries is its expectation."""
-    rows = problem.rows()
+    rows = rows_of(problem)
     num_samples = problem.size + len(rows)
     xi = num_samples**0.5 * torch.eye(num_samples, problem.size).to(rows)
     eta = torch.cat([torch.zeros(problem.size, problem.size).to(rows), num_samples**0.5 * rows])

@@ -35,7 +35,7 @@ from torch_lla_em.prediction import (
     temperature_of_neighbours,
 )
 from torch_lla_em.runtime import Compute
-from torch_lla_em.solvers import SGD, BlockCG, BlockKrylov, FunctionSpace, Newton
+from torch_lla_em.solvers import SGD, BlockCG, Newton
 
 __version__ = "0.4.0"
 
@@ -43,14 +43,12 @@ __all__ = [
     "SGD",
     "Bernoulli",
     "BlockCG",
-    "BlockKrylov",
     "BradleyTerry",
     "Calibration",
     "Classification",
     "Comparison",
     "Compute",
     "FeatureDensity",
-    "FunctionSpace",
     "HeteroscedasticRegression",
     "LaplaceEnsemble",
     "Likelihood",
@@ -69,3 +67,14 @@ __all__ = [
     "optimise_samples",
     "temperature_of_neighbours",
 ]
+
+_REMOVED = {
+    "BlockKrylov": "The default solver stores a span of directions; limit it by compute=Compute(span_memory=bytes).",
+    "FunctionSpace": "Use BlockCG(), which a fit with a layerwise prior takes by default.",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REMOVED:
+        raise ImportError(f"torch_lla_em.{name} was removed. {_REMOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -119,7 +119,7 @@ class LinearisedLaplace(Printed, nn.Module):
             the posterior; "linear": at the mode of the linear model; "network": at the network's
             outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
             with the default ``prior``, ``solver`` and ``update``, if memory allows; else "network".
-        solver (Solver, optional): BlockKrylov(), BlockCG(), FunctionSpace() or SGD(). None (default):
+        solver (Solver, optional): BlockCG() or SGD(). None (default):
             a span of directions for one prior precision if memory allows, else an iterative solver.
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
         forward_fn (callable, optional): (model, inputs) -> outputs, if model(inputs) does not work.
@@ -344,7 +344,7 @@ class LinearisedLaplace(Printed, nn.Module):
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
-            setting.require(surely=True)
+            found.require(surely=True)
             if learnt.complete:  # otherwise the checkpoint continues from the last state
                 around.keep(stored.state_of(found, self._given_likelihood, self._given))
         return found
@@ -354,7 +354,8 @@ class LinearisedLaplace(Printed, nn.Module):
         names = "num_samples", "seed", "solver", "tolerance", "g_prior"
         own = {name: getattr(self, name) for name in names}
         layerwise = self.prior == "layerwise"
-        return FitOptions(**own, layerwise=layerwise, curvature=self.curvature, **of_fit)
+        own |= {"span_memory": self.compute.span_memory, "curvature": self.curvature}
+        return FitOptions(**own, layerwise=layerwise, **of_fit)
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan`` of the time and memory of ``fit`` for these data; print it to read it.

@@ -76,8 +76,8 @@ HOW_TO_CHOOSE = "a list of them .names from model.named_parameters"
 OPTIONS = {
     "no samples": ({"num_samples": 0}, "num_samples"),
     "half a sample": ({"num_samples": 2.5}, "num_samples must be a whole number"),
-    "a name for a solver": ({"solver": "cg"}, "solver must be None, or BlockKrylov"),
-    "a solver of modes": ({"solver": Newton()}, "solver must be None, or BlockKrylov"),
+    "a name for a solver": ({"solver": "cg"}, "solver must be None, or BlockCG"),
+    "a solver of modes": ({"solver": Newton()}, "solver must be None, or BlockCG"),
     "a dict for Compute": ({"compute": {}}, "a Compute object"),
     "no seed": ({"seed": None}, "seed must be a whole number"),
     "no forward_fn": ({"forward_fn": 3}, "a function .model, inputs. -> outputs"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_lla_em
-from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.prediction import CALL
 
 MOST = 40
@@ -70,7 +70,6 @@ def odd():
 
     fitted, random = trained(net(2), x, label, steps=150), torch.randint(2, (60,))
     overfitted = trained(net(1, 60), x, real, 800, loss=F.mse_loss)
-    small = BlockKrylov(memory=1000)
     return {
         "untrained": (fitted, "classification", x, 1 - label, {}, {}),
         "untrained regression": (net(1), "regression", x, 9 + real, {}, {}),
@@ -78,7 +77,14 @@ def odd():
         "without noise": (nn.Linear(3, 1), "regression", x, x[:, :1] + 7, {}, {}),
         "cold": (overfitted, "regression", x, x[:, :1], {"temperature": 0.5}, {}),
         "random labels": (fitted, "classification", x, random, {}, {}),
-        "no memory": (fitted, "classification", x, label, {"solver": small}, {}),
+        "no memory": (
+            fitted,
+            "classification",
+            x,
+            label,
+            {"compute": Compute(span_memory=1000)},
+            {},
+        ),
         "few passes": (fitted, "classification", x, label, {"solver": BlockCG(max_passes=1)}, {}),
         "stagnates": (
             fitted,

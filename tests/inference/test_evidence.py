@@ -7,6 +7,7 @@ import pytest
 import torch
 from daily import daily
 from dense import gaussian_log_prob
+from direct import rows_of
 from steps import complete_span
 from tiny import basis_noise, likelihood_of, tiny
 from torch.testing import assert_close
@@ -73,7 +74,7 @@ def test_the_log_det_of_a_few_draws_is_the_one_of_their_krylov_space():
     linear = LinearModel(Network(model), ParameterLayout.of(model, ["w"]))
     problem = Problem(linear, likelihood_of("regression"), data)
     noise = get_sto_samples(problem, 3, g_prior=False)
-    precision, theta = torch.tensor(0.01).double(), problem.rows().square().sum(0)
+    precision, theta = torch.tensor(0.01).double(), rows_of(problem).square().sum(0)
     exact = Spectrum(theta, None, noise.xi, noise.eta).log_dets(0.01)
     columns = problem.cost.columns
     torch.testing.assert_close(log_dets(problem, noise, precision), exact, rtol=1e-3, atol=0)

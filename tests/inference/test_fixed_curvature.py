@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from direct import rows_of
 from steps import posterior_at, solved_at
 from tiny import basis_noise, fitted, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, BlockKrylov, LinearisedLaplace, Regression
+from torch_lla_em import BlockCG, LinearisedLaplace, Regression
 from torch_lla_em.inference.quadrature import Spectrum, log_dets, log_evidences
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
@@ -52,8 +53,7 @@ def test_a_narrow_span_restarts_and_finds_the_same_posterior(monkeypatch):
     for directions in (1000, 17):
         problem, noise = setting("classification", 2)
         bytes_ = 8 * directions * (problem.size + 2 * problem.data.facts.num_outputs)
-        solver = BlockKrylov(memory=bytes_)
-        results.append(posterior_at(problem, noise, 20.0, 1e-6, solver=solver))
+        results.append(posterior_at(problem, noise, 20.0, 1e-6, span_memory=bytes_))
         assert bool(restarts) == (directions == 17)
     for name in ("w_lin", "w_samples", "effective_dim"):
         whole, narrow = (getattr(found, name) for found in results)
@@ -89,7 +89,7 @@ def test_the_log_det_is_known_to_a_part_of_its_standard_error(monkeypatch):
         Span, "widen", lambda span, *a: widen(span, *a) and not sizes.append(span.size)
     )
     scale = noise.prior.scale
-    values, vectors = torch.linalg.eigh((problem.rows() * scale).T @ (problem.rows() * scale))
+    values, vectors = torch.linalg.eigh((rows_of(problem) * scale).T @ (rows_of(problem) * scale))
     exact = Spectrum(values.clamp_min(0), None, noise.xi @ vectors, (scale * noise.eta) @ vectors)
     found = posterior_at(problem, noise, 300.0, 0.06)
     assert sizes[-1] < 0.5 * problem.size

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_lla_em import BlockKrylov, LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace
 
 CLASSES = 70
 
@@ -41,7 +41,7 @@ def test_the_evidence_does_not_fall_far_below_one_that_a_fit_has_passed(trained,
         parameters="last_layer",
         seed=2,
         g_prior="root",
-        solver=BlockKrylov(memory=memory),
+        compute=Compute(span_memory=memory),
     )
     la.fit(x, y, progress_bar=False)
     evidence = [step["log_evidence"] for step in la.history]

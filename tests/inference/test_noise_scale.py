@@ -3,10 +3,11 @@
 import pytest
 import torch
 from daily import daily
+from direct import Direct
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 
 NOISE = 0.4
 
@@ -54,9 +55,9 @@ KINDS = {
     "default": {},
     "plain prior": {"g_prior": False},
     "linear": {"curvature": "linear"},
-    "krylov": {"solver": BlockKrylov(memory=1e6)},
+    "krylov": {"compute": Compute(span_memory=1e6)},
     "cg": {"solver": BlockCG()},
-    "function space": {"solver": FunctionSpace()},
+    "function space": {"solver": Direct()},
     # later the precision of a tensor without effect grows to its bound, where rounding decides
     "layerwise": {"prior": "layerwise", "em_steps": 8},
     "sigma": {"sigma_noise": 0.1},

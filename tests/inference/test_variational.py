@@ -5,6 +5,7 @@ import numpy
 import pytest
 import torch
 from daily import daily
+from direct import Direct
 from loaders import InAnyOrder
 from models import trained
 from steps import WATCH, begin, complete_span, posterior_at
@@ -12,7 +13,7 @@ from tiny import basis_noise, draw, likelihood_of, problem_of, tiny
 from tiny import fitted as tiny_fit
 from torch import nn
 
-from torch_lla_em import BlockCG, BlockKrylov, FunctionSpace, LinearisedLaplace
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.data import Share
 from torch_lla_em.inference import fit as fits
 from torch_lla_em.inference.em import e_step
@@ -307,7 +308,7 @@ def test_many_classes_are_fitted_as_with_blocks(monkeypatch):
 
     def fit(likelihood):
         # blocks of 150 × 70 × 70 numbers do not fit into half of this memory with their copies
-        options = {"num_samples": 8, "g_prior": False, "solver": BlockKrylov(memory=6e7)}
+        options = {"num_samples": 8, "g_prior": False, "compute": Compute(span_memory=6e7)}
         la = LinearisedLaplace(model, likelihood, **options)
         return la.fit([(x, y)], em_steps=0, prior_precision=1.0, progress_bar=False)
 
@@ -483,7 +484,7 @@ class InBlocks(Classification):
         ("classification", {}, {}, "linear"),
         ("poisson", {}, {}, "linear"),
         ("classification", {"prior": "layerwise"}, {}, "network"),
-        ("classification", {"solver": BlockKrylov(memory=1e6)}, {}, "linear"),
+        ("classification", {"compute": Compute(span_memory=1e6)}, {}, "linear"),
         ("classification", {"solver": BlockCG()}, {}, "network"),
         ("bernoulli", {}, {"update": "em"}, "network"),
         ("regression", {}, {}, "linear"),
@@ -509,7 +510,7 @@ def test_it_is_the_default_where_it_applies(name, options, fit, expected):
 def test_without_a_span_the_network_is_gone_on_with(monkeypatch):
     case = tiny("bernoulli")
     la = LinearisedLaplace(case.model, "bernoulli", num_samples=4)
-    plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, solver=FunctionSpace())
+    plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, solver=Direct())
 
     def none(*_):  # as in an order that changes
         raise fits.NoSpan
@@ -528,7 +529,7 @@ def test_rows_in_another_order_are_told(caplog):
         warnings.simplefilter("ignore")
         la.compute = la.compute.__class__(keep_data=False)
         la.fit(InAnyOrder(case, 15), em_steps=1, progress_bar=False)
-    assert "a different order" in caplog.text and la.prior_precision > 0
+    assert "change their order" in caplog.text and la.prior_precision > 0
 
 
 def five_classes():

@@ -13,12 +13,13 @@ import pytest
 import torch
 from checkpoints import READ, Fuse, dying_after, fit, fit_slowly, until_done
 from daily import daily
+from direct import Direct
 from fresh import CONTEXT
 from tiny import tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import SGD, BlockCG, BlockKrylov, Compute, FunctionSpace, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
 from torch_lla_em.inference.quadrature import Spectrum
@@ -31,11 +32,11 @@ CASES = {
     "krylov, regression": ("regression", {}),
     "linear": ("classification", {"curvature": "linear"}),
     "cold": ("regression", {"temperature": 0.5}),
-    "no room for a span": ("classification", {"solver": BlockKrylov(memory=2000)}),
+    "no room for a span": ("classification", {"compute": Compute(span_memory=2000)}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
     "cg, a noise per output": ("regression", {"sigma_noise": NOISES}),
     "block CG": ("classification", {"solver": BlockCG()}),
-    "function space": ("classification", {"solver": FunctionSpace()}),
+    "function space": ("classification", {"solver": Direct()}),
     "sgd": ("classification", {"solver": SGD(epochs=3), "tolerance": 9.0}),
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocator import Allocator
 from daily import daily
+from direct import rows_of
 from fresh import run_fresh
 from loaders import Loader, batches
 from models import images, small_cnn
@@ -214,7 +215,7 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
         loss, gradient = problem.loss_and_gradient(w[0])
         curved = problem.with_curvature_at(w[1])
         found = [*problem.noise_features(8, seed=0)[:2], problem.ggn_product(w), gradient]
-        found += [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, problem.rows()]
+        found += [curved.ggn_product(w), curved.noise_features(8, seed=0).eta, rows_of(problem)]
         results.append([*found, torch.tensor(loss)])
     assert_close(*results, rtol=1e-10, atol=1e-10)
 

@@ -13,6 +13,7 @@ import ranks
 import torch
 from checkpoints import dying_after
 from daily import daily
+from direct import Direct
 from loaders import (
     InAnyOrder,
     Loader,
@@ -33,7 +34,6 @@ from torch_lla_em import (
     SGD,
     BlockCG,
     Compute,
-    FunctionSpace,
     LaplaceEnsemble,
     LinearisedLaplace,
     NotFittedError,
@@ -76,7 +76,7 @@ def weighted(case):
     return list(zip(case.x.split(7), case.y.split(7), w.split(7)))
 
 
-CG, SPACE = {"solver": BlockCG()}, {"solver": FunctionSpace()}
+CG, SPACE = {"solver": BlockCG()}, {"solver": Direct()}
 VARIATIONAL, LAST = {"curvature": "variational"}, {"parameters": "last_layer"}
 SITES = {"class_dim": 1, "model": of_sites(), **VARIATIONAL}
 # name: (likelihood, loader, options of the posterior and of the fit)

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from dense import gaussian_log_prob
+from direct import Direct
 from jacobians import Calls
 from tiny import LOG_PROBS, draw, known
 from torch import nn
@@ -17,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_lla_em
-from torch_lla_em import BlockCG, Compute, FunctionSpace, LinearisedLaplace, Regression
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace, Regression
 
 FIXED = {"em_steps": 0, "prior_precision": 3.0}
 EXACT = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network"}
@@ -89,7 +90,7 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
     json.dumps(la.history)
 
 
-@pytest.mark.parametrize("solver", [None, BlockCG(), FunctionSpace()])
+@pytest.mark.parametrize("solver", [None, BlockCG(), Direct()])
 def test_history_records_the_steps(solver):
     _, la = fitted(solver=solver)
     last = la.history[-1]
@@ -354,3 +355,11 @@ def test_refusals_name_the_cause(name):
     with warnings.catch_warnings(), pytest.raises(error, match=message):
         warnings.simplefilter("ignore")
         call()
+
+
+@pytest.mark.parametrize(
+    "name, remedy", [("BlockKrylov", "span_memory"), ("FunctionSpace", "BlockCG")]
+)
+def test_removed_solvers_name_their_replacement(name, remedy):
+    with pytest.raises(ImportError, match=f"{name} was removed.*{remedy}"):
+        getattr(torch_lla_em, name)

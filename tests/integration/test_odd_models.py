@@ -6,6 +6,7 @@ import pytest
 import torch
 from daily import daily
 from dense import ExactLaplace
+from direct import rows_of
 from jacobians import Calls
 from tiny import LOG_PROBS, draw, likelihood_of, problem_of, tiny
 from torch import nn
@@ -129,7 +130,7 @@ def test_products_and_fits_use_the_weights(name):
     batches = list(zip(*(part.tensor_split((7, 8)) for part in (case.x, case.y, w))))
     problem = problem_of(case.model, likelihood_of(name), batches, weights="last")
     assert_close(problem.ggn_product(torch.eye(problem.size).double()), exact.ggn)
-    rows = problem.rows()
+    rows = rows_of(problem)
     assert_close(rows.T @ rows, exact.ggn)
     loss, gradient = problem.loss_and_gradient(problem.w_MAP)
     assert loss == pytest.approx(exact.loss(problem.w_MAP).item())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from daily import daily
 from dense import dense_fixed_point, dense_step, gaussian_log_prob
+from direct import Direct
 from steps import complete_span
 from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
@@ -14,8 +15,6 @@ from torch.testing import assert_close
 from torch_lla_em import (
     SGD,
     BlockCG,
-    BlockKrylov,
-    FunctionSpace,
     LinearisedLaplace,
     Newton,
     Regression,
@@ -33,7 +32,7 @@ from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.whole import Whole, starting_precision
 
 NAMES = list(LOG_PROBS)
-SOLVERS = [BlockCG(1e-10), BlockKrylov(1e-10), FunctionSpace(1e-10)]
+SOLVERS = [BlockCG(1e-10), Direct(1e-10)]
 PRIORS = [(False, False), (True, False), (False, True), (True, True)]
 CASES = [(name, *prior) for name in NAMES for prior in PRIORS]
 EVERY_DAY = [case for case in CASES if case[0] == "classification" or case[1:] == (True, True)]
@@ -164,7 +163,7 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver, monkeypatc
         for _ in range(20):
             last = schedule.solved(last)
     else:
-        model = Whole(problem, noise, BlockCG() if solver == "block CG" else FunctionSpace())
+        model = Whole(problem, noise, BlockCG() if solver == "block CG" else Direct())
         *_, (_, last) = whole.steps(model, whole.first(model, precision), 60)
     aside = last.precision * 1.5, problem.sigma  # from aside, to save steps
     expected, sigma, gamma = dense_fixed_point(exact, *aside, noise.prior.layout, False)

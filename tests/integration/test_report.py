@@ -1,5 +1,6 @@
-"""The page about a fit: what is on it."""
+"""The page about a fit, and the pictures on it."""
 
+import copy
 import logging
 import re
 from base64 import b64decode
@@ -10,26 +11,38 @@ from io import BytesIO
 import pytest
 import torch
 from daily import daily
-from tiny import fitted
+from tiny import draw, fitted, known
 from torch import nn
+from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
-from torch_lla_em import LinearisedLaplace
-from torch_lla_em.prediction import predicted_data
+from torch_lla_em import LinearisedLaplace, plot
+from torch_lla_em.prediction import metrics, predicted_data
 from torch_lla_em.report import to_do_for as advice
 
 
-@pytest.mark.parametrize(
-    "name",
-    daily("classification", "regression", rest=["regression per output", "bernoulli", "poisson"]),
-)
+@pytest.fixture(autouse=True)
+def closed():
+    pyplot.switch_backend("Agg")
+    yield
+    pyplot.close("all")
+
+
+def page_of(la, data, path, *more, **options):
+    la.report(data, path, *more, **options)
+    return path.read_text(encoding="utf-8")
+
+
+OTHERS = ["regression per output", "bernoulli", "poisson"]
+
+
+@pytest.mark.parametrize("name", daily("classification", "regression", rest=OTHERS))
 def test_a_page_is_complete(name, tmp_path):
-    case, la = fitted(name, em_steps=2)
-    la.report([(case.x, case.y)], tmp_path / "report.html", 5 * case.x)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    case, la = known(name)
+    page = page_of(la, [(case.x, case.y)], tmp_path / "report.html", 5 * case.x)
     for tag in {*re.findall(r"</?(\w+)", page)} - {"img", "meta"}:
         assert len(re.findall(rf"<{tag}\b", page)) == page.count(f"</{tag}>"), tag
     for words in ("NLL", "samples of all 27 parameters", "memory plan", "effective dimension γ"):
@@ -45,16 +58,12 @@ def test_a_page_is_complete(name, tmp_path):
 @pytest.mark.parametrize("name", ["classification", "regression per output", "poisson"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_student_is_beside_its_posterior(name, tmp_path):
-    case, la = fitted(name, em_steps=2)
+    case, la = known(name)
     student = la.distil(case.x, steps=3, num_inputs=20, progress_bar=False)
-    la.report([(case.x, case.y)], tmp_path / "report.html", student=student)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = page_of(la, [(case.x, case.y)], tmp_path / "report.html", student=student)
     found = re.search(r">network</t.>.{0,9}>posterior</t.>.{0,9}>student<.*?(>NLL<.*?</tr>)", page)
-    each = (
-        predicted_data(la, [(case.x, case.y)]).network,
-        la.predict(case.x),
-        student.predict(case.x),
-    )
+    network = predicted_data(la, [(case.x, case.y)]).network
+    each = network, la.predict(case.x), student.predict(case.x)
     due = [f"{-predicted.log_prob(case.y).mean():.4g}" for predicted in each]
     assert re.findall(r">(-?[\d.]+)</t", found[1]) == due
     assert "The student is not close to the posterior" in page and "held-out inputs" in page
@@ -63,13 +72,13 @@ def test_a_student_is_beside_its_posterior(name, tmp_path):
 
 
 def test_coverage_of_classes_is_shown_and_inputs_that_are_not_finite_are_named(tmp_path):
-    case, la = fitted("classification", em_steps=2)
+    case, la = known()
     x = case.x.index_fill(0, torch.tensor([3]), float("nan"))
     for show in (la.report, partial(predicted_data, la)):
         with pytest.raises(ValueError, match="inputs of batch 1 hold NaN"):
             show([(case.x, case.y), (x, case.y)])
-    la.calibrate(case.x, case.y).report([(case.x, case.y)], tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    calibrated = copy.copy(la).calibrate(case.x + 0.1, case.y)
+    page = page_of(calibrated, [(case.x, case.y)], tmp_path / "report.html")
     assert "Coverage at a level of 0.9" in page and "class 2" in page
 
 
@@ -82,28 +91,115 @@ def test_warnings_are_saved_with_the_posterior(tmp_path, caplog):
     la.save(tmp_path / "posterior.pt")
     again = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
     assert again.messages == la.messages
-    again.report([(case.x, case.y)], tmp_path / "report.html")
-    assert "determine hardly any parameters" in (tmp_path / "report.html").read_text()
+    page = page_of(again, [(case.x, case.y)], tmp_path / "report.html")
+    assert "determine hardly any parameters" in page
 
 
 def test_advice_follows_the_numbers():
-    case, la = fitted("classification", em_steps=2)
-    rows = predicted_data(la, [(case.x, case.y)])
+    case, la = known()
+    la, rows = copy.copy(la), predicted_data(la, [(case.x, case.y)])
     certain = 30.0 * nn.functional.one_hot(case.y, 3).double()
     right = type(rows.network).of(la.likelihood, certain, certain[None] * 0)
+    ahead = rows._replace(network=right)
 
     def advised(words, rows=rows):
         return any(re.search(words, line) for line in advice(la, rows))
 
     alone = "higher than that of the network alone"
-    assert advised(alone, rows._replace(network=right))
-    assert advised(f"{alone}.*[Cc]all la.calibrate", rows._replace(network=right))
+    assert advised(f"{alone}.*[Cc]all la.calibrate", ahead)
     assert not advised(alone, rows._replace(network=rows.posterior, posterior=right))
-    assert not advised("not accurate") and advised("Call la.calibrate")
-    worse = torch.full_like(la.certificate, 0.5)
+    assert "are accurate" in repr(la) and advised("Call la.calibrate")
+    worse = torch.full_like(la.certificate, 5.0)
     result = la._posterior.result._replace(certificate=worse)
     la._posterior = replace(la._posterior, result=result)
-    assert advised("not accurate")
-    la.calibrate(case.x, case.y)
-    assert not advised("Call la.calibrate")
-    assert advised(f"{alone}.*calibrate with other", rows._replace(network=right))
+    assert "are not accurate" in repr(la)
+    la.calibrate(case.x + 0.1, case.y)
+    assert not advised("Call la.calibrate") and advised(f"{alone}.*calibrate with other", ahead)
+
+
+# pictures show what a posterior predicts
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def cut(case):
+    return [(case.x[:11], case.y[:11]), (case.x[11:], case.y[11:])]
+
+
+@pytest.mark.parametrize("name", ["classification", "bernoulli"])
+def test_reliability_is_of_the_network_and_of_the_posterior(name):
+    """Bins with few examples are hollow and beside the line."""
+    case, la = known(name)
+    axes, p = plot.reliability(la, cut(case), bins=1), la.predict(case.x).probs
+    if name == "classification":
+        said, right = p.max(1).values, p.argmax(1) == case.y
+    else:
+        said, right = torch.maximum(p, 1 - p), (p > 0.5) == (case.y > 0.5)
+    said, right = said.mean(), right.double().mean()
+    of_network, of_posterior = labels(axes)[:2]
+    assert of_posterior == f"posterior: ECE {(said - right).abs():.3f}"
+    assert of_network.startswith("network: ECE")
+    assert_close(torch.tensor(axes.lines[3].get_xydata()[0]), torch.stack([said, right]))
+    if name == "classification":
+        rows = predicted_data(la, cut(case))
+        count = metrics.binned(*metrics.stated_and_right(rows.posterior, rows.targets), 10)[0]
+        axes = plot.reliability(la, cut(case))
+        *_, sure, few, _ = axes.lines
+        assert len(sure.get_xdata()) == (count >= 10).sum()
+        assert len(few.get_xdata()) == ((count > 0) & (count < 10)).sum() > 0
+        assert few.get_markerfacecolor() == "none" and labels(axes)[-1] == "under 10 examples"
+
+
+def test_coverage_grows_with_the_level():
+    case, la = known("regression per output")
+    for drawn in plot.coverage(la, cut(case)).get_lines()[1:]:
+        share = torch.tensor(drawn.get_ydata())
+        assert (share.diff() >= 0).all() and share[-1] <= 1
+    lower, upper = la.predict(case.x).credible_interval(0.5)
+    expected = ((case.y >= lower) & (case.y <= upper)).double().mean()
+    assert share[24].item() == pytest.approx(expected.item())
+
+
+def test_bands_are_over_one_input_or_over_predictions():
+    x = torch.linspace(-1, 1, 20).double()[:, None]
+    data, line = [(x, x + 0.1 * draw(20, 1))], nn.Linear(1, 1).double()
+    axes = plot.bands(fitted("regression", data, line, em_steps=1)[1], data)
+    low, high = axes.get_lines()[0].get_xdata()[[0, -1]]
+    assert (low, high) == pytest.approx((-1.6, 1.6)) and axes.get_xlabel() == "input"
+    case, la = known("regression")
+    assert plot.bands(la, cut(case), output=1).get_xlabel() == "prediction"
+    data = [(case.x, case.x.sin().sum(1))]  # outputs without an axis
+    model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
+    assert plot.bands(fitted("regression", data, model, em_steps=1)[1], data).has_data()
+
+
+def test_two_data_sets_are_separated_and_the_path_shows_every_step_of_every_precision():
+    case, la = known()
+    far = plot.out_of_distribution(la, cut(case), 10 * case.x)
+    assert float(far.get_title().split()[1]) > 0.5
+    same = plot.out_of_distribution(la, predicted_data(la, cut(case)), cut(case))
+    assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
+    for prior, blocks in (("scalar", 1), ("layerwise", 4)):
+        _, la = known("regression", prior=prior)
+        lines = plot.em_path(la).get_lines()
+        assert len(lines) == blocks
+        assert all(len(line.get_xdata()) == len(la.history) for line in lines)
+
+
+def test_what_cannot_be_plotted_raises():
+    (case, la), (other, real) = known(), known("regression")
+    data, student = cut(case), la.distil(case.x, steps=1, num_inputs=20, progress_bar=False)
+    own = "class Student is not.* it was distilled from"
+    for draw_, given, words in (
+        (plot.coverage, (la, data), "reliability"),
+        (plot.bands, (la, data), "reliability"),
+        (plot.reliability, (real, cut(other)), "coverage"),
+        (plot.reliability, (student, data), own),
+        (plot.em_path, (student,), own),
+        (plot.coverage, (student, data), own),
+        (plot.out_of_distribution, (student, data, case.x), own),
+    ):
+        with pytest.raises(TypeError, match=words):
+            draw_(*given)

@@ -250,3 +250,16 @@ def test_rewards_of_texts_take_dicts():
     assert la((chosen, rejected)).shape == (8, 2)
     assert la.predict((chosen,)).variance.shape == (8, 1)
     assert_close(la.predict(chosen).mean, la.predict((chosen,)).mean)
+
+
+def test_outputs_without_an_axis_of_classes_give_the_same_samples():
+    """Those of shape (B,) and (B, 1), of an MLP, whose Jacobian has factors in both."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, found = torch.randn(30, 3), []
+    y = net(x).detach() + 0.3 * torch.randn(30, 1)
+    for model, targets in ((net, y), (nn.Sequential(net, nn.Flatten(0)), y[:, 0])):
+        la = LinearisedLaplace(model, "regression", num_samples=4)
+        found.append(la.fit(x, targets, progress_bar=False))
+    torch.testing.assert_close(*(la.w_samples for la in found))
+    torch.testing.assert_close(*(la.predict(x).mean.flatten() for la in found))

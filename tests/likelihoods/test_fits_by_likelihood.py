@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from direct import Direct
 from models import trained
 from tiny import draw, tiny
 from torch import nn
 from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
-from torch_lla_em import BradleyTerry, FunctionSpace, LinearisedLaplace, Regression
+from torch_lla_em import BradleyTerry, LinearisedLaplace, Regression
 from torch_lla_em.likelihoods import compare, preferred
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
@@ -168,7 +169,7 @@ def test_a_tempered_fit_learns_the_noise_and_goes_over_into_the_plain_one(sigma)
         assert_close(cold, at, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("solver", [None, FunctionSpace()])
+@pytest.mark.parametrize("solver", [None, Direct()])
 def test_a_cold_fit_of_an_overfitted_network_has_the_noise_and_the_prior_of_a_plain_one(solver):
     """50 targets with noise of deviation 0.3, which the last layer reproduces."""
     x, xt = draw(50, 4), draw(200, 4, seed=1)

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from dense import ExactLaplace
+from direct import Direct
 from measurements import LinearOperatorRegression
 from tiny import basis_noise, draw, problem_of
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, FunctionSpace, LinearisedLaplace
+from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.solvers.newton import Newton
@@ -43,7 +44,7 @@ def dense(model, x, y, sigma=SIGMA):
     return ExactLaplace.of(model, x, y, log_prob, [name for name, _ in model.named_parameters()])
 
 
-@pytest.mark.parametrize("solver", [BlockCG(1e-10), FunctionSpace(1e-10)])
+@pytest.mark.parametrize("solver", [BlockCG(1e-10), Direct(1e-10)])
 def test_posterior_is_the_dense_one(setting, solver):
     problem = problem_of(setting[0], measured_by(), [setting[1:]])
     noise, precision = basis_noise(problem, True, layerwise=False), torch.tensor(2.5).double()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from allocator import Allocator
 from daily import daily
+from direct import Direct
 from fresh import run_fresh
 from models import Centred
 from tiny import fitted, problem_of
@@ -13,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em import SGD, BlockCG, FunctionSpace, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.plan import measured
 from torch_lla_em.problem.problem import Problem
@@ -227,7 +228,7 @@ def test_pieces_are_orthonormalised_as_the_whole_is(dependent, monkeypatch):
     assert_close((basis, coefficients), whole)
 
 
-SOLVERS = [(SGD(epochs=10), "scalar"), (FunctionSpace(), "scalar"), (BlockCG(), "layerwise")]
+SOLVERS = [(SGD(epochs=10), "scalar"), (Direct(), "scalar"), (BlockCG(), "layerwise")]
 
 
 @pytest.mark.parametrize("solver, prior", daily((BlockCG(), "scalar"), rest=SOLVERS))

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from direct import Direct, rows_of
 from models import Bent
 from tiny import LOG_PROBS, draw, likelihood_of, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import BlockCG, FunctionSpace, LinearisedLaplace
+from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.data.loader import Data, Facts
 from torch_lla_em.data.share import Share
 from torch_lla_em.inference.prior import g_prior_scale
@@ -32,7 +33,7 @@ def test_products_equal_the_dense_ones(name, cuts):
     problem, exact = case.problem(*cuts), case.exact()
     w = draw(5, problem.size)
     assert_close(problem.ggn_product(w), w @ exact.ggn)
-    rows = problem.rows()
+    rows = rows_of(problem)
     assert_close(rows.T @ rows, exact.ggn)
     loss, gradient = problem.loss_and_gradient(0.1 * w[0])
     assert_close(loss, exact.loss(0.1 * w[0]).item())
@@ -261,12 +262,12 @@ def test_a_derivative_that_is_not_finite_names_its_batch(backwards_only):
     with pytest.raises(FloatingPointError, match="derivative of the network's outputs on batch 3"):
         case.problem(*CUTS).noise_features(3, 0)
     if not backwards_only:  # what is stored for all examples is checked as a whole
-        for take in (lambda p: p.push_forward(draw(2, p.size)), lambda p: p.rows()):
+        for take in (lambda p: p.push_forward(draw(2, p.size)), rows_of):
             with pytest.raises(FloatingPointError, match="or their derivatives, are not finite"):
                 take(case.problem(*CUTS))
         return
     batches = list(zip(case.x.split(7), case.y.split(7)))
-    for solver in (None, BlockCG(), FunctionSpace()):
+    for solver in (None, BlockCG(), Direct()):
         la = LinearisedLaplace(case.model, "classification", solver=solver)
         with pytest.raises(FloatingPointError, match="outputs on batch 0 to 4 is not"):
             la.fit(batches, progress_bar=False)

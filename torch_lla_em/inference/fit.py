@@ -32,7 +32,7 @@ from torch_lla_em.runtime import (
     report,
     shortage_of,
 )
-from torch_lla_em.solvers import is_accurate
+from torch_lla_em.solvers import BlockCG, is_accurate
 
 ROOM = 5
 """Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or iterative solvers."""
@@ -225,7 +225,7 @@ def by_solver(
     problem: Problem, noise: StochasticPrior, options: FitOptions, watch: Watch, start: Progress
 ) -> FitResult:
     """Return the posterior of the loop of the paper: EM on the whole problem."""
-    solver: Any = options.solver if not options.has_default_solver else whole.choose_solver(problem)
+    solver: Any = options.solver or BlockCG()
     model = whole.Whole(problem, noise, solver, options.curvature == "linear")
     state, trend = start.state, ErrorTrend(options.tolerance)
     if state is None:
@@ -385,5 +385,5 @@ def _memory_explained(problem: Problem, num_samples: int) -> Iterator[None]:
         f"up to {VECTORS} times as much, and a span of directions. Use fewer samples (num_samples); "
         'fewer parameters in the posterior (parameters="last_layer", or name patterns); vectors on '
         'the CPU (compute=Compute(vectors="cpu")); a smaller span '
-        "(solver=BlockKrylov(memory=bytes)); or BlockCG() instead of FunctionSpace()."
+        "(Compute(span_memory=bytes))."
     )

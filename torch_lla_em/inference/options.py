@@ -10,7 +10,6 @@ from torch import Tensor
 from torch_lla_em.inference.posterior_samples import Solver
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import BlockKrylov
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -31,6 +30,9 @@ class FitOptions:
     """Largest error of the final samples and mode, in posterior standard deviations."""
 
     curvature: str | None = None
+    span_memory: float | None = None
+    """Largest size of the span in bytes; None: half of the free memory."""
+
     update: str = "mackay"
     em_steps: int = 20
     """Largest number of steps of λ; 0 keeps λ fixed."""
@@ -38,22 +40,16 @@ class FitOptions:
     prior_precision: Tensor | None = None
     """Initial λ; None: chosen from the data."""
 
-    @property
-    def has_default_solver(self) -> bool:
-        """Whether the fit may use a span of directions; ``BlockKrylov`` only limits its memory."""
-        return self.solver is None or isinstance(self.solver, BlockKrylov)
-
     def memory_of_span(self, free: float) -> float:
         """Return the bytes that a span of directions may take, of those that are free."""
-        given = self.solver.memory if isinstance(self.solver, BlockKrylov) else None
-        return free / 2 if given is None else min(free / 2, given)
+        return min(free / 2, self.span_memory or free / 2)
 
     @property
     def against_span(self) -> list[str]:
         """Why these options exclude a span of directions; empty if they do not."""
         reasons = {
             "the prior has one precision per tensor": self.layerwise,
-            "a solver was chosen": not self.has_default_solver,
+            "a solver was chosen": self.solver is not None,
             'update="em" was chosen': self.update == "em",
         }
         return [why for why, holds in reasons.items() if holds]

@@ -169,7 +169,7 @@ class SpanFit:
             )
             left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
             rest = max(self.allowed(q), min(1.0, start.errors[0]) ** 2)
-            if self._is_late() or (self._learns and left < rest):
+            if self._is_late() or q.precision <= least or (self._learns and left < rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)

@@ -25,7 +25,7 @@ from torch_lla_em.inference.quadrature import log_dets, log_evidences
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise
 from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
-from torch_lla_em.solvers import BlockCG, FunctionSpace, Newton, dot, dots, norm
+from torch_lla_em.solvers import Newton, dot, dots, norm
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -196,15 +196,6 @@ def _left(before: Any, changes: Tensor) -> float:
     return (
         torch.where(ratio < 1, changes * (ratio / (1 - ratio)).clamp_min(1), changes).max().item()
     )
-
-
-def choose_solver(problem: Problem) -> Solver:
-    """Choose a solver by size, for fits without a span for which none was chosen."""
-    outputs = problem.data.facts.num_outputs
-    small = outputs <= 1024 and outputs * problem.layout.size * problem.dtype.itemsize <= 1e9
-    solver: Solver = FunctionSpace() if small else BlockCG()
-    logger.info("Solver %s.", type(solver).__name__)
-    return solver
 
 
 def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:

@@ -84,7 +84,7 @@ class _Reference:
         on_cpu = network.device.type == "cpu"
         self.report = Report(
             example_bytes=-(-max(sizes) // num_examples(x)) if on_cpu else None,
-            examples=len(f) if f.dim() > 1 else 1,
+            examples=len(f),
         )
         generator = torch.Generator("cpu").manual_seed(0)
         values = weights.values()

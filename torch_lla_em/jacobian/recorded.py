@@ -220,7 +220,7 @@ def find(
     """
     f, calls, others = recorded(weights, x, shared)
     used = {name for call in calls for name in call.names}
-    if f.dim() < 2 or len(f) < 2 or others or not used or not f.requires_grad:
+    if len(f) < 2 or others or not used or not f.requires_grad:
         return None
     if f[0].numel() > _MOST_OUTPUTS and not all(call.is_output(f) for call in calls):
         return None

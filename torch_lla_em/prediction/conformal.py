@@ -1,18 +1,13 @@
-"""Scores by which inputs are compared with a validation set, and p-values by them.
+"""Scores by which inputs are compared with a validation set, and errors of its targets.
 
-Conformal p-values, prediction sets and intervals have guaranteed error rates: ``calibrate`` fits its
-numbers a second time, to one half of the validation set, and computes scores of the other half.
-Nothing was fitted to these reference scores, so a new input from the same distribution has any rank
-among them with the same probability.
-
-Scores that differ by no more than rounding are ties, of reference examples and of new inputs alike
-(``rounding``). Results therefore do not depend on the batch or the device of an input, and ties are
-counted in favour of an input, so that the guarantees hold for discrete data too.
+``calibrate`` fits its numbers a second time, to one half of the validation set, and computes scores of the other
+half. Nothing was fitted to these, so a new input from the same distribution has any rank among them with the same
+probability. Scores that differ by no more than rounding are ties (``rounding``), in favour of an input. Results
+therefore depend neither on the batch nor on the device of an input, and guarantees hold for discrete data too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,8 +15,7 @@ from torch import Tensor
 
 from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import centred
-from torch_lla_em.prediction.ranks import crossed, infinite_if_nan
-from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.prediction.ranks import infinite_if_nan
 from torch_lla_em.prediction.scores import (
     errors_of_classes,
     errors_of_values,
@@ -71,25 +65,6 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
         columns.append(distances.double())
         units = torch.stack([units[0], torch.ones_like(units[0]), unit.double()])
     return Scored(infinite_if_nan(torch.cat(columns, 1)), units)
-
-
-def p_values(
-    reference: Reference, each: Sequence[Scored], score: Score, stated: Stated, room: float
-) -> Tensor:
-    """Return conformal p-values, (B,), of inputs by their scores; those by all members if it has folds."""
-
-    def of(reference: Reference, own: Scored) -> Tensor:
-        # training examples, and references of earlier versions, have the last scores only
-        computed, known = own.values.shape[1], reference.unusual
-        some = chosen(score, computed, known.shape[1], computed < 3)
-        reference = reference._replace(unusual=known[:, [i - computed for i in some]])
-        return reference.p_values(own.values[:, some], stated, room, own.units[some])
-
-    if reference.folds is None:
-        return of(reference, each[0])
-    unusual = reference.unusual.split(reference.folds.tolist())
-    found = [of(reference._replace(unusual=part), own) for part, own in zip(unusual, each)]
-    return crossed(torch.stack(found), reference.folds)
 
 
 def chosen(score: Score, computed: int, known: int, real_valued: bool) -> list[int]:

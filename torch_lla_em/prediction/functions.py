@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import log
+from math import log, prod
 
 import numpy as np
 import torch
@@ -55,10 +55,10 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
     """Return S, the number of functions that ``functions_of`` returns."""
-    count = len(deviations)
+    count, _, *outputs = deviations.shape
     if not count:
         return 1
-    if count == 1 or deviations[0, :1].numel() > _OUTPUTS:
+    if count == 1 or prod(outputs) > _OUTPUTS:
         return 2 * count
     return 2 * count * max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
 

@@ -37,14 +37,17 @@ def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
     return (y >= lower) & (y <= upper)
 
 
-def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
+def scores(prediction: Prediction, y: Tensor, log_prob: Tensor | None = None) -> dict[str, float]:
     """Return the scores that apply, by name, of a prediction and its targets, both with the classes last.
+
+    ``log_prob`` is log p(y), (B,); None: that of the prediction, which aligns y itself.
 
     They are the NLL; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R² (the mean over
     outputs) and the coverage of 90 % intervals.
     """
     likelihood = prediction.likelihood
-    values = {"NLL": -prediction.mixture.log_prob(y).double()[likelihood.labelled(y)].mean()}
+    log_prob = prediction.log_prob(y) if log_prob is None else log_prob
+    values = {"NLL": -log_prob.double()[likelihood.labelled(y)].mean()}
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         values["accuracy"] = right.double().mean()

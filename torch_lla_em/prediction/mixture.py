@@ -151,7 +151,10 @@ class FunctionMixture:
     def functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
         """Return S functions, (S, b, ..., C), those of the first component first."""
         each = [
-            c.centre[rows] + functions_of(c.deviations[:, rows], at_least) for c in self.components
+            c.centre[rows] + functions_of(c.deviations[:, rows], at_least)
+            if len(c.deviations)
+            else c.centre[None, rows]
+            for c in self.components
         ]
         return torch.cat(each) if len(each) > 1 else each[0]
 
@@ -182,8 +185,11 @@ class FunctionMixture:
         self, take: Callable[[Tensor, slice], Tensor], dim: int = 0, at_least: int = FUNCTIONS
     ) -> Tensor:
         """Apply ``take`` to all functions (S, b, ..., C) of a few examples at a time."""
-        rows, count = self.f, len(self.f)
-        each = sum(number_of_functions(part.deviations, at_least) for part in self.components)
+        rows = self.components[0].centre
+        count, each = (
+            len(rows),
+            sum(number_of_functions(part.deviations, at_least) for part in self.components),
+        )
         step = max(1, _NUMBERS // max(1, each * rows[:1].numel()))
         # a single part states no number of rows, so that exported programs take any
         parts = [slice(start, start + step) for start in range(0, count, step)]
@@ -196,10 +202,10 @@ class FunctionMixture:
 
     def expected(self) -> Tensor:
         """Return E[y]."""
-        mean = self.likelihood.mean
-        if self.likelihood.real_valued:
-            return mean(self.mean())
-        return self.over_rows(lambda f, _: average(mean(f), self.function_weights))
+        likelihood, weights = self.components[0].likelihood, self.function_weights
+        if likelihood.real_valued:
+            return likelihood.mean(self.mean())
+        return self.over_rows(lambda f, _: average(likelihood.mean(f), weights))
 
     def uncertainties(self) -> tuple[Tensor, Tensor]:
         """Return the aleatoric and the epistemic uncertainty."""

@@ -81,7 +81,7 @@ def unseen_under_all(
     """
     each: list[Pushforward] = []
     for posterior in posteriors:
-        group.agree(partial(posterior.setting.require, surely=True))
+        group.agree(partial(posterior.require, surely=True))
         own = over_batches(posterior, loader, lambda *pair: pair, group, unseen=True)
         whole = _of_all_ranks(own, posterior, group)
         same_targets([whole.y], each[0].y.flatten().cpu() if each else None)

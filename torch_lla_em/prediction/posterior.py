@@ -53,14 +53,6 @@ class Setting(NamedTuple):
         dtypes = {p.dtype for p in self.linear_model.network.module.parameters()}
         return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
 
-    def require(self, surely: bool = False) -> None:
-        """Raise an error if the network has changed; ``surely`` compares every bit."""
-        if not self.state.holds(self.linear_model.network, surely):
-            raise NotFittedError(
-                "The model's weights have changed since fit(), so this posterior is no longer valid. "
-                "Call la.fit(train_loader) again."
-            )
-
 
 class Replaced(NamedTuple):
     """What ``calibrate`` has replaced of a posterior as fitted."""
@@ -182,7 +174,11 @@ class Posterior:
 
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""
-        self.setting.require(surely)
+        if not self.setting.state.holds(self.setting.linear_model.network, surely):
+            raise NotFittedError(
+                "The model's weights have changed since fit(), so this posterior is no longer valid. "
+                "Call la.fit(train_loader) again."
+            )
 
     def around(self, mean: str) -> Posterior:
         """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.conformal import Score, Scored, ood_scores, p_values, variance_of_error
+from torch_lla_em.prediction.conformal import Score, Scored, chosen, ood_scores, variance_of_error
 from torch_lla_em.prediction.distribution import Distribution
-from torch_lla_em.prediction.mixture import FunctionMixture
-from torch_lla_em.prediction.ranks import ROUNDING, rounding
+from torch_lla_em.prediction.ranks import ROUNDING, crossed, rounding
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.scores import (
@@ -32,23 +30,6 @@ _UNCALIBRATED = (
     "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
     "not guaranteed. Call la.calibrate(validation_loader)."
 )
-
-
-class Origin(Protocol):
-    """What a prediction was made of, and others of the same inputs can be."""
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood of the posterior; that of the first of several."""
-
-    def mixture(self, table: Any, noise: Tensor | None = None) -> FunctionMixture:
-        """Return the mixture by a table of components, with σ times ``noise``."""
-
-    def distances(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the distances to the nearest training example, (B, 2), and their unit, if some are kept."""
-
-    def each(self) -> Sequence[Origin]:
-        """Return that of each posterior."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -70,8 +51,8 @@ class Prediction(Printed, Distribution):
         >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
 
-    origin: Origin | None = None
-    """What it was made of; None: it cannot be compared with a validation set."""
+    origin: Any = None
+    """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation set."""
 
     reference: Reference | None = None
     """The scores of validation examples, or of training examples, that inputs are compared with."""
@@ -106,18 +87,16 @@ class Prediction(Printed, Distribution):
 
         For each of several scores, the share of examples with larger ones is taken, and an example is
         unusual if the harmonic mean of its shares is small. The scores are ``epistemic`` (for regression
-        relative to the observation noise), with twice the weight of all others, and the distances to the
+        relative to the observation noise), with four times the weight of each other, and the distances to the
         nearest stored training example, where a distance is the posterior standard deviation of the
         difference of outputs, and the same relative to the outputs' own. Where no training examples are
         stored (regression, and other curvatures than the default), it is ``epistemic`` and the variance of
         the centred outputs. ``p_values`` takes some of them alone.
 
-        If ``calibrate`` had ``groups``, the reference are the examples of the input's group. With
-        ``groups="classes"`` the input is compared with the examples of each class, and has the largest
-        p-value.
-
-        Before ``calibrate``, with the variational curvature, stored training examples are the
-        reference. The network was fitted to them, so false alarms are more frequent than stated.
+        After ``calibrate`` with ``groups``, the reference are the examples of the input's group; with
+        ``groups="classes"`` those of each class, of which the input has the largest p-value. Before it, with the
+        variational curvature, they are stored training examples, to which the network was fitted, so that
+        false alarms are more frequent than stated.
 
         Raises:
             ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
@@ -139,9 +118,19 @@ class Prediction(Printed, Distribution):
             >>> by_distance = la.predict(x).p_values("distance")
         """
         reference, prediction = self.judged("p_value")
-        members = (prediction,) if reference.folds is None else prediction.members
-        each = [member.scored for member in members]
-        return p_values(reference, each, score, self.stated, self._room)
+        members, parts = (prediction,), (reference.unusual,)
+        if reference.folds is not None:
+            members = prediction.members
+            parts = reference.unusual.split(reference.folds.tolist())
+        found = []
+        for member, known in zip(members, parts):
+            values, units = member.scored
+            # training examples, and references of earlier versions, have the last scores only
+            computed = values.shape[1]
+            some = chosen(score, computed, known.shape[1], computed < 3)
+            own = reference._replace(unusual=known[:, [i - computed for i in some]])
+            found.append(own.p_values(values[:, some], self.stated, self._room, units[some]))
+        return found[0] if reference.folds is None else crossed(torch.stack(found), reference.folds)
 
     def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).

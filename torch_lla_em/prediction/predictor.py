@@ -28,6 +28,7 @@ from torch_lla_em.runtime import check_choice, free_memory
 
 Mean = Literal["network", "linear"]
 Link = Literal["mc", "probit"]
+_LOADERS = DataLoader, Dataset
 
 
 def forward(
@@ -67,7 +68,7 @@ def forward(
             return prediction.expectation, prediction.predictive_variance
         return (prediction.smoothed() if link_approx == "probit" else prediction.expectation,)
 
-    if _is_loader(x) and not inputs:
+    if isinstance(x, _LOADERS) and not inputs:
         each = list(zip(*map(answer, predictions(la, x, generator=generator))))
         require_one_shape(each[0], "predict batch by batch, with la.predictions(loader).")
         found = tuple(map(torch.cat, each))
@@ -124,7 +125,9 @@ def predict(
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x = inputs
     known, is_stated = _asked(la, mean, num_samples), groups is not None or weights is not None
-    found = predicted(known, at_inputs(known, in_order(x) if is_stated and _is_loader(x) else x))
+    found = predicted(
+        known, at_inputs(known, in_order(x) if is_stated and isinstance(x, _LOADERS) else x)
+    )
     if generator is not None:
         found = _redrawn(found, generator)
     if is_stated:
@@ -209,7 +212,7 @@ def is_ood(
     Example:
         >>> suspicious = la.is_ood(x, rate=0.1)
     """
-    if _is_loader(x) and not inputs and groups is None:
+    if isinstance(x, _LOADERS) and not inputs and groups is None:
         return torch.cat([each.is_ood(rate, score) for each in predictions(la, x)])
     return predict(la, x, groups=groups, **inputs).is_ood(rate, score)
 
@@ -284,7 +287,7 @@ def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
 
 def at_inputs(known: Posterior | Posteriors, x: Any) -> Pushforward:
     """Return inputs, or all batches of a loader, with their products."""
-    if not _is_loader(x):
+    if not isinstance(x, _LOADERS):
         return stack_members([member.at(x) for member in known.members])
     loader: Any = as_loader(x)
     found, size = [], 0
@@ -331,7 +334,3 @@ def _redrawn(found: Prediction, generator: torch.Generator) -> Prediction:
         lambda part: part._replace(deviations=redrawn(part.deviations, generator))
     )
     return replace(found, mixture=mixture)
-
-
-def _is_loader(x: Any) -> bool:
-    return isinstance(x, (DataLoader, Dataset))

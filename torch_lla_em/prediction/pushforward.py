@@ -33,9 +33,9 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
 
     The vectors may be given in several blocks, so that they need not be copied into one.
     """
-    network = linear_model.network
+    network, count = linear_model.network, sum(map(len, w))
     x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-    tensors, count = tensors_in(x), sum(map(len, w))
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
     with explained(network, x), torch.set_grad_enabled(differentiate):
@@ -113,7 +113,7 @@ class Products(NamedTuple):
         Predictions around the network alone have the σ of its own residuals.
         """
         likelihood, f, h, apart = self.likelihood, self.f, self.Jw[0], self.Jw[1:]
-        if self.network_noise is not None and _is_zero(table[0][MODE]):
+        if self.network_noise is not None and table[0][MODE] == 0:
             noise = self.network_noise if noise is None else noise * self.network_noise.to(noise)
         if noise is not None and likelihood.observation_noise is not None:
             likelihood = likelihood.with_noise(likelihood.observation_noise.to(noise) * noise)
@@ -121,16 +121,14 @@ class Products(NamedTuple):
             # of counts, a mean of 0 would be a rate of 1
             kept = self.training.kept_share(apart).view(-1, *(1,) * (f.dim() - 1))
             f, h = kept * f, kept * h
-        apart, parts = table[0][SCALE] ** 0.5 * apart, []
+        apart = table[0][SCALE] ** 0.5 * apart
+        none, parts = apart[:0], []
         for _, of_mode, of_network, _ in table:
-            terms = [n * v for n, v in ((of_mode, h), (of_network, f)) if not _is_zero(n)]
+            pairs = (of_mode, h), (of_network, f)
+            terms = [n * v for n, v in pairs if isinstance(n, Tensor) or n]
             centre = sum(terms[1:], terms[0]) if terms else torch.zeros_like(f)
-            parts.append(Part(likelihood, centre, apart[:0] if parts else apart, posterior))
+            parts.append(Part(likelihood, centre, none if parts else apart, posterior))
         return parts
-
-
-def _is_zero(number: float | Tensor) -> bool:
-    return not isinstance(number, Tensor) and number == 0
 
 
 class Pushforward(NamedTuple):
@@ -159,7 +157,8 @@ class Pushforward(NamedTuple):
             parts += member.components(own, noise, i)
         shares = [row[WEIGHT] / len(every) for own in every for row in own]
         is_known = not any(isinstance(share, Tensor) for share in shares)
-        weights = self.f.new_tensor(shares) if is_known else torch.stack(shares).to(self.f)
+        f = self.members[0].f
+        weights = f.new_tensor(shares) if is_known else torch.stack(shares).to(f)
         return FunctionMixture(tuple(parts), weights)
 
     def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
@@ -185,11 +184,7 @@ class Pushforward(NamedTuple):
 
     def without_samples(self) -> Pushforward:
         """Return the examples for predictions of the networks, without the samples."""
-        return self.plain()._each(lambda member: member._replace(Jw=member.Jw[:1]))
-
-    def plain(self) -> Pushforward:
-        """Return the examples without training examples, whose means are not shrunk."""
-        return self._each(lambda member: member._replace(training=None))
+        return self._each(lambda member: member._replace(Jw=member.Jw[:1], training=None))
 
     def classes_last(self) -> Pushforward:
         """Return the examples with the classes last in predictions, as targets have them in a fit."""
@@ -237,5 +232,7 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
+    if len(each) == 1:
+        return each[0]
     require_one_shape([pushed.f for pushed in each], _CLASSES)
     return Pushforward(tuple(member for pushed in each for member in pushed.members), each[0].y)

@@ -7,7 +7,6 @@ examples correct for inputs whose distribution has shifted since (Tibshirani et 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +24,8 @@ from torch_lla_em.runtime import report
 CLASSES = "classes"
 """Stands for a group for each class."""
 
-_ALL = slice(None)
-# reference examples that a level of 0.9 needs, and the most labels that a warning names
-_FEWEST, _NAMED = 9, 10
-_NO_GROUPS = (
-    "calibrate was called with groups, so every input needs its group: la.predict(x, groups=labels). "
-    'Exported programs take no groups: for them calibrate without groups, or with groups="classes".'
-)
+_FEWEST = 9
+"""Reference examples that a level of 0.9 needs."""
 
 
 class Stated(NamedTuple):
@@ -45,19 +39,23 @@ class Stated(NamedTuple):
 
     def checked(self, count: int, device: torch.device) -> Stated:
         """Return groups and weights of so many examples as tensors; raise an error if they are not."""
-        groups, weights = self.groups, self.weights
+        groups, weights = self
         if isinstance(groups, str):
             if groups != CLASSES:
                 raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
         elif groups is not None:
-            groups = _integers(groups, device)
-        if weights is not None:
-            try:
-                weights = torch.as_tensor(weights, dtype=torch.float64, device=device)
-            except (TypeError, ValueError, RuntimeError) as error:
+            groups = _tensor(groups, device)
+            if groups is None or groups.is_floating_point() or groups.is_complex():
                 raise TypeError(
-                    f"weights must be numbers, one for each example ({error})."
-                ) from error
+                    f"groups must be integers, not those of this {type(self.groups).__name__}: pass the number of "
+                    "each example's group, for example numpy.unique(names, return_inverse=True)[1]."
+                )
+            groups = groups.long()
+        if weights is not None:
+            weights = _tensor(weights, device)
+            if weights is None or weights.is_complex():
+                raise TypeError("weights must be numbers, one for each example.")
+            weights = weights.double()
             if not (weights.isfinite() & (weights >= 0)).all():
                 raise ValueError("weights must be finite and not negative.")
         for name, given in (("groups", groups), ("weights", weights)):
@@ -90,16 +88,14 @@ class Reference(NamedTuple):
     """Out-of-distribution scores of the second half, shape (n, scores)."""
 
     errors: Tensor | None
-    """Errors of the second half, shape (n, outputs); sorted, unless they have groups, classes or weights.
-    None for training examples."""
+    """Errors of the second half, shape (n, outputs). None for training examples."""
 
     folds: Tensor | None = None
     """How many of the scores are of examples that the first, second, ... member of an ensemble was
     not trained on, if it was trained by folds."""
 
     joint: Tensor | None = None
-    """Errors of all outputs together, (n, 2), sorted like ``errors``: of a box and of an ellipsoid. None for
-    a single output."""
+    """Errors of all outputs together, (n, 2): of a box and of an ellipsoid. None for a single output."""
 
     groups: Tensor | None = None
     """The group of each example, (n,)."""
@@ -120,12 +116,15 @@ class Reference(NamedTuple):
                 )
         if self.groups is not None:
             if inputs.groups is None:
-                raise ValueError(_NO_GROUPS)
-            unknown = set(inputs.groups.tolist()) - rows_of(self.groups).keys()
-            if unknown:
                 raise ValueError(
-                    f"There are inputs of the groups {sorted(unknown)}, of which the validation set had no "
-                    f"examples; it had {sorted(rows_of(self.groups))}."
+                    "calibrate was called with groups, so every input needs its group: la.predict(x, groups=labels). "
+                    'Exported programs take no groups: for them calibrate without groups, or with groups="classes".'
+                )
+            known, asked = (set(labels.tolist()) for labels in (self.groups, inputs.groups))
+            if asked - known:
+                raise ValueError(
+                    f"There are inputs of the groups {sorted(asked - known)}, of which the validation set had no "
+                    f"examples; it had {sorted(known)}."
                 )
 
     def joint_errors(self) -> Tensor:
@@ -139,133 +138,110 @@ class Reference(NamedTuple):
 
     def require(self, needed: int, asked: str, inputs: Stated) -> None:
         """Raise an error if a part to which inputs can belong has too few examples."""
-        if self.classes is not None:
-            sizes = {f" of class {label}": rows for label, rows in rows_of(self.classes).items()}
-        elif self.groups is not None:
-            own = set(inputs.groups.tolist())
-            every = rows_of(self.groups).items()
-            sizes = {f" of group {label}": rows for label, rows in every if label in own}
-        else:
-            sizes = {"": self.unusual}
-        for of, rows in sizes.items():
-            require(len(rows), needed, asked, of)
+        for of, rows in self._parts(inputs):
+            require(len(self.unusual[rows]), needed, asked, of)
 
     def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
         """Return the p-values, (B,), of inputs with these scores, (B, S), and with ties as in ``ranks``.
 
         With a reference for every class, an input is compared with each class and has the largest p-value.
         """
-
-        def among(rows: Any, own: Any, _: str = "") -> Tensor:
-            masses = self._masses(rows, own, inputs)
-            return p_values(self.unusual[rows], scores[own], room, unit, masses)
-
-        if self.classes is not None:
-            each = [among(rows, _ALL) for rows in rows_of(self.classes).values()]
-            return torch.stack(each).amax(0)
-        return self._in_groups(among, inputs)
+        each = [
+            p_values(self.unusual[rows], scores, room, unit, self._masses(rows, inputs))
+            for _, rows in self._parts(inputs)
+        ]
+        found = torch.stack(each)
+        return found.amax(0) if self.groups is None else self._of_groups(found, inputs)
 
     def quantiles(self, errors: Tensor, level: float, inputs: Stated) -> Tensor:
         """Return the conformal quantiles of errors, (n, outputs), for inputs: (1 or B, outputs)."""
-
-        def among(rows: Any, own: Any, name: str) -> Tensor:
-            return self._quantiles(errors[rows], level, self._masses(rows, own, inputs), name)
-
-        return self._in_groups(among, inputs)
+        rows: Any = slice(None)
+        parts = [("", rows)] if self.groups is None else self._parts(inputs)
+        found = [self._quantiles(errors, rows, level, inputs, of) for of, rows in parts]
+        if self.groups is None:
+            return found[0]
+        count = len(inputs.groups)
+        return self._of_groups(torch.stack([each.expand(count, -1) for each in found]), inputs)
 
     def quantiles_by_class(self, level: float, inputs: Stated, count: int) -> Tensor:
         """Return the conformal quantile for each of so many classes, (1 or B, C)."""
         errors: Any = self.errors
         if self.classes is None:
             return self.quantiles(errors, level, inputs)
-        every, none = rows_of(self.classes), slice(0, 0)
-        each = []
-        for label in range(count):
-            rows = every.get(label, none)
-            masses = self._masses(rows, _ALL, inputs)
-            each.append(self._quantiles(errors[rows], level, masses, f" of class {label}"))
+        every = {label: self.classes == label for label in range(count)}
+        each = [
+            self._quantiles(errors, rows, level, inputs, f" of class {label}")
+            for label, rows in every.items()
+        ]
         return torch.cat(each, 1)
 
-    def _quantiles(self, errors: Tensor, level: float, masses: Masses | None, name: str) -> Tensor:
+    def _parts(self, inputs: Stated) -> list[tuple[str, Any]]:
+        """Return the examples of each part to which inputs can belong, and its name in errors."""
+        labels, word = (self.classes, "class") if self.groups is None else (inputs.groups, "group")
+        if labels is None:
+            return [("", slice(None))]
+        own = self.classes if self.groups is None else self.groups
+        if not len(labels):  # without inputs any will do
+            labels = own[:1]
+        return [(f" of {word} {label}", own == label) for label in labels.unique().tolist()]
+
+    def _of_groups(self, each: Tensor, inputs: Stated) -> Tensor:
+        """Return the values (parts, B, ...) of the group of each input."""
+        if not len(inputs.groups):
+            return each[0]
+        places = inputs.groups.unique(return_inverse=True)[1]
+        return each[places, torch.arange(len(places), device=places.device)]
+
+    def _quantiles(
+        self, errors: Tensor, rows: Any, level: float, inputs: Stated, of: str
+    ) -> Tensor:
+        masses = self._masses(rows, inputs)
         if masses is not None:
-            return weighted_quantiles(errors, level, masses, name)
-        in_order = errors if self._is_sorted else errors.sort(0).values
-        return quantiles(in_order, level, name)[None]
+            return weighted_quantiles(errors[rows], level, masses, of)
+        return quantiles(errors[rows].sort(0).values, level, of)[None]
 
-    @property
-    def _is_sorted(self) -> bool:
-        return self.groups is None and self.classes is None and self.weights is None
-
-    def _masses(self, rows: Any, own: Any, inputs: Stated) -> Masses | None:
-        """Return the weights of some examples and inputs; inputs without weights have the largest."""
+    def _masses(self, rows: Any, inputs: Stated) -> Masses | None:
+        """Return the weights of some examples and of inputs; inputs without weights have the largest."""
         if self.weights is None:
             return None
         weights = self.weights.double()
-        given = weights.max()[None] if inputs.weights is None else inputs.weights[own]
-        return Masses(weights[rows], given)
-
-    def _in_groups(self, of: Callable[[Any, Any, str], Tensor], inputs: Stated) -> Tensor:
-        """Return the values for inputs by the reference of their groups."""
-        if self.groups is None:
-            return of(_ALL, _ALL, "")
-        found: Tensor | None = None
-        every = rows_of(self.groups)
-        for label in inputs.groups.unique().tolist() or [*every][:1]:  # without inputs any will do
-            own = inputs.groups == label
-            values = of(every[label], own, f" of group {label}")
-            if found is None:
-                found = values.new_empty(len(own), *values.shape[1:])
-            found[own] = values
-        assert found is not None
-        return found
+        return Masses(
+            weights[rows], weights.max()[None] if inputs.weights is None else inputs.weights
+        )
 
 
-def _integers(groups: Any, device: torch.device) -> Tensor:
-    """Return the groups of examples as a tensor; raise an error if they are no integers."""
-    wrong: Any = f"those of this {type(groups).__name__}"
+def _tensor(values: Any, device: torch.device) -> Tensor | None:
     try:
-        found = torch.as_tensor(groups, device=device)
-        if not (found.is_floating_point() or found.is_complex()):
-            return found.long()
-        wrong = found.dtype
+        return torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError):  # names, or None among them
-        pass
-    raise TypeError(
-        f"groups must be integers, not {wrong}: pass the number of each example's group, "
-        "for example numpy.unique(names, return_inverse=True)[1]."
-    )
+        return None
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
-"""The names of these fields as buffers of a posterior."""
-
-
-def rows_of(labels: Tensor) -> dict[int, Tensor]:
-    """Return the numbers of the examples with each label, in the order of the labels."""
-    return {int(label): (labels == label).nonzero()[:, 0] for label in labels.unique().tolist()}
+"""The names of these fields in files."""
 
 
 def require_two(labels: Tensor, word: str, weights: Tensor | None) -> None:
     """Raise an error if one example of a group or class, or none, has a weight: half are the reference."""
-    for label, rows in rows_of(labels).items():
-        count = len(rows) if weights is None else int(weights[rows].count_nonzero())
+    for label in labels.unique().tolist():
+        own = labels == label
+        count = int(own.sum() if weights is None else weights[own].count_nonzero())
         if count < 2:
             few, positive = "only one" if count else "no", " with a positive weight"
             raise ValueError(
-                f"There is {few} validation example of {word} {label}{positive * (not count)}. Every {word} needs examples of its "
-                "own: 18 for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
+                f"There is {few} validation example of {word} {label}{positive * (not count)}. Every {word} needs "
+                "examples of its own: 18 for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
             )
 
 
 def warn_of_few(labels: Tensor, classes: int | None) -> None:
     """Warn if groups, or some of so many classes, have too few reference examples for a level of 0.9."""
-    sizes = dict(zip(*(part.tolist() for part in labels.unique(return_counts=True))))
-    if classes is not None:
-        sizes = {label: sizes.get(label, 0) for label in range(classes)}
+    sizes = dict.fromkeys(range(classes or 0), 0)
+    sizes |= dict(zip(*(part.tolist() for part in labels.unique(return_counts=True))))
     few = [str(label) for label, count in sizes.items() if count < _FEWEST]
     if few:
         word, least = "group" if classes is None else "class", min(sizes.values())
-        some = ", ".join(few[:_NAMED]) + (f" and {len(few) - _NAMED} more" * (len(few) > _NAMED))
+        some = ", ".join(few[:10]) + (f" and {len(few) - 10} more" * (len(few) > 10))
         highest = int(1000 * least / (least + 1)) / 1000  # rounded down, so that it is possible
         report(
             "show",

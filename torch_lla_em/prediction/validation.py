@@ -186,7 +186,7 @@ def compare(
             joint = [p.mixture.joint_log_prob(y).double() for p, y in zip(groups, ys)]
             mean, error = _mean_and_error(torch.stack(joint))
             records[name] = {
-                **scores(own, data.y),
+                **scores(own, data.y, own.mixture.log_prob(data.y)),
                 "network NLL": -networks[name].mean().item(),
                 "held-out evidence": len(joint) * mean,
                 "evidence error": len(joint) * error,

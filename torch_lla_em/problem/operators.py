@@ -42,10 +42,6 @@ class WhitenedGGN(Operator):
         """Return the number of batches of a pass, if it is known."""
         return self.problem.data.num_steps()
 
-    def rows(self) -> Tensor:
-        """Return R D, shape (N C, P), with A = (R D)ᵀ R D."""
-        return self.problem.rows().mul_(self.deviation)
-
     def minibatches(self) -> Iterator[Product]:
         """Yield the part of each batch in the product."""
         for _, product in self.problem.minibatch_products():

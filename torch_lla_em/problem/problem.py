@@ -218,27 +218,6 @@ class Problem:
             targets = (targets.double() - self.moments[0].to(targets.device)).to(dtype)
         return Loss(self.likelihood, targets, weights, self.temperature, self.shift)
 
-    def rows(self) -> Tensor:
-        """Return R, shape (N C, P), with G = RᵀR; for small data sets only."""
-        parts = [self.zeros(0)]
-
-        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-            at = self._at(rows, batch)
-            identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
-            u = self._loss(batch).root(at, identity.view(-1, *at.shape))
-            R, step = self.zeros(len(u)), rows.columns or len(u)
-            for start in range(0, len(u), step):
-                near = torch.zeros_like(R[start : start + step], device=u.device)
-                rows.pull(u[start : start + step], near)
-                self.sweep.expect_finite(near)
-                R[start : start + step] = near
-            parts.append(R)
-
-        self.sweep(torch.arange(1 << 16, device="cpu"), Pass({}, add))
-        rows = self.data.group.gather(torch.cat(parts))
-        self.cost.add(len(rows) // self.data.facts.num_rows)
-        return rows
-
     def push_forward(
         self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
     ) -> list[Any]:

@@ -38,6 +38,10 @@ class Compute:
     rows: int | None = None
     """Largest number of examples that are processed at once. Default None: as many as fit."""
 
+    span_memory: float | None = None
+    """Largest size in bytes of the span of directions that a fit stores. Default None: half of the free
+    memory of the device of the samples. A fit whose span does not fit continues with block CG."""
+
     keep_data: bool = True
     """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
     of its memory. Default True. False takes the batches from the loader in every pass."""
@@ -45,7 +49,7 @@ class Compute:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
         check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
-        check_options(columns=self.columns, rows=self.rows)
+        check_options(columns=self.columns, rows=self.rows, span_memory=self.span_memory)
 
 
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
@@ -126,6 +130,7 @@ _RULES: dict[str, tuple] = {
     **dict.fromkeys(("num_samples", "together", "steps", "batch_size"), _COUNT),
     **dict.fromkeys(("columns", "rows", "num_inputs"), _MAYBE_COUNT),
     **dict.fromkeys(("tolerance", "lr"), _MAYBE_POSITIVE),
+    "span_memory": ("None, or a number of bytes above 0", _is_number, _is_positive),
     "budget": ("None, or a number of seconds above 0", _is_number, _is_positive),
     "temperature": ("a positive number", _is_number, lambda value: 0 < value < inf),
     "em_steps": ("a whole number of 0 or more", _is_whole, lambda value: value >= 0),
@@ -149,7 +154,7 @@ _RULES: dict[str, tuple] = {
         _within(*PRECISION_BOUNDS),
     ),
     "solver": (
-        "None, or BlockKrylov(), BlockCG(), FunctionSpace() or SGD() (an object, not its class or name)",
+        "None, or BlockCG() or SGD() (an object, not its class or name)",
         _draws_samples,
     ),
     "forward_fn": ("None, or a function (model, inputs) -> outputs", callable),

@@ -1,8 +1,7 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
 from torch_lla_em.solvers.bfgs import BFGS, Searches
-from torch_lla_em.solvers.block_cg import BlockCG, BlockKrylov
-from torch_lla_em.solvers.function_space import FunctionSpace
+from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.lanczos import block_lanczos
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.sgd import SGD
@@ -32,10 +31,8 @@ __all__ = [
     "BFGS",
     "SGD",
     "BlockCG",
-    "BlockKrylov",
     "DivergenceError",
     "FaultyProductError",
-    "FunctionSpace",
     "Minimum",
     "Newton",
     "Operator",

@@ -120,24 +120,3 @@ class BlockCG:
             if reached.error <= 0.9 * self.tolerance:
                 break
         return x, passes
-
-
-@dataclass(frozen=True)
-class BlockKrylov(BlockCG):
-    """The default solver with a limit on its memory: a span of directions, extended by each pass.
-
-    Unlike other solvers, it does not change the defaults of ``curvature`` and ``g_prior``. Called
-    for one λ, it is ``BlockCG``.
-
-    Example:
-        >>> la = LinearisedLaplace(model, "classification", solver=BlockKrylov(memory=2e9))
-    """
-
-    memory: float | None = None
-    """Largest size of the span in bytes. Default None: half of the free memory of the device of the
-    samples. A fit whose span does not fit continues with block CG."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.memory is not None:
-            check_positive("BlockKrylov", memory=self.memory)

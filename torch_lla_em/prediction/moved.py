@@ -32,9 +32,6 @@ _AT_ONCE, _SITES, _SEARCHED = 250, 64, 500
 """Examples that the network predicts at once, outputs of an example that are judged, and examples by which the
 simple model is chosen."""
 
-_WIDTHS, _RIDGES = (0.05, 0.2, 0.5, 1.0, 3.0), (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Squared widths of the simple model's kernel, in median squared distances, and its ridges."""
-
 
 class NoDistance(ValueError):
     """Training examples cannot be moved; the text is a reason without a remedy."""
@@ -125,10 +122,15 @@ class _Simple:
         """Return what it predicts for each example without it, the shape of the table."""
         few, best = slice(_SEARCHED), (torch.inf, 1.0, 1.0)
         some = table[few] - table[few].mean(0)
-        for width in _WIDTHS:
+        # squared widths of the kernel in median squared distances
+        widths, ridges = (
+            torch.logspace(low, high, count, device="cpu").tolist()
+            for low, high, count in ((-1.3, 0.5, 5), (-3, 1, 7))
+        )
+        for width in widths:
             values, vectors = torch.linalg.eigh(self._kernel(width, few))
             turned, values = vectors.T @ some, values.clamp_min(0)
-            for ridge in _RIDGES:
+            for ridge in ridges:
                 weights = 1 / (values + ridge)
                 errors = vectors @ (weights[:, None] * turned)
                 errors /= (vectors.square() @ weights)[:, None]

@@ -92,6 +92,8 @@ OPTIONS = {
     "nan temperature": ({"temperature": float("nan")}, "temperature must be a positive number"),
     "no temperature": ({"temperature": 0.0}, "temperature must be a positive number"),
     "tolerance": ({"tolerance": 0.0}, "tolerance"),
+    "negative noise": ({"sigma_noise": -1.0}, "sigma_noise"),
+    "no likelihood": ({"likelihood": "softmax"}, "choose one of"),
     "prior": ({"prior": "kron"}, "scalar"),
     "curvature": ({"curvature": "fisher"}, "linear"),
 }
@@ -101,7 +103,7 @@ OPTIONS = {
 def test_bad_options_are_refused(case):
     options, message = OPTIONS[case]
     with pytest.raises((TypeError, ValueError), match=message):
-        LinearisedLaplace(network(), "classification", **options)
+        LinearisedLaplace(network(), **{"likelihood": "classification", **options})
 
 
 def test_integers_of_numpy_are_integers(tmp_path):
@@ -110,13 +112,6 @@ def test_integers_of_numpy_are_integers(tmp_path):
     same = fit("classification", HALVES, em_steps=2, seed=3)
     assert torch.equal(found.w_samples, same.w_samples)
     found.save(tmp_path / "la.pt")
-
-
-def test_more_bad_options():
-    with pytest.raises(ValueError, match="choose one of"):
-        LinearisedLaplace(network(), "softmax")
-    with pytest.raises(ValueError, match="sigma_noise"):
-        LinearisedLaplace(network(), "regression", sigma_noise=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +165,7 @@ UNUSABLE = {
     "lists": ((X.tolist(), LABELS.tolist()), TypeError, r"pass torch.tensor\(x\)"),
     "a table": ((FRAME, LABELS), TypeError, "to_numpy"),
     "no targets": (([(X, None)],), TypeError, "targets are None"),
+    "inputs alone": (([X],), TypeError, r"construct the posterior with target_fn=.* fit\(x, y\)"),
     "words as targets": ((X, ["cat"] * 10), TypeError, "class indices"),
     "weights": (([(X, LABELS, torch.ones(10))],), TypeError, r"target_fn=lambda batch: batch\[1\]"),
     "used up": ((), ValueError, "make the loader re-iterable"),
@@ -261,12 +257,6 @@ def test_questions_about_one_example_or_other_inputs_name_the_remedy(loaded, tmp
         la(X.tolist())
     with pytest.raises(TypeError, match="to_numpy"):
         la(FRAME)
-
-
-def test_a_batch_without_targets_names_both_remedies():
-    words = r"construct the posterior with target_fn=.* fit\(x, y\)"
-    with pytest.raises(TypeError, match=words):
-        fit("classification", [X])
 
 
 def test_bad_questions_are_refused():

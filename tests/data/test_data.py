@@ -1,4 +1,4 @@
-"""Batches as people have them, and loaders whose passes disagree."""
+"""Batches as users have them: their forms, and loaders that cannot work."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -9,14 +9,7 @@ from models import Centred
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data.batch import next_tokens
@@ -46,9 +39,9 @@ class Mean(nn.Module):
         return self.layers(image if offset is None else image + offset)
 
 
-def fitted(loader, **options):
-    la = LinearisedLaplace(Mean(), "classification", num_samples=2, **options)
-    return la.fit(loader, em_steps=0, prior_precision=10.0, progress_bar=False)
+def fitted(loader, model=None, em_steps=0, **options):
+    la = LinearisedLaplace(model or Mean(), "classification", num_samples=2, **options)
+    return la.fit(loader, em_steps=em_steps, prior_precision=10.0, progress_bar=False)
 
 
 def case():
@@ -93,53 +86,44 @@ def test_every_form_of_batch_gives_the_same_posterior(form):
     assert_close(la.w_lin, expected.w_lin)
 
 
-def test_lists_of_sentences_go_by_rows():
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(1, 2), nn.Linear(2, 2)
+
+    def forward(self, packed):
+        return self.head(self.rnn(packed)[1][0])
+
+
+class Graphs(nn.Module):
+    """Sums nodes into graphs; there happen to be as many nodes as graphs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, nodes, graph):
+        return self.layer(nodes.new_zeros(40, 2).index_add(0, graph, nodes))
+
+
+@pytest.mark.filterwarnings("ignore:The prior precision reached a bound")
+def test_inputs_that_are_no_rows_of_tensors():
+    """Sentences go by rows; packed sequences, and batches that cannot be split, stay whole."""
     words = {"good": [1.0, 0.0], "bad": [0.0, 1.0]}
 
     def read(model, sentences):
         return model(torch.tensor([words[s] for s in sentences], dtype=torch.float64))
 
-    sentences = ["good", "bad"] * 25
-    y = torch.tensor([0, 1] * 25)
-    la = fitted([(sentences, y)], forward_fn=read)
-    assert la.num_data == 50
-    assert la(["good"]).shape == (1, 3)
-
-
-def test_packed_sequences_are_fitted():
-    class Reader(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.rnn, self.head = nn.GRU(1, 2), nn.Linear(2, 2)
-
-        def forward(self, packed):
-            return self.head(self.rnn(packed)[1][0])
-
+    y = torch.arange(40) % 2
+    la = fitted([(["good", "bad"] * 20, y)], forward_fn=read)
+    assert la.num_data == 40 and la(["good"]).shape == (1, 3)
     pieces = [torch.randn(2 + n % 3, 1) for n in range(40)]
     packed = nn.utils.rnn.pack_sequence(pieces, enforce_sorted=False)
-    la = LinearisedLaplace(Reader(), "classification", num_samples=2)
-    la.fit([(packed, torch.arange(40) % 2)], em_steps=1, progress_bar=False)
-    assert la(packed).shape == (40, 2)
-
-
-@pytest.mark.filterwarnings("ignore:The prior precision reached a bound")
-def test_batches_that_do_not_split_stay_whole():
-    class Graphs(nn.Module):
-        """Sums nodes into graphs; there happen to be as many nodes as graphs."""
-
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, nodes, graph):
-            return self.layer(nodes.new_zeros(40, 2).index_add(0, graph, nodes))
-
+    assert fitted([(packed, y)], Packed(), em_steps=1)(packed).shape == (40, 2)
     nodes, graph = torch.randn(40, 2), torch.randint(0, 40, (40,))
-    la = LinearisedLaplace(Graphs(), "classification", num_samples=2)
-    la.fit([(nodes, graph, torch.arange(40) % 2)], em_steps=1, progress_bar=False)
-    assert la.num_data == 40
+    assert fitted([(nodes, graph, y)], Graphs(), em_steps=1).num_data == 40
 
 
 @pytest.mark.cuda
@@ -188,30 +172,13 @@ def test_loaders_that_cannot_work_are_refused(loader, error, message):
         list(Data(loader, CPU))
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_passes_of_different_length_are_refused(left):
-    class Once:
-        parts = iter(
-            [[(torch.zeros(2), torch.zeros(2))] * 2, [(torch.zeros(2), torch.zeros(2))] * left]
-        )
-
-        def __iter__(self):
-            return iter(next(self.parts))
-
-    data = Data(Once(), CPU)
-    list(data)
-    with pytest.raises(ValueError, match="re-iterable"):
-        list(data)
-
-
-SAMPLERS = WeightedRandomSampler(torch.ones(12), 12), RandomSampler(range(12), num_samples=6)
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
-def test_samplers_that_draw_other_examples_are_refused(sampler):
+@pytest.mark.parametrize("draws", ["weighted", "fewer"])
+def test_samplers_that_draw_other_examples_are_refused(draws):
+    weighted = torch.utils.data.WeightedRandomSampler(torch.ones(12), 12)
+    fewer = torch.utils.data.RandomSampler(range(12), num_samples=6)
+    sampler = weighted if draws == "weighted" else fewer
     loader = DataLoader(TensorDataset(*case()), 5, sampler=sampler)
-    name = type(sampler).__name__
-    with pytest.raises(ValueError, match=rf"{name} drew other examples.*weights=\.\.\."):
+    with pytest.raises(ValueError, match=rf"{type(sampler).__name__} drew other.*weights=\.\.\."):
         fitted(loader)
 
 

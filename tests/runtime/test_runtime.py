@@ -1,0 +1,270 @@
+"""Files and what they are compared with, warnings, random numbers by key, and limits of memory."""
+
+import ast
+import functools
+import logging
+import os
+import resource
+import stat
+import threading
+import warnings
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from checkpoints import READ, Fuse
+from torch import nn
+from torch.testing import assert_close
+
+import torch_lla_em
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.runtime import collected, memory, report
+from torch_lla_em.runtime.files import fingerprint, plain, write_atomically
+from torch_lla_em.runtime.memory import container_room
+from torch_lla_em.runtime.noise import normal
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_ordinary_modes_and_missing_folders_are_named(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        write_atomically({"a": torch.ones(1)}, tmp_path / "state.pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "state.pt").stat().st_mode) == 0o666 & ~mask
+    with pytest.raises(FileNotFoundError, match="nowhere/state.pt"):
+        write_atomically({}, tmp_path / "nowhere" / "state.pt")
+
+
+class Circular:
+    def __init__(self):
+        self.own, self.b = self, 1
+
+
+class Tempered(Classification):
+    """A user's likelihood, with attributes of any kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.link, self.noise = functools.partial(torch.mul, other=1.0), torch.Generator()
+
+
+def scaled_by(weight):
+    return lambda f: weight * f
+
+
+def clamped(least):
+    return functools.partial(torch.clamp, min=least)
+
+
+# twice the same thing, made anew as another process would, and something else
+ALIKE = {
+    "partial": (lambda: clamped(2.0), clamped(3.0)),
+    "closure": (lambda: scaled_by(2.0), scaled_by(3.0)),
+    "tensor": (lambda: torch.tensor(1.00001).double(), torch.tensor(1.00004).double()),
+    "circle": (Circular, Tempered()),
+    "module": (lambda: functools, os),
+    "array": (lambda: np.arange(5000), np.arange(5000) ** 2),
+    "numpy's generator": (lambda: np.random.default_rng(1), 1),
+    "lock": (threading.Lock, 2),
+    "iterator": (lambda: iter([]), 3),
+    "text": (lambda: "0xabc", "0xabd"),
+    "set": (lambda: {"a", "b"}, {"a", "c"}),
+    "likelihood": (Tempered, Classification()),
+}
+FACTOR = torch.ones(2)
+
+
+def test_settings_are_the_same_text_in_every_process(monkeypatch):
+    for name, (make, other) in ALIKE.items():
+        kept, anew = make(), make()
+        assert plain({"x": kept}) == plain({"x": anew}) != plain({"x": other}), name
+        assert name == "text" or "0x" not in plain(kept)
+
+    def scaled(f):
+        return torch.mul(f, FACTOR)  # a global value, as in a notebook
+
+    before = plain(scaled)
+    monkeypatch.setitem(globals(), "FACTOR", torch.ones(2))
+    assert plain(scaled) == before
+    monkeypatch.setitem(globals(), "FACTOR", 2 * torch.ones(2))
+    assert plain(scaled) != before
+
+
+class Masked(nn.Module):
+    """A network with buffers of every kind."""
+
+    def __init__(self, **changed):
+        super().__init__()
+        self.net = tiny.tiny("classification").model
+        buffers = {
+            "mask": torch.tensor([True, True, False]),
+            "places": torch.arange(3),
+            "graph": torch.eye(3).to_sparse(),
+            "phases": torch.ones(2, dtype=torch.complex64),
+            "num_batches_tracked": torch.tensor(5),
+        }
+        for name, buffer in {**buffers, **changed}.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.net(x) * self.mask
+
+
+OTHER = {
+    "mask": torch.tensor([True, False, True]),
+    "places": torch.tensor([0, 2, 1]),
+    "graph": 2 * torch.eye(3).to_sparse(),
+    "phases": torch.tensor([1.0, 1.0j]),
+}
+
+
+def test_other_buffers_are_refused_and_counts_of_batches_are_not(tmp_path):
+    for name, buffer in OTHER.items():
+        assert not torch.equal(fingerprint(Masked(**{name: buffer})), fingerprint(Masked()))
+
+    def run(model, passes):
+        options = {"num_samples": 4, "curvature": "network", "compute": READ}
+        la = LinearisedLaplace(model, "classification", **options)
+        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path / "run")
+
+    other = Masked(mask=OTHER["mask"])
+    with pytest.raises(InterruptedError):
+        run(Masked(), 3)
+    with pytest.raises(ValueError, match="network weights"):
+        run(other, 10**6)
+    counted = Masked(num_batches_tracked=torch.tensor(6))
+    run(counted, 10**6).save(tmp_path / "la.pt")
+    with pytest.raises(ValueError, match="weights or buffers"):
+        LinearisedLaplace.load(tmp_path / "la.pt", other)
+    LinearisedLaplace.load(tmp_path / "la.pt", Masked())
+
+
+def test_lists_in_this_thread_get_each_text_once(caplog):
+    outer, inner, elsewhere, raised = [], [], [], []
+
+    def other_thread():
+        with collected(elsewhere):
+            report("log", "of the other thread")
+
+    with collected(outer):
+        report("log", "first")
+        with collected(inner), pytest.warns(UserWarning, match="second"):
+            report("warn", "second")
+        report("log", "first")
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+    report("log", "of nobody")
+    assert (outer, inner, elsewhere) == (["first", "second"], ["second"], ["of the other thread"])
+    assert caplog.messages == ["first", "of the other thread", "of nobody"]
+    with collected(raised), pytest.raises(UserWarning):  # warnings are errors in these tests
+        report("warn", "stored")
+    assert raised == ["stored"]
+
+
+def without_noise():
+    torch.manual_seed(0)
+    x, net = tiny.draw(12, 2).float(), nn.Linear(2, 1)
+    return LinearisedLaplace(net, "regression", num_samples=4), x, net(x).detach()
+
+
+def test_warnings_of_a_fit_are_stored_and_belong_to_the_line_of_the_user(tmp_path):
+    la, x, y = without_noise()
+    with pytest.warns(UserWarning, match="lost to rounding") as seen:
+        la.fit(x, y, progress_bar=False)
+    assert {warning.filename for warning in seen} == {__file__}
+    la, x, y = without_noise()
+    logging.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.fit(x, y, progress_bar=False)
+    finally:
+        logging.disable(logging.NOTSET)
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", la.model)
+    for words in ("lost to rounding", "The network has overfitted", *la.messages[1:]):
+        assert words in " ".join(la.messages)
+        for each in (la, again):
+            assert words[:20] in " ".join(repr(each).split()) and words in each._repr_html_()
+
+
+def test_there_is_no_other_channel():
+    """Mixtures have no messages; a deprecation concerns the code that is read, not a fit."""
+    package, found = Path(torch_lla_em.__file__).parent, []
+    for path in set(package.rglob("*.py")) - {package / "runtime" / "messages.py"}:
+        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+            name = ast.unparse(call.func)
+            is_warning = name in ("logger.warning", "logger.error", "logger.log", "warnings.warn")
+            if is_warning and "DeprecationWarning" not in ast.unparse(call):
+                found.append(f"{path.relative_to(package)}:{call.lineno}")
+    assert not [place for place in found if not place.startswith("mixtures")]
+
+
+def test_any_part_of_the_noise_can_be_drawn_again_and_all_keys_matter(monkeypatch):
+    whole, rows = normal(3, 1, 2, torch.arange(10), 9), torch.arange(50)
+    assert torch.equal(normal(3, 1, 2, torch.arange(4, 7), 9), whole[4:7])
+    assert torch.equal(normal(3, 1, 2, torch.arange(10), 5), whole[:, :5])
+    first = normal(3, 1, 2, rows, 40)
+    for change in ((4, 1, 2), (3, 0, 2), (3, 1, 3)):
+        correlation = (first * normal(*change, rows, 40)).mean() * first.numel() ** 0.5
+        assert correlation.abs() < 5
+    monkeypatch.setattr("torch_lla_em.runtime.noise._CHUNK", 7)
+    assert_close(normal(3, 1, 2, rows, 40), first, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_moments_are_those_of_a_standard_normal():
+    z = normal(0, 0, 0, torch.arange(1000), 1000).flatten()
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert (z.pow(power).mean() - moment).abs() < 5 * (variance / len(z)) ** 0.5
+    correlations = z.view(1000, 1000).corrcoef().fill_diagonal_(0)
+    assert correlations.abs().max() * 1000**0.5 < 6  # the largest of half a million
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_the_tightest_control_group_counts(tmp_path):
+    """Limits of containers, from files as the kernel writes them, in both versions."""
+    groups, mount = tmp_path / "cgroup", tmp_path / "fs"
+    groups.write_text("0::/pods/one\n")
+    assert container_room(groups, mount) == container_room(tmp_path / "no", tmp_path) == inf
+    for folder, limit, used, cached, expected in (
+        ("pods/one", 1000, 400, 100, 700),
+        ("pods", 2000, 1500, 0, 500),
+        ("pods", "max", 1500, 0, 700),
+        (".", 300, 100, 0, 200),  # a group seen as the root
+        ("pods/one", 100, 150, 0, 0),  # more than is allowed
+    ):
+        stat = f"anon 5\nfile 7\ninactive_file {cached}"
+        write(mount / folder, memory__max=limit, memory__current=used, memory__stat=stat)
+        assert container_room(groups, mount) == expected
+    groups, mount = tmp_path / "first", tmp_path / "other"
+    groups.write_text("9:name=systemd:/\n4:hugetlb,memory:/job\n3:cpu:/job\n0::/\n")
+    limits = {"memory__limit_in_bytes": 500, "memory__usage_in_bytes": 90}
+    write(mount / "memory" / "job", **limits, memory__stat="cache 1\ntotal_inactive_file 30")
+    assert container_room(groups, mount) == 440
+
+
+def test_limits_make_less_memory_free(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = dict(line.split(":", 1) for line in lines)["VmData"]
+    limit = 1024 * int(held.split()[0]) + 10**8
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        assert 5e7 < memory.free_memory(torch.device("cpu")) < 1.5e8
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    monkeypatch.setattr(memory, "container_room", lambda: 12345.0)
+    assert memory.free_memory(torch.device("cpu")) == 12345.0

@@ -300,7 +300,7 @@ def test_neither_chunks_nor_garbage_matter(monkeypatch):
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr("torch_lla_em.prediction.mixture._NUMBERS", 1)
+    monkeypatch.setattr("torch_lla_em.prediction.mixture.NUMBERS", 1)
     assert_close(everything(), whole)
     for make in (prediction, mixture):
         other = make(Classification())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import centred
-from torch_lla_em.prediction.ranks import infinite_if_nan
+from torch_lla_em.prediction.ranks import ROUNDING, infinite_if_nan
 from torch_lla_em.prediction.scores import (
     errors_of_classes,
     errors_of_values,
@@ -23,9 +23,6 @@ from torch_lla_em.prediction.scores import (
     has_values,
 )
 from torch_lla_em.runtime import check_choice
-
-# scores below this are rounding errors of double precision
-_SMALLEST = 1e-9
 
 Score = Literal["all", "epistemic", "distance"]
 
@@ -60,7 +57,7 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
             epistemic = double.uncertainties()[1]
     scores = [epistemic, variance] if distances is None else [epistemic]
     columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
-    units = torch.full((2,), _SMALLEST, dtype=torch.float64, device=mixture.f.device)
+    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=mixture.f.device)
     if distances is not None and unit is not None:
         columns.append(distances.double())
         units = torch.stack([units[0], torch.ones_like(units[0]), unit.double()])

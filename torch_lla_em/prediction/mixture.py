@@ -25,13 +25,9 @@ from torch_lla_em.prediction.functions import (
     redrawn,
     slots,
 )
+from torch_lla_em.prediction.ranks import NUMBERS
 from torch_lla_em.prediction.scores import GaussianTargets
 from torch_lla_em.runtime import without_autocast
-
-# numbers that averages over functions hold at a time
-_NUMBERS = 2**23
-# largest number of functions of equal weight that stand for a mixture
-_ALIKE = 1024
 
 
 class Part(NamedTuple):
@@ -172,7 +168,7 @@ class FunctionMixture:
         each = [(c, c.centre + functions_of(c.deviations)) for c in self.components]
         counts = [len(functions) if len(c.deviations) else 0 for c, functions in each]
         total = min(n / max(share, 1e-9) for n, share in zip(counts, shares) if n)
-        total = min(total, max(_ALIKE, sum(counts)))
+        total = min(total, max(JOINT, sum(counts)))
         for (part, functions), share in zip(each, shares):
             if len(part.deviations):
                 pairs = functions.unflatten(0, (2, -1))
@@ -190,7 +186,7 @@ class FunctionMixture:
             len(rows),
             sum(number_of_functions(part.deviations, at_least) for part in self.components),
         )
-        step = max(1, _NUMBERS // max(1, each * rows[:1].numel()))
+        step = max(1, NUMBERS // max(1, each * rows[:1].numel()))
         # a single part states no number of rows, so that exported programs take any
         parts = [slice(start, start + step) for start in range(0, count, step)]
         with without_autocast(rows.device):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 NUMBERS = 2**22
-"""Numbers, of comparisons or of differences between examples, that are held in memory at a time."""
+"""Numbers, of comparisons, of differences between examples, or of functions, that are held in memory at a time."""
 
 _FIRST = 4.0
 """Weight of the first of three scores, where the others have the weight 1."""
 
 ROUNDING = 1e-9
-"""Products of a level and a count are rounded in their last bit."""
+"""Scores below this are rounding errors of double precision, and products of a level and a count round in their last bit."""
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -24,9 +24,6 @@ from torch_lla_em.runtime import report
 CLASSES = "classes"
 """Stands for a group for each class."""
 
-_FEWEST = 9
-"""Reference examples that a level of 0.9 needs."""
-
 
 class Stated(NamedTuple):
     """What users state of examples beside inputs and targets."""
@@ -238,14 +235,14 @@ def warn_of_few(labels: Tensor, classes: int | None) -> None:
     """Warn if groups, or some of so many classes, have too few reference examples for a level of 0.9."""
     sizes = dict.fromkeys(range(classes or 0), 0)
     sizes |= dict(zip(*(part.tolist() for part in labels.unique(return_counts=True))))
-    few = [str(label) for label, count in sizes.items() if count < _FEWEST]
+    few = [str(label) for label, count in sizes.items() if count < 9]  # that a level of 0.9 needs
     if few:
         word, least = "group" if classes is None else "class", min(sizes.values())
         some = ", ".join(few[:10]) + (f" and {len(few) - 10} more" * (len(few) > 10))
         highest = int(1000 * least / (least + 1)) / 1000  # rounded down, so that it is possible
         report(
             "show",
-            f"A level of 0.9 needs {_FEWEST} reference examples of each {word}, half of its validation "
+            f"A level of 0.9 needs 9 reference examples of each {word}, half of its validation "
             f"examples. There are fewer of {word} {some}: the smallest has {least}, for levels up to "
             f"{highest:g}. Add examples, or calibrate without groups.",
         )

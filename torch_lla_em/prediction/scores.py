@@ -16,9 +16,6 @@ from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, average
 from torch_lla_em.prediction.ranks import mass_above, rounding
 
-# halvings of an interval, after which its ends are equal in double precision
-_HALVINGS = 64
-
 
 class Interval(NamedTuple):
     """The ends of an interval, as tensors of the same shape."""
@@ -110,7 +107,8 @@ class GaussianTargets(NamedTuple):
         """Return the y with P(Y <= y) = share, by bisection between quantiles of the components."""
         each = self.means + NormalDist().inv_cdf(share) * self.deviations
         lower, upper = each.amin(0), each.amax(0)
-        for _ in range(_HALVINGS if len(each) > 1 else 0):
+        halvings = 64 if len(each) > 1 else 0  # after which the ends are equal in double precision
+        for _ in range(halvings):
             middle = 0.5 * (lower + upper)
             is_below = self.cdf(middle) < share
             lower, upper = middle.where(is_below, lower), upper.where(is_below, middle)

@@ -25,7 +25,7 @@ from torch_lla_em.prediction.posterior import Posterior, Posteriors, record_of
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import CALL
-from torch_lla_em.runtime import collected, first, group_of, report
+from torch_lla_em.runtime import Group, collected, first, group_of, report
 
 Own = TypeVar("Own", bound=Any)
 
@@ -143,13 +143,16 @@ def calibrated_on(
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         data = unseen_under_all(posteriors, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        found = calibrated([data], [known.tables])
-        # ranks may round differently
-        table = group.from_first(found.table)
-        noise = found.noise if found.noise is None else group.from_first(found.noise)
-        calibration = group.meet(found.calibration, first)
-        found = found._replace(table=table, noise=noise, calibration=calibration)
+        found = _of_first_rank(calibrated([data], [known.tables]), group)
         return found, half_as_reference(data, found.numbers, stated), messages
+
+
+def _of_first_rank(found: CalibratedComponents, group: Group) -> CalibratedComponents:
+    """Return what the first rank has found: the others may round differently."""
+    table = group.from_first(found.table)
+    noise = found.noise if found.noise is None else group.from_first(found.noise)
+    calibration = group.meet(found.calibration, first)
+    return found._replace(table=table, noise=noise, calibration=calibration)
 
 
 def _calibrated_without_data(la: Any, known: Posterior | Posteriors, stated: Stated) -> Posterior:
@@ -185,7 +188,7 @@ def calibrated_on_moved(
     network, group = setting.linear_model.network, group_of(setting.shard)
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
-        group.agree(partial(setting.require, surely=True))
+        group.agree(partial(posterior.require, surely=True))
         data = Data(loader, network.device, setting.target_fn, weights=weights)
         batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
         read = replace(posterior, setting=setting._replace(target_fn=None))
@@ -193,11 +196,7 @@ def calibrated_on_moved(
         tables = [posterior.tables]
         if if_deceived and not group.meet(is_deceived([part], tables), first):
             return posterior
-        found = calibrated([part], tables, length=length)
-        table = group.from_first(found.table)
-        noise = found.noise if found.noise is None else group.from_first(found.noise)
-        calibration = group.meet(found.calibration, first)
-        found = found._replace(table=table, noise=noise, calibration=calibration)
+        found = _of_first_rank(calibrated([part], tables, length), group)
         return posterior.calibrated(found, None, messages)
 
 

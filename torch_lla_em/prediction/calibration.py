@@ -1,6 +1,6 @@
 """Calibration: a few numbers of the predictions, fitted to a validation set.
 
-``Predictor.calibrate`` lists them; temperature scaling is a special case. They maximise the posterior
+``calibrate`` lists them; temperature scaling is a special case. They maximise the posterior
 density under weak priors, by L-BFGS on outputs that one pass has stored.
 """
 
@@ -18,6 +18,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.conformal import errors_of, ood_scores
 from torch_lla_em.prediction.functions import MODE, NETWORK
 from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
+from torch_lla_em.prediction.ranks import NUMBERS
 from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
 from torch_lla_em.prediction.scores import has_classes
@@ -25,16 +26,8 @@ from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
 
-# prior standard deviations of log factors, of log scales, and of the logits of weights
-_OF_FACTOR, _OF_SCALE, _OF_LOGIT = 0.5, 1.0, 1.0
-
-# number of functions times outputs that are held in memory at a time
-_NUMBERS = 2**22
-_STEPS = 100
-_DIFFERENCE = 0.05
-
-_AT_NETWORK = -1.0, -1.0, 2.0
-"""Logits of the weights from which a second search starts: most of the weight is the network's."""
+_OF_FACTOR = 0.5
+"""Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1."""
 
 _CLEARLY = 1.05
 """Ratio of NLLs above which a posterior as fitted is clearly better than its network with a temperature."""
@@ -140,12 +133,6 @@ class Numbers(NamedTuple):
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
 
-    of_network: Numbers | None = None
-    """The numbers of the network alone, such as its temperature; None: they are not compared."""
-
-    near_network: Callable[[Tensor], Tensor] | None = None
-    """Maps the numbers of the network alone to θ from which a second search starts."""
-
 
 class CalibratedComponents(NamedTuple):
     """The table of components and the factor of σ that were fitted; used if the NLL improves."""
@@ -175,38 +162,29 @@ def calibrated(
         return first, (max(second - first**2, 0.0) / (count - 1)) ** 0.5 if count > 1 else nan
 
     numbers = numbers_of(likelihood)
-    theta = most_probable(numbers, parts)
-    errors = _squared_errors(parts, before)
+    theta, errors = most_probable(numbers, parts), _squared_errors(parts, before)
     kept = _mean_of(before) if likelihood.observation_noise is not None else None
     if errors is not None and kept is not None:
-        fall, error = mean_and_error(
-            errors - _squared_errors(parts, [numbers.at(theta)[0]] * len(parts))
-        )
+        moved = _squared_errors(parts, [numbers.at(theta)[0]] * len(parts))
+        fall, error = mean_and_error(errors - moved)
         if not fall > _ERRORS * error:
             numbers = numbers_of(likelihood, kept)
             theta = most_probable(numbers, parts)
     table, noise = numbers.at(theta)
     old = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
-    new = _log_probs(parts, table, noise)
-    optimism = _determined(numbers, theta, parts) / count
+    new, optimism = _log_probs(parts, table, noise), _determined(numbers, theta, parts) / count
     (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
     applied, rmse = gain > optimism, None
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
-    networks = [part.without_samples() for part in parts]
-    alone = _log_probs(networks, posterior_alone(scale=0.0))
-    network, scaled = mean_and_error(-alone)[0], None
-    if numbers.of_network is not None and numbers.of_network.deviations:
-        own = numbers.of_network.at(_searched(numbers.of_network, networks))
-        scaled = mean_and_error(-_log_probs(networks, *own))[0]
+    alone, scaled = _of_network(parts)
     labels = sum(_labels(part) for part in parts) / count
-    compared = rmse, network, scaled, labels, length
+    network, temperature = (v if v is None else mean_and_error(-v)[0] for v in (alone, scaled))
+    compared = rmse, network, temperature, labels, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
-    if applied:
-        logger.info("%s NLL %s; calibration applied.", calibration.source.capitalize(), calibration)
-    else:
-        logger.info("Calibration %s.", calibration)
+    source = f"{calibration.source.capitalize()} NLL " if applied else "Calibration "
+    logger.info("%s%s%s.", source, calibration, "; calibration applied" * applied)
     _, error = mean_and_error(alone - (new if applied else old))
     lower = calibration.kept - network
     if lower > _ERRORS * error and length is None:
@@ -219,13 +197,21 @@ def is_deceived(parts: Sequence[Pushforward], before: Sequence[Tables]) -> bool:
 
     Of 51 networks, half of them with wrong labels, a margin of 5 % had a mean NLL of .956, none .959, and 2 % .958.
     """
-    numbers = numbers_of(parts[0].likelihood).of_network
-    if numbers is None:
+    likelihood = parts[0].likelihood
+    if likelihood.observation_noise is not None:
         return False
-    networks = [part.without_samples() for part in parts]
-    alone = _log_probs(networks, *numbers.at(_searched(numbers, networks)))
+    alone, scaled = _of_network(parts)
     fitted = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
-    return bool(alone.sum() > _CLEARLY * fitted.sum())
+    return bool((alone if scaled is None else scaled).sum() > _CLEARLY * fitted.sum())
+
+
+def _of_network(parts: Sequence[Pushforward]) -> tuple[Tensor, Tensor | None]:
+    """Return log p(y | x) under the network alone, (N,), and with the temperature that fits it best, if it has one."""
+    networks, numbers = [part.without_samples() for part in parts], _temperature(parts)
+    alone = _log_probs(networks, posterior_alone(scale=0.0))
+    if numbers is None or not numbers.deviations:
+        return alone, None
+    return alone, _log_probs(networks, *numbers.at(_searched(numbers, networks)))
 
 
 def _labels(part: Pushforward) -> int:
@@ -240,62 +226,49 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     With groups it is every other one of each group. ``stated`` has those and the weights of all examples.
     """
     kept = data.likelihood.labelled(data.y)
-    data, stated = data.part(kept), stated.part(kept)
+    data, (groups, weights) = data.part(kept), stated.part(kept)
     if len(data.y) < 2:
         raise ValueError(
             "calibrate needs two labelled examples or more: half of them are the reference."
         )
-    by_class = isinstance(stated.groups, str)
+    by_class = isinstance(groups, str)
     if by_class and not has_classes(data.likelihood, data.f):
         raise TypeError(
             'groups="classes" needs one class label per example: pass integers instead.'
         )
-    groups = data.y.long() if by_class else stated.groups
-    labels = groups
-    if labels is None:
-        labels = torch.zeros(len(data.y), dtype=torch.long, device=data.y.device)
+    groups = data.y.long() if by_class else groups
     if groups is not None:
-        require_two(groups, "class" if by_class else "group", stated.weights)
-    elif stated.weights is not None and not stated.weights.any():
+        require_two(groups, "class" if by_class else "group", weights)
+    elif weights is not None and not weights.any():
         raise ValueError("All weights of labelled examples are 0: some must be positive.")
-    if stated.weights is None:
-        second = is_second(labels)
-    else:  # each half has every other one of those that count
-        second = is_second(2 * labels + (stated.weights > 0).long())
+    labels = kept[kept].long() if groups is None else groups
+    # each half has every other one of those that count
+    second = is_second(labels if weights is None else 2 * labels + (weights > 0).long())
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
-    data, stated = data.part(second), stated.part(second)
-    judged = data.mixture(table, noise)
-    own = None if groups is None else groups[second]
+    own, weights = (each if each is None else each[second] for each in (groups, weights))
     if own is not None:
         warn_of_few(own, data.f.shape[-1] if by_class else None)
-    errors, joint = errors_of(judged, data.y), joint_errors(judged, data.y)
-    if own is None and stated.weights is None:
-        errors, joint = (e if e is None else e.sort(0).values for e in (errors, joint))
-    return Reference(
-        _table(table, data.f.double()),
-        judged.likelihood.observation_noise,
-        ood_scores(judged, *data.distances()).values,
-        errors,
-        joint=joint,
-        groups=None if by_class else own,
-        classes=own if by_class else None,
-        weights=stated.weights,
-    )
+    found = _reference([data.part(second)], _table(table, data.f.double()), noise)
+    return found._replace(**{"classes" if by_class else "groups": own}, weights=weights)
 
 
 def folds_as_reference(parts: Sequence[Pushforward], found: CalibratedComponents) -> Reference:
     """Return scores of the examples that each member of an ensemble was not trained on."""
     labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
-    judged = [part.mixture(found.table, found.noise) for part in labelled]
-    each = [joint_errors(by, part.y) for by, part in zip(judged, labelled)]
-    joint = [errors for errors in each if errors is not None]
+    counts = torch.tensor([len(part.y) for part in labelled], device="cpu")
+    return _reference(labelled, found.table, found.noise)._replace(folds=counts)
+
+
+def _reference(parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None) -> Reference:
+    """Return the scores of labelled examples, to which these numbers were not fitted."""
+    each = [(part.mixture(table, noise), part) for part in parts]
+    joint = [joint_errors(judged, part.y) for judged, part in each]
     return Reference(
-        found.table,
-        judged[0].likelihood.observation_noise,
-        torch.cat([ood_scores(by, *p.distances()).values for by, p in zip(judged, labelled)]),
-        torch.cat([errors_of(by, part.y) for by, part in zip(judged, labelled)]).sort(0).values,
-        torch.tensor([len(part.y) for part in labelled], device="cpu"),
-        joint=torch.cat(joint).sort(0).values if joint else None,
+        table,
+        each[0][0].likelihood.observation_noise,
+        torch.cat([ood_scores(judged, *part.distances()).values for judged, part in each]),
+        torch.cat([errors_of(judged, part.y) for judged, part in each]),
+        joint=None if joint[0] is None else torch.cat(joint),
     )
 
 
@@ -310,7 +283,7 @@ def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) 
             mean = kept or (theta[2].sigmoid(), (-theta[2]).sigmoid())
             return [[1.0, *mean, (2 * theta[0]).exp()]], theta[1].exp()
 
-        return Numbers(mixed_mean, (_OF_SCALE, _OF_SCALE, 2 * _OF_LOGIT)[: 2 if kept else 3])
+        return Numbers(mixed_mean, (1.0, 1.0, 2.0)[: 2 if kept else 3])
     factors = 2 * likelihood.gives_probabilities
 
     def mixture(theta: Tensor) -> tuple[Rows, None]:
@@ -318,16 +291,18 @@ def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) 
         posterior = [w[0], 1.0, 0.0, (2 * theta[0]).exp()]
         return [posterior, [w[1], c, 0.0, 0.0], [w[2], 0.0, t, 0.0]], None
 
-    def network(theta: Tensor) -> tuple[Rows, None]:
-        return [[1.0, 0.0, theta.sum().exp(), 0.0]], None
+    return Numbers(mixture, (1.0, *(_OF_FACTOR,) * factors, 1.0, 1.0, 1.0))
 
-    def near_network(theta: Tensor) -> Tensor:
-        rest = theta.new_zeros(factors - len(theta))
-        return torch.cat([theta.new_zeros(1), theta, rest, theta.new_tensor(_AT_NETWORK)])
 
-    deviations = (_OF_SCALE, *(_OF_FACTOR,) * factors, *(_OF_LOGIT,) * 3)
-    alone = Numbers(network, (_OF_SCALE,) * (factors // 2))
-    return Numbers(mixture, deviations, alone, near_network)
+def _temperature(parts: Sequence[Pushforward]) -> Numbers | None:
+    """Return the factor of the network's logits alone, if it is to be compared."""
+    likelihood = parts[0].likelihood
+    if likelihood.observation_noise is not None:
+        return None
+    return Numbers(
+        lambda theta: ([[1.0, 0.0, theta.sum().exp(), 0.0]], None),
+        (1.0,) * likelihood.gives_probabilities,
+    )
 
 
 def _table(rows: Rows, like: Tensor) -> Tensor:
@@ -338,7 +313,7 @@ def _table(rows: Rows, like: Tensor) -> Tensor:
 def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
     """Yield a few examples at a time, in double precision."""
     for part in parts:
-        for piece in part.split(max(1, _NUMBERS // max(1, 64 * part.f[:1].numel()))):
+        for piece in part.split(max(1, NUMBERS // max(1, 64 * part.f[:1].numel()))):
             yield piece.double()
 
 
@@ -370,18 +345,19 @@ def _mean_of(before: Sequence[Tables]) -> tuple[float, float] | None:
 def most_probable(numbers: Numbers, parts: Sequence[Pushforward]) -> Tensor:
     """Return θ at the maximum of log p(y | x, θ) + log p(θ).
 
-    If the network alone, with numbers of its own, has a higher likelihood, a second search starts near it:
-    on a network that had been trained for 400 epochs the first ended at 1.18 times its NLL.
+    If the network alone, with a temperature, has a higher likelihood, a second search starts near it: on a network
+    that had been trained for 400 epochs the first ended at 1.18 times its NLL.
     """
-    theta, alone = _searched(numbers, parts), numbers.of_network
-    if alone is None or numbers.near_network is None:
+    theta, alone = _searched(numbers, parts), _temperature(parts)
+    if alone is None:
         return theta
     networks = [part.without_samples() for part in parts]
     own = _searched(alone, networks)
     if _log_probs(parts, *numbers.at(theta)).sum() >= _log_probs(networks, *alone.at(own)).sum():
         return theta
-    other = _searched(numbers, parts, numbers.near_network(own))
-    deviations = torch.tensor(numbers.deviations, device="cpu").to(theta)
+    start = torch.zeros_like(theta)  # with most of the weight on the network
+    start[1 : 1 + len(own)], start[-3:] = own, start.new_tensor([-1.0, -1.0, 2.0])
+    other, deviations = _searched(numbers, parts, start), start.new_tensor(numbers.deviations)
 
     def density(theta: Tensor) -> Tensor:
         prior = -0.5 * (theta / deviations).square().sum()
@@ -399,7 +375,7 @@ def _searched(
     if not len(theta):
         return theta
     theta.requires_grad_()
-    search = torch.optim.LBFGS([theta], max_iter=_STEPS, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS([theta], max_iter=100, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         apart = theta.detach() / deviations
@@ -417,13 +393,11 @@ def _searched(
 
 def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushforward]) -> float:
     """Return the number of parameters that the data determine: the optimism of the fitted NLL."""
-    steps = _DIFFERENCE * torch.eye(len(theta), dtype=theta.dtype, device=theta.device)
-
-    def rows(theta: Tensor) -> Tensor:
-        return _log_probs(parts, *numbers.at(theta))
-
-    slopes = [(rows(theta + step) - rows(theta - step)) / (2 * _DIFFERENCE) for step in steps]
-    scaled = torch.stack(slopes) * torch.tensor(numbers.deviations, device="cpu").to(theta)[:, None]
+    slopes = []
+    for step in 0.01 * torch.eye(len(theta), dtype=theta.dtype, device=theta.device):
+        above, below = (_log_probs(parts, *numbers.at(theta + h)) for h in (step, -step))
+        slopes.append((above - below) / 0.02)
+    scaled = torch.stack(slopes) * theta.new_tensor(numbers.deviations)[:, None]
     known = torch.linalg.eigvalsh(scaled @ scaled.T).clamp_min(0)
     count: float = (known / (1 + known)).sum().item()
     return count

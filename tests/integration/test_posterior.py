@@ -65,27 +65,21 @@ def dense_samples(exact, noise, precision, per_weight):
 
 
 @GRID
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-def test_samples_have_the_posterior_covariance(name, g_prior, layerwise, solver):
+def test_samples_and_mode_are_those_of_the_dense_posterior(name, g_prior, layerwise):
     problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
-    samples = optimise_samples(problem, noise, precision, solver)
-    assert samples.converged
-    assert_close(samples.w.T @ samples.w / len(samples.w), exact.covariance(per_weight))
-    assert_close(samples.w, dense_samples(exact, noise, precision, per_weight))
     gamma = exact.effective_dims(per_weight)
     expected = noise.prior.layout.block_sums(gamma) if layerwise else gamma.sum()
-    assert_close(samples.effective_dims.mean(0), expected)
-    assert_close(samples.function_space_dims.mean(), gamma.sum())
-
-
-@GRID
-def test_mode_is_that_of_the_linear_model(name, g_prior, layerwise):
-    problem, noise, precision, exact, per_weight = setting(name, g_prior, layerwise)
+    for solver in SOLVERS:
+        samples = optimise_samples(problem, noise, precision, solver)
+        assert samples.converged
+        assert_close(samples.w.T @ samples.w / len(samples.w), exact.covariance(per_weight))
+        assert_close(samples.w, dense_samples(exact, noise, precision, per_weight))
+        assert_close(samples.effective_dims.mean(0), expected)
+        assert_close(samples.function_space_dims.mean(), gamma.sum())
     mode = optimise_MAP(problem, noise.prior, precision, Newton(1e-9))
     assert_close(mode.w, exact.mode(per_weight))
     assert_close(mode.loss, exact.loss(exact.mode(per_weight)).item())
-    warm = optimise_MAP(problem, noise.prior, precision, Newton(1e-9), mode.w)
-    assert warm.passes == 1
+    assert optimise_MAP(problem, noise.prior, precision, Newton(1e-9), mode.w).passes == 1
 
 
 @pytest.mark.parametrize("name", daily("classification", rest=["regression"]))
@@ -98,13 +92,8 @@ def test_sgd_finds_the_same_samples(name):
     assert samples.converged
     error = ((samples.w - dense) @ root).norm(dim=1)
     assert (error <= samples.certificate * (1 + 1e-9)).all()
-
-
-def test_samples_that_miss_their_tolerance_warn():
-    problem, noise, precision, *_ = setting("classification", True, False)
-    few = noise._replace(xi=noise.xi[:8], eta=noise.eta[:8])
     with pytest.warns(UserWarning, match="Allow BlockCG more passes"):
-        optimise_samples(problem, few, precision, BlockCG(1e-6, max_passes=3))
+        optimise_samples(problem, noise, precision, BlockCG(1e-6, max_passes=3))
 
 
 @pytest.mark.parametrize(
@@ -112,11 +101,8 @@ def test_samples_that_miss_their_tolerance_warn():
     daily(*EM_EVERY_DAY, rest=[case for case in CASES if case not in EM_EVERY_DAY]),
 )
 def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
-    monkeypatch.setattr(whole, "OF_SAMPLES", 1e-9)
-    monkeypatch.setattr(whole, "OF_MODE", 1e-9)
-    monkeypatch.setattr(
-        whole, "_accelerated", lambda q, last: q.precision * math.exp(last[1] - last[0])
-    )
+    for name_of, value in (("OF_SAMPLES", 1e-9), ("OF_MODE", 1e-9), ("_accelerated", plain)):
+        monkeypatch.setattr(whole, name_of, value)
     problem, noise, precision, exact, _ = setting(name, g_prior, layerwise)
     sigma, layout = problem.sigma, noise.prior.layout
     model = _BasisModel(problem, noise, BlockCG())
@@ -127,6 +113,11 @@ def test_em_follows_the_dense_path(name, g_prior, layerwise, monkeypatch):
         assert_close(found.gamma.mean(0).sum(), gamma.sum(), rtol=1e-4, atol=0)
         if sigma is not None:
             assert_close(state.sigma, sigma, rtol=1e-4, atol=0)
+
+
+def plain(q, last):
+    """The step of λ without acceleration."""
+    return q.precision * math.exp(last[1] - last[0])
 
 
 class _BasisModel(Whole):
@@ -183,39 +174,26 @@ def test_precision_starts_at_the_mean_where_zero_is_the_mode():
         assert_close(start, case.exact().ggn.diagonal().mean().item())
 
 
-def test_updates_are_their_formulas():
-    gamma, norm, precision = (torch.tensor(v).double() for v in (3.0, 2.0, 5.0))
+def test_updates_are_their_formulas_within_their_bounds():
+    gamma, norm, precision, count = torch.tensor([3.0, 2.0, 5.0, 20.0]).double()
     assert_close(function_space_Mackay_update(gamma, norm, precision), gamma / norm)
-    count = torch.tensor(20.0).double()
     # P / (‖w‖² + Tr Σ), with Tr Σ = (P - γ) / λ
     assert_close(em_update(gamma, norm, precision, count), count / (norm + (count - gamma) / 5))
-    residual, sigma = torch.tensor(8.0).double(), torch.tensor(0.5).double()
+    residual, sigma = torch.tensor([8.0, 0.5]).double()
     assert_close(mackay_noise(residual, gamma, count), (residual / 17).sqrt())
     assert_close(mackay_noise(residual, 6 * gamma, count), (residual / 2).sqrt())
     assert_close(em_noise(residual, gamma, count, sigma), ((residual + 0.75) / 20).sqrt())
-
-
-def test_updates_keep_within_their_bounds():
-    gamma = torch.tensor([1.0, 1.0, 0.0]).double()
-    norm = torch.tensor([1e-30, 1.0, 0.0]).double()
+    gamma, norm = torch.tensor([[1.0, 1.0, 0.0], [1e-30, 1.0, 0.0]]).double()
     precision = torch.full((3,), 7.0).double()
     updated = function_space_Mackay_update(gamma, norm, precision)
     assert_close(updated, torch.tensor([1e20, 1.0, 7.0]).double())
     stepped = function_space_Mackay_update(gamma, norm, precision, stride=0.5)
     assert_close(stepped, torch.tensor([7 * math.e, 7**0.5, 7.0]).double())
-
-
-def test_a_precision_at_a_bound_warns():
     x = torch.linspace(-1, 1, 20)[:, None]
-    model = torch.nn.Linear(1, 1)
+    la = LinearisedLaplace(torch.nn.Linear(1, 1), "regression", num_samples=4)
     with pytest.warns(UserWarning, match="reached a bound"):
-        LinearisedLaplace(model, "regression", num_samples=4).fit(
-            x,
-            0 * x + 1e-3 * draw(20, 1).float(),
-            prior_precision=1e20,
-            em_steps=1,
-            progress_bar=False,
-        )
+        y, quiet = 1e-3 * draw(20, 1).float(), {"progress_bar": False, "em_steps": 1}
+        la.fit(x, y, prior_precision=1e20, **quiet)
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])

@@ -34,8 +34,8 @@ TABLES = "crx", "saheart", "twonorm", "tic-tac-toe", "satimage"
 UCI = "concrete", "energy", "wine", "yacht"
 OURS = {"all layers": {}, "last layer": {"parameters": "last_layer"}}
 PEERS = {
-    "laplace-torch, last layer, KFAC": {"subset_of_weights": "last_layer"},
-    "laplace-torch, last layer, full": {"hessian_structure": "full"},
+    "last layer, KFAC": {"subset_of_weights": "last_layer"},
+    "last layer, full": {"hessian_structure": "full"},
 }
 STAGES = {"early stopping": 100, "100 epochs": 100, "400 epochs": 400}
 
@@ -118,8 +118,8 @@ def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iter
         case = Case(task, [member[stage] for member in members], 0, [], epochs, quick)
         for row, form in PEERS.items() if count > 1 else ():
             try:
-                for _, predict in laplace_torch(row, form, case):
-                    yield told(row, predict(x).log_probs)
+                for name, predict in laplace_torch(row, form, case):
+                    yield told(name, predict(x).log_probs)
             except Exception as error:  # what fails is told, and the rest goes on
                 yield {"row": row, "stage": stage, "error": str(error)[:200]}
         if count > 1:

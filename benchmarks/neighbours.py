@@ -118,8 +118,8 @@ def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iter
         case = Case(task, [member[stage] for member in members], 0, [], epochs, quick)
         for row, form in PEERS.items() if count > 1 else ():
             try:
-                for name, predict in laplace_torch(row, form, case):
-                    yield told(name, predict(x).log_probs)
+                for title, predict in laplace_torch(row, form, case):
+                    yield told(title, predict(x).log_probs)
             except Exception as error:  # what fails is told, and the rest goes on
                 yield {"row": row, "stage": stage, "error": str(error)[:200]}
         if count > 1:

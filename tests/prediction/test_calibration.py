@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
+from torch_lla_em.prediction import calibration
 from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
 from torch_lla_em.prediction.pushforward import Products, Pushforward, posterior_alone
 from torch_lla_em.prediction.summary import of_calibration
@@ -179,7 +180,7 @@ def test_calibration_is_no_worse_than_a_temperature_but_for_its_prior():
 
     factors = torch.linspace(0.02, 2, 100)
     alone = max(likelihood.log_prob(t * f, y).sum().item() for t in factors)
-    once, _ = numbers.at(most_probable(numbers._replace(of_network=None), parts(*problem)))
+    once, _ = numbers.at(calibration._searched(numbers, parts(*problem)))
     assert value(once) < alone - 6 and alone - 2 < value(fit(problem).table)
 
 

@@ -150,3 +150,52 @@ def test_no_counts_end_a_fit(count):
     la, _ = quiet_fit(network(1), x, y, "poisson")
     rate = la.predict(x).mean
     assert rate.isfinite().all() and la.effective_dim <= 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "kind", ["one class", "a class of one", "constant inputs", "large", "tiny", "twice"]
+)
+def test_no_table_of_labels_ends_a_fit(kind, dtype):
+    """Classes and labels, of networks as they are and of others whose outputs are extreme."""
+    x, _ = table()
+    y = (x[:, 0] > 0).long()
+    changed = {
+        "one class": (x, 0 * y),
+        "a class of one": (x, (torch.arange(40) == 0).long()),
+        "constant inputs": (0 * x + 1, y),
+        "large": (1e8 * x, y),
+        "tiny": (1e-8 * x, y),
+        "twice": (x[:5].repeat(8, 1), y[:5].repeat(8)),
+    }
+    x, y = changed[kind]
+    for likelihood, targets, outputs in (
+        ("classification", y, 2),
+        ("bernoulli", y[:, None].to(dtype), 1),
+    ):
+        torch.manual_seed(1)
+        la, _ = quiet_fit(network(outputs).to(dtype), x.to(dtype), targets, likelihood)
+        assert la(x.to(dtype)).isfinite().all() and la.effective_dim <= 2 * len(y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_large_table_whose_noise_is_a_thousandth_of_the_spread_is_fitted(is_trained):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12_000, 8, generator=generator)
+    # with few values, a heavy tail, and two columns that are nearly the same
+    x[:, 0], x[:, 1], x[:, 3] = x[:, 0].round(), x[:, 1].exp(), x[:, 2] + 1e-3 * x[:, 3]
+    x = (x - x.mean(0)) / x.std(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    with torch.no_grad():
+        y = net(x)
+        y = (y - y.mean()) / y.std() + 1e-3 * torch.randn(12_000, 1, generator=generator)
+        net[-1].weight /= net(x).std()
+        net[-1].bias -= (net(x) - y).mean()
+        for p in () if is_trained else net.parameters():  # not to the end
+            p += 0.02 * p.abs().mean() * torch.randn(p.shape, generator=generator)
+    la, told = quiet_fit(net, x, y)
+    error = (la.predict(x).mean - y).square().mean().sqrt()
+    assert error < 3e-3 if is_trained else error < 0.1
+    assert 0.3 * error < la.sigma_noise < 3 * error and la.accuracy.is_reached

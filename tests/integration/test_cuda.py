@@ -343,3 +343,10 @@ def test_out_of_memory_once_changes_nothing(count, simulated):
     short = fixed(model, rows(), tolerance=1e-2)
     assert not simulated.fail_at_malloc(0)
     assert_close(short.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
+
+
+def test_posteriors_are_exported():
+    """torch.export reads the older flags of TF32, which must agree with the newer ones."""
+    la = of_tiny("cuda")
+    x = tiny("classification").x.cuda()[:4]
+    assert_close(la.export(x).module()(x)["probs"], la(x))

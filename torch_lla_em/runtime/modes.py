@@ -15,17 +15,28 @@ def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    cudnn: Any = torch.backends.cudnn
     flags = _tf32_flags()
     before = [getattr(flag, name) for flag, name, _ in flags]
     # inherited values stay inherited
     before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(before, flags)]
-    for flag, name, inherited in flags:
-        setattr(flag, name, allowed if inherited is None else ("tf32" if allowed else "ieee"))
+    try:
+        older = [cudnn.allow_tf32]  # torch.export reads it, and it must agree with the others
+    except RuntimeError:
+        older = []
+
+    def set_all(old: bool, values: list[Any]) -> None:
+        if older:
+            cudnn.allow_tf32 = old
+        for (flag, name, _), value in zip(flags, values):
+            setattr(flag, name, value)
+
+    named = "tf32" if allowed else "ieee"
+    set_all(allowed, [allowed if inherited is None else named for _, _, inherited in flags])
     try:
         yield
     finally:
-        for (flag, name, _), value in zip(flags, before):
-            setattr(flag, name, value)
+        set_all(any(older), before)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from torch_lla_em import (
     Regression,
     Student,
 )
-from torch_lla_em.distil.error import Agreement, Known, Likelihoods, StudentError
+from torch_lla_em.distil.error import Agreement, Known, StudentError
 from torch_lla_em.distil.inputs import augmented, chosen_ways
 from torch_lla_em.runtime import files
 
@@ -43,7 +43,7 @@ def classified():
 @pytest.fixture(scope="module")
 def regressed():
     case, la = fitted("regression")
-    return case, la, la.distil(draw(100, 2, seed=5), validation=(case.x, case.y), **QUICK)
+    return case, la, la.distil(draw(100, 2, seed=5), **QUICK)
 
 
 @pytest.fixture(params=["regressed", "classified"])
@@ -65,7 +65,7 @@ def test_a_student_learns_the_posterior(classified):
     assert torch.corrcoef(ranks)[0, 1] > 0.95
     assert_close(q.aleatoric + q.epistemic, q.entropy)
     assert_close(q.predictive_variance, q.probs * (1 - q.probs))
-    held_out, made, _ = student.error
+    held_out, made = student.error
     assert (held_out.number, made.number) == (30, 100) and 0 < max(held_out.kl, made.kl) < 0.02
     x = case.x.clone().requires_grad_()
     student.predict(x).epistemic.sum().backward()
@@ -106,16 +106,12 @@ def test_networks_random_numbers_and_formats_of_inputs():
 )
 def test_all_likelihoods(name):
     case, la = fitted(name)
-    student = la.distil([(case.x, case.y)], validation=(case.x, case.y), **QUICK)
+    student = la.distil([(case.x, case.y)], **QUICK)
     ours, own = la.predict(case.x), student.predict(case.x)
     for quantity in ("expectation", "epistemic", "aleatoric", "predictive_variance"):
         assert getattr(own, quantity).shape == getattr(ours, quantity).shape
         assert getattr(own, quantity).isfinite().all()
     assert (own.log_prob(case.y) - ours.log_prob(case.y)).mean().abs() < 0.3
-    nll = student.error.nll
-    assert nll.posterior == pytest.approx(-ours.log_prob(case.y).mean().item())
-    assert nll.student == pytest.approx(-own.log_prob(case.y).mean().item())
-    assert nll.kept == pytest.approx((nll.network - nll.student) / (nll.network - nll.posterior))
     if name == "poisson":  # counts have the learnt mean, and its uncertainty as further variance
         one = dataclasses.replace(
             own, centre=own.centre[:, :1], log_uncertainty=own.log_uncertainty[:, ::3]
@@ -166,8 +162,8 @@ def test_other_likelihoods():
     with pytest.raises(NotImplementedError, match="must define variance"):
         la.distil(case.x, **QUICK)
     la = posterior(case.model, Trials(), case.x, case.y)
-    student = la.distil(case.x, validation=(case.x, case.y), **QUICK)
-    assert student.error.nll is None and student.error.held_out.kl >= 0  # there is no density
+    student = la.distil(case.x, **QUICK)
+    assert student.error.held_out.kl >= 0  # there is no density
     with pytest.raises(TypeError, match=r"has no \.log_prob"):
         student.predict(case.x).log_prob(case.y)
 
@@ -281,10 +277,7 @@ NAN = draw(30, 2).index_fill(0, torch.tensor([3]), float("nan"))
         ("augment=3 is not a way", {"augment": ["noise", 3]}),
         ("augment returned 1 inputs for", {"augment": lambda x: x[:1]}),
         ("steps must be a whole number", {"steps": 0}),
-        (r"30 inputs but 7 targets.* as validation=\(x, y\)", {"targets": draw(7)}),
-        ("No targets found", {"validation": draw(30, 2)}),
-        ("The validation set is empty", {"validation": []}),
-        ("Class labels", {"validation": (draw(30, 2), torch.full((30,), 9))}),
+        ("30 inputs but 7 targets", {"targets": draw(7)}),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_work(words, change, classified):
@@ -302,8 +295,6 @@ def test_the_error_in_words(caplog):
     near = Agreement(50, 0.01, 0.001, 0.9, 0.4)  # of nearly equal scores, whose ranks are not shown
     rows = dict(StudentError(near, near._replace(ood=0.95)).rows())
     assert list(rows) == ["held-out inputs", "made inputs", "OOD scores"] and "0.4" not in str(rows)
-    assert str(Likelihoods(0.5, 0.4, 0.42, 90, 0.01)).endswith("80% of the gain kept (90 examples)")
-    assert "no measurable difference" in str(Likelihoods(0.5, 0.4999, 0.51, 90, 0.01))
 
 
 def test_kl_is_that_of_torch():
@@ -428,6 +419,7 @@ def test_saved_and_loaded(student, name, tmp_path):
         record = files.from_bytes(state["student"])
         record["error"]["held_out"].append(0.3)
         record["error"]["made"].append(1.2)
+        record["error"]["nll"] = [0.5, 0.4, 0.42, 90, 0.01]
         n, scores = student.form.scores, state.pop("_extra_state")
         state |= {"reference_scores": scores[:, :n], "reference_errors": scores[:, n:-1]}
         state |= {"reference_room": scores[0, -1], "student": files.to_bytes(record)}
@@ -532,7 +524,7 @@ def test_a_random_program_is_refused(classified):
 def test_a_student_on_a_gpu():
     case, la = fitted()
     la.to("cuda")
-    student = la.distil(case.x, validation=(case.x, case.y), **QUICK)
+    student = la.distil(case.x, **QUICK).calibrate(case.x, case.y)
     prediction = student.predict(case.x)
     assert prediction.probs.device.type == prediction.p_value.device.type == "cuda"
     here = copy.deepcopy(student).to("cpu").predict(case.x)

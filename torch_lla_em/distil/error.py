@@ -112,33 +112,6 @@ class Agreement(NamedTuple):
         )
 
 
-class Likelihoods(NamedTuple):
-    """Negative log-likelihoods (NLL) of a labelled validation set."""
-
-    network: float
-    posterior: float
-    student: float
-    number: int
-    gain_error: float = nan
-    """Standard error of the difference between network and posterior."""
-
-    @property
-    def kept(self) -> float:
-        """The share of the posterior's gain over the network that the student keeps."""
-        gain = self.network - self.posterior
-        return (self.network - self.student) / gain if gain else nan
-
-    def __str__(self) -> str:
-        gain = self.network - self.posterior
-        kept = f": {self.kept:.0%} of the gain kept" if gain > 0 else ""
-        if abs(gain) <= 2 * self.gain_error:
-            kept = ": no measurable difference between network and posterior"
-        return (
-            f"network {self.network:.4f}, posterior {self.posterior:.4f}, student "
-            f"{self.student:.4f}{kept} ({self.number:,} examples)"
-        )
-
-
 class StudentError(NamedTuple):
     """How far a student is from its posterior; ``print(student)`` shows it."""
 
@@ -147,9 +120,6 @@ class StudentError(NamedTuple):
 
     made: Agreement | None = None
     """At inputs that were made from these."""
-
-    nll: Likelihoods | None = None
-    """On the labelled examples of ``validation``."""
 
     @property
     def warnings(self) -> list[str]:
@@ -175,14 +145,15 @@ class StudentError(NamedTuple):
         """Return the rows of a table."""
         ood = self.made and f"rank correlation {self.made.ood:.3f} at made inputs"
         named = {"held-out inputs": self.held_out, "made inputs": self.made, "OOD scores": ood}
-        rows = [(n, str(v)) for n, v in (named | {"NLL": self.nll}).items() if v is not None]
+        rows = [(name, str(value)) for name, value in named.items() if value is not None]
         return [*rows, *(("warning", words) for words in self.warnings)]
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> StudentError:
-        """Return the error of a JSON record; those of version 0.4 have more numbers at the end."""
-        kinds: dict[str, Any] = {"held_out": Agreement, "made": Agreement, "nll": Likelihoods}
-        return cls(**{n: v and kinds[n](*v[: len(kinds[n]._fields)]) for n, v in record.items()})
+        """Return the error of a JSON record; those of version 0.4 have more numbers at the end, and an NLL."""
+        count = len(Agreement._fields)
+        held_out, made = (record[name] and Agreement(*record[name][:count]) for name in cls._fields)
+        return cls(held_out, made)
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:

@@ -40,7 +40,7 @@ def gathered(inputs: Any, targets: Any, device: torch.device) -> Any:
     if targets is not None and len(as_targets(targets)) != count:
         raise ValueError(
             f"There are {count} inputs but {len(targets)} targets. distil needs inputs only: "
-            "la.distil(x), and labelled data as validation=(x, y)."
+            "la.distil(x)."
         )
     if count < 10:
         raise ValueError(f"distil needs at least 10 inputs, not {count}.")

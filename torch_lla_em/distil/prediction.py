@@ -171,7 +171,8 @@ class StudentPrediction(Printed):
         likelihood, y = self.likelihood, self.aligned(y)
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
-        self._require(self.has_log_prob(), "log_prob", "expectation")
+        is_known = likelihood.real_valued or isinstance(likelihood, Poisson)
+        self._require(is_known, "log_prob", "expectation")
         own, mean = self._out(y), self.expectation
         if likelihood.real_valued:
             variance = self.predictive_variance
@@ -182,11 +183,6 @@ class StudentPrediction(Printed):
         logits = mean.log() - shape.log()
         counts = torch.distributions.NegativeBinomial(shape, logits=logits, validate_args=False)
         return sum_rows(counts.log_prob(own.to(mean)), y)
-
-    def has_log_prob(self) -> bool:
-        """Return whether the density of targets follows from their mean and variance."""
-        own = self.likelihood
-        return own.gives_probabilities or own.real_valued or isinstance(own, Poisson)
 
     def aligned(self, y: Tensor) -> Tensor:
         """Return targets with the axis of the outputs last; raise an error if they do not fit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from math import cos, nan, pi
 from typing import Any, NamedTuple
@@ -13,21 +13,20 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.distil.error import Agreement, Known, Likelihoods, StudentError, rank_correlation
+from torch_lla_em.distil.error import Agreement, Known, StudentError, rank_correlation
 from torch_lla_em.distil.inputs import (
     Way,
     augmented,
     chosen_ways,
     gathered,
     joined,
-    labelled,
     number_of,
     pieces,
     rows_of,
 )
 from torch_lla_em.distil.student import Form, Student
 from torch_lla_em.jacobian import Network, called_last
-from torch_lla_em.prediction import at_inputs, predict, predicted, required
+from torch_lla_em.prediction import predict, required
 from torch_lla_em.runtime import check_options, report
 
 # inputs that measure the error of a student: a tenth, but at most so many
@@ -56,7 +55,6 @@ def distil(
     inputs: Any,
     targets: Any = None,
     *,
-    validation: Any = None,
     student: nn.Module | None = None,
     augment: Way | Sequence[Way] | None = None,
     num_inputs: int | None = None,
@@ -78,9 +76,7 @@ def distil(
         inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
             shape, or training data, whose targets are not used.
         targets (Tensor, optional): Not used either, so that ``la.distil(x, y)`` takes the arguments of
-            ``la.fit(x, y)``. Labels that are to be compared belong into ``validation``.
-        validation (DataLoader, list of batches or tuple, optional): Labelled data on which the
-            NLLs of network, posterior and student are compared, and the student is calibrated.
+            ``la.fit(x, y)``. ``la.report(loader, student=student)`` compares scores on labelled data.
         student (nn.Module, optional): A network with the inputs and outputs of the model,
             trained or not; it is copied. Default None: the model itself (of an ensemble, the
             first one).
@@ -113,15 +109,10 @@ def distil(
     check_options(num_inputs=num_inputs, lr=lr)
     network = required(posterior, surely=True).members[0].setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
-    if isinstance(validation, Iterator):  # it is read several times
-        validation = list(validation)
     with torch.inference_mode(False), torch.no_grad():
         x = gathered(inputs, targets, network.device)
         total, ways = number_of(x), chosen_ways(x, augment)
         found = _untrained(posterior, network, student, rows_of(x, slice(2)))
-        for some, y in () if validation is None else labelled(validation, found.form.target_fn):
-            found.predict(some).aligned(y)  # raises an error if they do not fit
-            break
         count = min(max(total, _FEWEST), _MOST) if num_inputs is None else num_inputs
         order = torch.randperm(total, generator=generator, device="cpu")
         few = max(2, min(round(0.1 * total), _HELD_OUT))
@@ -136,11 +127,10 @@ def distil(
         _train(found, learnt, total - few, Schedule(steps, batch_size, lr, seed, progress_bar))
     with torch.no_grad():
         held_out, at_made = (known and _agreement(found, known) for known in others)
-        nll = None if validation is None else _nll(posterior, found, validation)
-    found.note(StudentError(held_out, at_made, nll))
+    found.note(StudentError(held_out, at_made))
     for words in found.error.warnings:
         report("log", words)
-    return found if validation is None else found.calibrate(validation)
+    return found
 
 
 def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: Any) -> Student:
@@ -274,19 +264,3 @@ def _agreement(student: Student, known: Known) -> Agreement:
         rank_correlation(own, theirs),
         min(rank_correlation(*pair) for pair in zip(scores.T, known.log_scores().T)),
     )
-
-
-def _nll(posterior: Any, student: Student, validation: Any) -> Likelihoods | None:
-    """Return the NLL of the network, the posterior and a student; None if it has no density."""
-    each = []
-    for x, y in labelled(validation, student.form.target_fn):
-        data, own = at_inputs(required(posterior), x), student.predict(x)
-        if not own.has_log_prob():
-            return None
-        three = data.network(), predicted(required(posterior), data), own
-        kept = student.likelihood.labelled(own.aligned(y))
-        each.append(torch.stack([some.log_prob(y)[kept].double() for some in three]))
-    values = torch.cat(each, 1)
-    network, nll, own_nll = (-values.mean(1)).tolist()
-    count, spread = values.shape[1], (values[1] - values[0]).std(correction=0).item()
-    return Likelihoods(network, nll, own_nll, count, spread / count**0.5)

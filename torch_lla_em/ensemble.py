@@ -24,7 +24,6 @@ from torch_lla_em.prediction import (
     calibrates,
     exports,
     predictor,
-    record_of,
     stored,
     summary,
 )
@@ -82,7 +81,7 @@ class LaplaceEnsemble(Printed, nn.Module):
     @property
     def posterior(self) -> Posteriors:
         """The records of the members, and what ``calibrate`` has found of them together."""
-        return Posteriors(tuple(record_of(member) for member in self.members), self._found)
+        return Posteriors(tuple(member.posterior for member in self.members), self._found)
 
     def take(self, posterior: Posteriors) -> None:
         """Hold what ``calibrate`` has found from now on.

@@ -59,6 +59,8 @@ def copied(tree: Any) -> Any:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """Move every tensor to a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
     moved, wait = sent(tree, device)
     wait()
     return moved

@@ -30,7 +30,6 @@ from torch_lla_em.prediction.posterior import (
     Posterior,
     Posteriors,
     Setting,
-    record_of,
     required,
 )
 from torch_lla_em.prediction.prediction import Prediction
@@ -121,7 +120,6 @@ __all__ = [
     "predictor",
     "program_of",
     "quantiles",
-    "record_of",
     "refuse_training_data",
     "require",
     "require_share",

@@ -351,19 +351,16 @@ class Posteriors:
         return replace(self, found=own)
 
 
-def record_of(la: Any) -> Posterior | Posteriors:
-    """Return the record of ``LinearisedLaplace`` or ``LaplaceEnsemble``, or the record itself."""
+def required(la: Any, surely: bool = False) -> Posterior | Posteriors:
+    """Return the record of a ``LinearisedLaplace`` or ``LaplaceEnsemble``, or the record itself.
+
+    Raise an error if it is not fitted, or if its network has changed; ``surely`` compares every bit.
+    """
     found = getattr(la, "posterior", la)
     if not isinstance(found, (Posterior, Posteriors)):
         raise TypeError(
             f"An object of the class {type(la).__name__} is not a posterior: pass a fitted LinearisedLaplace, a "
             "LaplaceEnsemble, or the record of one; in place of a student, the posterior that it was distilled from."
         )
-    return found
-
-
-def required(la: Any, surely: bool = False) -> Posterior | Posteriors:
-    """Return its record; raise an error if it is not fitted, or if its network has changed."""
-    found = record_of(la)
     found.require(surely)
     return found

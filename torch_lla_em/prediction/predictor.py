@@ -63,18 +63,21 @@ def forward(
     if link_approx != "mc":
         check_choice("link_approx", link_approx, ("mc", "probit"))
 
-    def answer(prediction: Prediction) -> tuple[Tensor, ...]:
-        if prediction.likelihood.real_valued:
-            return prediction.expectation, prediction.predictive_variance
-        return (prediction.smoothed() if link_approx == "probit" else prediction.expectation,)
-
-    if isinstance(x, _LOADERS) and not inputs:
-        each = list(zip(*map(answer, predictions(la, x, generator=generator))))
-        require_one_shape(each[0], "predict batch by batch, with la.predictions(loader).")
-        found = tuple(map(torch.cat, each))
+    each: Iterable[Prediction]
+    if inputs or not isinstance(x, _LOADERS):
+        each = [predict(la, x, generator=generator, **inputs)]
     else:
-        found = answer(predict(la, x, generator=generator, **inputs))
-    return found[0] if len(found) == 1 else (found[0], found[1])
+        each = predictions(la, x, generator=generator)
+    means, variances = [], []
+    for prediction in each:
+        is_real, is_probit = prediction.likelihood.real_valued, link_approx == "probit"
+        means.append(prediction.smoothed() if is_probit and not is_real else prediction.expectation)
+        if is_real:
+            variances.append(prediction.predictive_variance)
+    if len(means) > 1:
+        require_one_shape(means, "predict batch by batch, with la.predictions(loader).")
+    mean, *more = (torch.cat(v) if len(v) > 1 else v[0] for v in (means, variances) if v)
+    return (mean, more[0]) if more else mean
 
 
 def predict(
@@ -288,7 +291,8 @@ def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
 def at_inputs(known: Posterior | Posteriors, x: Any) -> Pushforward:
     """Return inputs, or all batches of a loader, with their products."""
     if not isinstance(x, _LOADERS):
-        return stack_members([member.at(x) for member in known.members])
+        each = [member.at(x) for member in known.members]
+        return each[0] if len(each) == 1 else stack_members(each)
     loader: Any = as_loader(x)
     found, size = [], 0
     for part in in_batches(known, loader):

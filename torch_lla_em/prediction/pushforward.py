@@ -232,7 +232,5 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
-    if len(each) == 1:
-        return each[0]
     require_one_shape([pushed.f for pushed in each], _CLASSES)
     return Pushforward(tuple(member for pushed in each for member in pushed.members), each[0].y)

@@ -5,8 +5,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from daily import daily
-from torch import nn
 
 from torch_lla_em.integrations.estimators import posterior
 
@@ -100,52 +98,6 @@ def test_several_labels_and_continuous_targets():
     assert np.square(mean - Y).mean() < 0.2 and (deviation >= la.laplace.sigma_noise.item()).all()
     one = posterior(trained("MLPRegressor", Y[:, 0]), num_samples=8).fit(X, Y[:, 0])
     assert one.predict(X).shape == (120,)
-
-
-def skorch_net(name, module, y, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        skorch = pytest.importorskip("skorch")
-        torch.manual_seed(0)
-        net = getattr(skorch, name)(module, max_epochs=20, lr=0.1, verbose=0, **options)
-        return net.fit(X.astype(np.float32), y)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loss", daily("NLLLoss", rest=["CrossEntropyLoss"]))
-def test_a_classifier_of_skorch(loss):
-    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)]
-    module = nn.Sequential(*layers, *[nn.Softmax(-1)] * (loss == "NLLLoss"))
-    labels = np.searchsorted(np.unique(LABELS), LABELS)
-    net = skorch_net("NeuralNetClassifier", module, labels, criterion=getattr(nn, loss))
-    x = X.astype(np.float32)
-    la = posterior(net, num_samples=8)
-    found = la.laplace.model(la.inputs(x)).softmax(-1).detach().numpy()
-    np.testing.assert_allclose(found, net.predict_proba(x), rtol=1e-4, atol=1e-6)
-    assert (la.fit(x, labels).predict(x) == labels).mean() > 0.5
-    with pytest.raises(TypeError, match="must be one array"):
-        la.fit({"x": x}, labels)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_binary_classifier_and_a_regressor_of_skorch():
-    x, y = X.astype(np.float32), (X[:, 0] > 0).astype(np.float32)
-    net = skorch_net("NeuralNetBinaryClassifier", nn.Linear(4, 1), y)
-    la = posterior(net, num_samples=8)
-    found = la.laplace.model(la.inputs(x)).sigmoid().detach().numpy()[:, 0]
-    np.testing.assert_allclose(found, net.predict_proba(x)[:, 1], rtol=1e-4)
-    assert (la.fit(x, y).predict(x) == y).mean() > 0.8
-    targets = Y.astype(np.float32)
-    net = skorch_net("NeuralNetRegressor", nn.Linear(4, 2), targets)
-    la = posterior(net, num_samples=8)
-    np.testing.assert_allclose(la.laplace.model(la.inputs(x)).detach(), net.predict(x), rtol=1e-4)
-    mean, deviation = la.fit(x, targets).predict(x, return_std=True)
-    assert np.square(mean - Y).mean() < 0.6 and deviation.shape == (120, 2)
-    net = skorch_net("NeuralNetRegressor", nn.Linear(4, 2), targets, criterion=nn.L1Loss)
-    with pytest.raises(TypeError, match="criterion L1Loss"):
-        posterior(net)
-    with pytest.raises(ValueError, match="not trained"):
-        posterior(type(net)(nn.Linear(1, 1)))
 
 
 def test_estimators_without_a_network_are_refused():

@@ -13,7 +13,7 @@ from torch import nn
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 NEEDS = {"language_answers": "peft", "tabular_networks": "pytabkit"}
-NEEDS |= {"torch_uncertainty_routine": "torch_uncertainty"}
+NEEDS |= {"torch_uncertainty_routine": "torch_uncertainty", "skorch_networks": "skorch"}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
@@ -93,6 +93,53 @@ def test_estimators_of_pytabkit_without_one_network_are_refused(tabular):
     forest = pytabkit.RF_SKL_D_Classifier(n_threads=1).fit(X, y)
     with pytest.raises(TypeError, match="RealMLP and TabM have one"):
         tabular["of_pytabkit"](forest)
+
+
+@pytest.mark.parametrize("kind", ["NLLLoss", "CrossEntropyLoss", "binary", "regression"])
+def test_estimators_of_skorch_keep_their_predictions(kind):
+    of_skorch = names_of("skorch_networks")["of_skorch"]
+    import skorch
+
+    torch.manual_seed(0)
+    x, how = (
+        rng.normal(size=(120, 4)).astype(np.float32),
+        {"max_epochs": 20, "lr": 0.1, "verbose": 0},
+    )
+    if kind == "binary":
+        y, module = (x[:, 0] > 0).astype(np.float32), nn.Linear(4, 1)
+        net = skorch.NeuralNetBinaryClassifier(module, **how)
+    elif kind == "regression":
+        y, module = np.sin(x[:, :2]), nn.Linear(4, 2)
+        net = skorch.NeuralNetRegressor(module, **how)
+    else:
+        y = (x[:, 0] > -0.5).astype(int) + (x[:, 0] + x[:, 1] > 0.5)
+        layers = (
+            nn.Linear(4, 8),
+            nn.Tanh(),
+            nn.Linear(8, 3),
+            *[nn.Softmax(-1)] * (kind == "NLLLoss"),
+        )
+        how["criterion"] = getattr(nn, kind)
+        net = skorch.NeuralNetClassifier(nn.Sequential(*layers), **how)
+    with pytest.raises(ValueError, match="not trained"):
+        of_skorch(net)
+    la = of_skorch(net.fit(x, y), num_samples=8)
+    f = la.laplace.model(la.inputs(x)).detach()
+    near = {"rtol": 1e-4, "atol": 1e-6}
+    if kind == "regression":
+        np.testing.assert_allclose(f, net.predict(x), **near)
+        mean, deviation = la.fit(x, y).predict(x, return_std=True)
+        assert np.square(mean - y).mean() < 0.6 and deviation.shape == (120, 2)
+        other = skorch.NeuralNetRegressor(module, **how, criterion=nn.L1Loss).fit(x, y)
+        with pytest.raises(TypeError, match="criterion L1Loss"):
+            of_skorch(other)
+        with pytest.raises(TypeError, match="must be one array"):
+            la.fit({"x": x}, y)
+        return
+    probs = net.predict_proba(x)
+    own = f.softmax(-1) if probs.shape == f.shape else torch.cat([1 - f.sigmoid(), f.sigmoid()], 1)
+    np.testing.assert_allclose(own, probs, **near)
+    assert (la.fit(x, y).predict(x) == y).mean() > (0.8 if kind == "binary" else 0.5)
 
 
 def test_heads_of_tabm_are_averaged_as_probabilities(tabular):

@@ -1,4 +1,4 @@
-"""``posterior(estimator)``: the posterior of a network that scikit-learn or skorch has trained."""
+"""``posterior(estimator)``: the posterior of a network that scikit-learn has trained."""
 
 from __future__ import annotations
 
@@ -135,8 +135,7 @@ class EstimatorPosterior:
 def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """Return the posterior of a trained estimator, to be fitted to its training data.
 
-    Supported are ``MLPClassifier`` and ``MLPRegressor`` of scikit-learn, whose networks are converted
-    exactly, and the estimators of skorch. If the estimator is a step of a pipeline, pass the data that
+    The networks of ``MLPClassifier`` and ``MLPRegressor`` of scikit-learn are converted exactly. If the estimator is a step of a pipeline, pass the data that
     the steps before it return: ``pipeline[:-1].transform(X)``.
 
     Args:
@@ -152,20 +151,17 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
         >>> estimator = MLPRegressor(hidden_layer_sizes=(8,), max_iter=5).fit(X, y)
         >>> mean, deviation = posterior(estimator).fit(X, y).predict(X, return_std=True)
     """
-    kinds = {cls.__name__ for cls in type(estimator).__mro__}
-    known = {"BaseMultilayerPerceptron": "coefs_", "NeuralNet": "initialized_"}
-    for kind in kinds & known.keys():
-        if not getattr(estimator, known[kind], None):
-            raise ValueError("The estimator is not trained: call its fit first.")
-        of = _of_skorch if kind == "NeuralNet" else _of_perceptron
-        return EstimatorPosterior(of(estimator, kinds), **options)
-    raise TypeError(
-        f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier, MLPRegressor and "
-        "skorch. Pass an EstimatorNetwork to EstimatorPosterior, or its nn.Module to LinearisedLaplace."
-    )
+    if "BaseMultilayerPerceptron" not in {cls.__name__ for cls in type(estimator).__mro__}:
+        raise TypeError(
+            f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier and MLPRegressor "
+            "(for skorch copy examples/recipes/skorch_networks.py). Pass an EstimatorNetwork to EstimatorPosterior."
+        )
+    if not getattr(estimator, "coefs_", None):
+        raise ValueError("The estimator is not trained: call its fit first.")
+    return EstimatorPosterior(_of_perceptron(estimator), **options)
 
 
-def _of_perceptron(estimator: Any, kinds: set[str]) -> EstimatorNetwork:
+def _of_perceptron(estimator: Any) -> EstimatorNetwork:
     """Return the network of scikit-learn's perceptron, with the same outputs."""
     from sklearn.utils.validation import validate_data
 
@@ -194,38 +190,3 @@ def _of_perceptron(estimator: Any, kinds: set[str]) -> EstimatorNetwork:
     return EstimatorNetwork(
         module, "bernoulli", inputs, classes if estimator.n_outputs_ == 1 else None
     )
-
-
-def _of_skorch(net: Any, kinds: set[str]) -> EstimatorNetwork:
-    """Return the module of a skorch estimator, whose outputs become logits if they are probabilities."""
-    module, loss = net.module_.eval(), type(net.criterion_).__name__
-    device = next(module.parameters()).device
-
-    def inputs(X: Any) -> Tensor:
-        if isinstance(X, (dict, list, tuple)):
-            raise TypeError(
-                "The inputs of a skorch estimator must be one array. If its module takes several, pass "
-                "net.module_ and a loader to LinearisedLaplace."
-            )
-        return torch.as_tensor(np.asarray(X), device=device)
-
-    if "NeuralNetBinaryClassifier" in kinds and loss == "BCEWithLogitsLoss":
-        column = nn.Sequential(module, nn.Flatten(0), nn.Unflatten(0, (-1, 1)))
-        return EstimatorNetwork(column, "bernoulli", inputs, net.classes_)
-    if "NeuralNetClassifier" in kinds and loss in ("NLLLoss", "CrossEntropyLoss"):
-        # skorch takes the logarithm of the module's outputs before NLLLoss
-        logits = nn.Sequential(module, _Logarithm()) if loss == "NLLLoss" else module
-        return EstimatorNetwork(logits, "classification", inputs, np.asarray(net.classes_))
-    if "NeuralNetRegressor" in kinds and loss == "MSELoss":
-        return EstimatorNetwork(module, "regression", inputs)
-    raise TypeError(
-        f"A {type(net).__name__} with the criterion {loss} has no likelihood here. Pass net.module_ to "
-        "LinearisedLaplace with a likelihood of your own."
-    )
-
-
-class _Logarithm(nn.Module):
-    """Logits of probabilities."""
-
-    def forward(self, probs: Tensor) -> Tensor:
-        return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

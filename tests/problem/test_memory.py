@@ -142,7 +142,7 @@ def test_a_shortage_is_no_property_of_the_network():
         fresh = problem_of(model, Classification(), [(x, y)])
         first = fresh.data.first()
         with EndsOnce(refused) as operations:
-            measured(fresh, first, 4)
+            measured(fresh, first)
         return fresh.linear_model, -operations.left
 
     expected, count = prepared()

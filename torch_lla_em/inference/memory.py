@@ -44,7 +44,8 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
         * sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
         / len(first.rows)
     )
-    activations, each, classes, of_factors = plan.example
+    each, classes = plan.example.outputs, plan.example.classes
+    activations, of_factors = plan.example.activations, plan.example.nbytes
     outputs = min(rows * each, KEPT_OUTPUTS) if each > classes else rows * each
     # activations if there are no factors, else two copies of a batch's factors while they are computed
     of_batch = (4 * activations if of_factors == math.inf else 2 * of_factors) * at_once

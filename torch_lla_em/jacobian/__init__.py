@@ -4,7 +4,7 @@ from torch_lla_em.jacobian.checks import called_last, explained, layer_of, requi
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters
-from torch_lla_em.jacobian.rows import Rows
+from torch_lla_em.jacobian.rows import Report, Rows
 from torch_lla_em.jacobian.state import NetworkState
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Network",
     "NetworkState",
     "ParameterLayout",
+    "Report",
     "Rows",
     "Selection",
     "called_last",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from contextlib import suppress
 from copy import copy
 from functools import reduce
 from typing import Any
@@ -168,12 +167,9 @@ class LinearModel:
     def by_autodiff(self, x: Any, most: int | None = None) -> ByAutodiff:
         """Return the linear model at a batch by ``torch.func``, for ``most`` columns at once."""
         known = self._report
-        if (
-            known is not None and known.forward is None
-        ):  # not needed until now; a copy has no examples
-            known = self.probe(
-                map_tensors(Tensor.detach, x) if self._examples is None else self._examples
-            )
+        if known is not None and known.forward is None:  # it was not needed until now
+            examples = map_tensors(Tensor.detach, x) if self._examples is None else self._examples
+            known = self.probe(examples)
         forward = self.allow_forward if known is None or known.forward is None else known.forward
         best = at_once(None if known is None else known.example_bytes, num_examples(x))
         pushed, pulled = (fewest(self._most, most, own) for own in best)
@@ -198,24 +194,6 @@ class LinearModel:
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""
         return self.network.function(x)({})
-
-    def activations(self, x: Any) -> int:
-        """Return the bytes that a forward pass stores for its derivatives."""
-        sizes: dict[int, int] = {}
-
-        def see(tensor: Tensor) -> Tensor:
-            if tensor.layout == torch.strided and type(tensor) is Tensor:
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        # torch.func inside a network allows no hooks: then it is not known
-        with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
-            ByAutodiff(self, x).record()
-        for parameter in self.network.module.parameters():  # are in memory in any case
-            if parameter.layout == torch.strided:
-                sizes.pop(parameter.untyped_storage().data_ptr(), None)
-        return sum(sizes.values())
 
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""

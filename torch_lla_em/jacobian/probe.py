@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_lla_em.jacobian.checks import (
     checked_outputs,
@@ -35,14 +36,7 @@ _FAR_BETTER = 10
 _MOST_GRADIENTS = 5
 
 
-class Probed(Weights, Protocol):
-    """The parameters in the posterior, and whether forward mode is right for them."""
-
-    @property
-    def allow_forward(self) -> bool: ...
-
-
-def probe(weights: Probed, x: Any, needs_path: bool = True) -> Report | None:
+def probe(weights: Weights, x: Any, needs_path: bool = True) -> Report | None:
     """Return the ways of computing J that agree with ``backward``; raise an error if none does.
 
     Returns None if J is zero at these inputs. Without ``needs_path``, torch.func is not tried if all
@@ -71,7 +65,7 @@ def probe(weights: Probed, x: Any, needs_path: bool = True) -> Report | None:
 class _Reference:
     """Two columns on each side of J at one batch, and their products by ``backward``."""
 
-    def __init__(self, weights: Probed, x: Any):
+    def __init__(self, weights: Weights, x: Any):
         """Check the outputs, and compute Jᵀu by ``backward``."""
         self.weights, self.x = weights, x
         network, layout, sizes = weights.network, weights.layout, [1]
@@ -82,9 +76,13 @@ class _Reference:
         with hooked(network.module, see):
             f = checked_outputs(network, layout.names, x)
         on_cpu = network.device.type == "cpu"
+        first = ByAutodiff(weights, x)
         self.report = Report(
             example_bytes=-(-max(sizes) // num_examples(x)) if on_cpu else None,
-            examples=len(f),
+            examples=len(f) if f.dim() > 1 else 1,
+            outputs=f[0].numel(),
+            classes=f.shape[-1] if f.dim() > 1 else 1,
+            activations=_activations(first, network.module) / num_examples(x),
         )
         generator = torch.Generator("cpu").manual_seed(0)
         values = weights.values()
@@ -101,7 +99,8 @@ class _Reference:
         self.v = drawn(2, len(w_MAP), like=w_MAP)
         """Jᵀu, of blocks of one size, and a random one: (2, P)."""
 
-        self.JTu = self._plain(self.u)
+        self.JTu = torch.zeros_like(self.v)
+        first.pull(self.u, self.JTu)
         squares = layout.block_sums(self.JTu[0].double().square())
         norms = squares.clamp_min(_SMALL**2 * squares.max()).clamp_min(1e-300)
         self.v[0] = self.JTu[0].double() / layout.expand(norms)
@@ -138,6 +137,25 @@ class _Reference:
         return total
 
 
+def _activations(rows: ByAutodiff, module: nn.Module) -> int:
+    """Record the forward pass, and return the bytes that it keeps for its derivatives."""
+    sizes: dict[int, int] = {}
+
+    def see(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and type(tensor) is Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    # torch.func inside a network allows no hooks: then it is not known
+    with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+        rows.record()
+    for parameter in module.parameters():  # are in memory in any case
+        if parameter.layout == torch.strided:
+            sizes.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
 def _by_factors(reference: _Reference) -> Report | None:
     """Return the weights with factors; None if not all have them, or if they are wrong or slow."""
     if reference.weights.network.precision == "bfloat16":
@@ -154,7 +172,9 @@ def _by_factors(reference: _Reference) -> Report | None:
             return None
         least, error = rows.f[0].numel() if rows.gradients else 1, reference.error(rows)
         right = error <= math.sqrt(reference.eps)
-        return report._replace(least_columns=least, adjoint_error=error) if right else None
+        nbytes = rows.nbytes / len(rows.f)
+        report = report._replace(least_columns=least, adjoint_error=error, nbytes=nbytes)
+        return report if right else None
     return None
 
 

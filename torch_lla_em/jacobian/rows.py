@@ -33,6 +33,9 @@ class Weights(Protocol):
 
     def unpadded(self, directions: dict[str, Tensor]) -> dict[str, Tensor]: ...
 
+    @property
+    def allow_forward(self) -> bool: ...
+
 
 class Report(NamedTuple):
     """The result of the probe."""
@@ -61,6 +64,18 @@ class Report(NamedTuple):
 
     examples: int = 1
     """Number of examples in the probe; with one it is not known which weights have factors."""
+
+    outputs: int = 1
+    """Number of outputs of an example."""
+
+    classes: int = 1
+    """C, the size of their last axis."""
+
+    activations: float = 0.0
+    """Bytes that a forward pass keeps of an example for its derivatives; 0 if that is not known."""
+
+    nbytes: float = inf
+    """Bytes of an example's Jacobian factors; infinity if they are computed in every pass."""
 
     def __str__(self) -> str:
         words = {

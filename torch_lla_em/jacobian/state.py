@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,6 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-class HasModule(Protocol):
-    """A network."""
-
-    module: nn.Module
-
-
 class NetworkState:
     """The layers, parameters and statistics of a network at one time.
 
@@ -36,7 +30,7 @@ class NetworkState:
     changes a sum. If anything looks changed, a hash of every bit decides.
     """
 
-    def __init__(self, network: HasModule, fingerprint: Tensor | None = None):
+    def __init__(self, network: Any, fingerprint: Tensor | None = None):
         """``fingerprint``: the hash that is expected; None: that of the present network."""
         self.fingerprint = fingerprint
         """A hash of every bit, and of the names."""
@@ -61,7 +55,7 @@ class NetworkState:
             and _sums(self._words) == self._sums
         )
 
-    def changed(self, network: HasModule) -> str | None:
+    def changed(self, network: Any) -> str | None:
         """Return the name of a parameter, statistic or layer that looks changed, or None."""
         with ONE_AT_A_TIME:
             if self._looks_the_same(network.module):
@@ -73,7 +67,7 @@ class NetworkState:
                     return name.rpartition("|")[0] or name
         return None
 
-    def holds(self, network: HasModule, surely: bool = False) -> bool:
+    def holds(self, network: Any, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""
         with ONE_AT_A_TIME:
             module = network.module

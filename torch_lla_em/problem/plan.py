@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
-from torch_lla_em.jacobian import explained
+from torch_lla_em.jacobian import Report
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW, no_room
 from torch_lla_em.runtime import (
@@ -42,22 +42,6 @@ _PASSES = 10, 40
 _LONG, _TIMED = 60.0, 256
 
 
-class Example(NamedTuple):
-    """What an example takes, as found on a few of the first."""
-
-    activations: float
-    """Bytes that a forward pass keeps for its derivatives."""
-
-    outputs: int
-    """Number of outputs."""
-
-    classes: int
-    """C, the size of their last axis."""
-
-    factors: float
-    """Bytes of its Jacobian factors; infinity if they are computed in every pass."""
-
-
 class Memory(NamedTuple):
     """What a fit will take in bytes, beyond what is held before it."""
 
@@ -80,7 +64,8 @@ class Plan(NamedTuple):
     free: float
     """Free memory in bytes where the vectors are stored."""
 
-    example: Example
+    example: Report
+    """What an example takes."""
 
     group: int | None
     """Columns that are on the device at once, if vectors are stored elsewhere; None: all of them."""
@@ -155,7 +140,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     first = data.first()  # of one example it is not known whether weights have factors
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()
-    example = measured(problem, first, num_samples)
+    example = measured(problem, first)
     _warn_of_influence(problem)
     batch_rows, merge_rows = inf, 0
     if sweep.pieces.stand_alone(first):
@@ -200,21 +185,18 @@ def room(problem: Problem) -> float:
     return free_for_each(problem.data.group, problem.device)
 
 
-def measured(problem: Problem, first: Batch, num_samples: int) -> Example:
+def measured(problem: Problem, first: Batch) -> Report:
     """Probe the network on a few examples, and return what one of them takes."""
     model, sweep, part, rows = problem.linear_model, problem.sweep, first, FEW
-
     while True:
         try:
             with model.network.guarded():
                 sweep.probe(part)
-                few = next(part.split(FEW)) if sweep.pieces.stand_alone(part) else part
-                activations = model.activations(few.inputs) / len(few.rows)
-                with explained(model.network, few.inputs):
-                    at = model.at(few.inputs, num_samples + 1, bool(model.factored))
-                    f = at.f
-                outputs, classes = f[0].numel(), f.shape[-1] if f.dim() > 1 else 1
-                return Example(activations, outputs, classes, at.nbytes / len(few.rows))
+                sweep.pieces.stand_alone(part)
+                if model.report is not None:
+                    return model.report
+                f = model.outputs(next(part.split(FEW)).inputs)  # J is zero at these
+                return Report(outputs=f[0].numel(), classes=f.shape[-1] if f.dim() > 1 else 1)
         except (RuntimeError, MemoryError) as error:
             shortage = shortage_of(error)
         release()  # what the failed attempt held is free only outside of the handler
@@ -241,7 +223,7 @@ def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
         return min(once(), once()) * rows / len(few.rows)  # the first loads kernels
 
 
-def _planned(problem: Problem, num_samples: int, compute: Compute, example: Example) -> Plan:
+def _planned(problem: Problem, num_samples: int, compute: Compute, example: Report) -> Plan:
     """Return the plan for the memory that each process has on a device."""
     model, free_on = problem.linear_model, partial(free_for_each, problem.data.group)
     P, itemsize, device = model.layout.size, model.dtype.itemsize, model.network.device

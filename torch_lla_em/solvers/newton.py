@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from torch_lla_em.solvers.space import dot, norm
 _SHORTEST = 1e-6
 # relative decrease of the loss that can be lost to rounding of a sum over many examples
 _SEEN = 1e-4
-
-
-class SmoothLoss(Protocol):
-    """A convex loss with its gradient, and its Hessian as a product."""
-
-    rounding: float
-
-    def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]: ...
-
-    def hessian(self, x: Tensor) -> Operator: ...
 
 
 class Minimum(NamedTuple):
@@ -78,11 +68,11 @@ class Newton:
         """Return this solver for a quadratic loss, which needs one exact step."""
         return replace(self, forcing=0.0)
 
-    def minimise(self, loss: SmoothLoss, start: Tensor) -> Minimum:
+    def minimise(self, loss: Any, start: Tensor) -> Minimum:
         """Minimise loss(x) + ½‖x‖².
 
         Args:
-            loss (SmoothLoss): The convex loss, with its gradient and Hessian.
+            loss: The convex loss, with ``value_and_gradient(x)``, ``hessian(x)``, an operator, and its ``rounding``.
             start (Tensor): Where to start, shape (P,).
 
         Returns:

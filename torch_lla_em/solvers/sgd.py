@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.solution import DivergenceError, Product, Solution, check_positive
+from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
 from torch_lla_em.solvers.space import norm
 
 _DECAY = 1 / 330
 """Final step size divided by the initial one, as in the paper."""
-
-
-class Minibatched(Protocol):
-    """An operator that can also be computed batch by batch."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def minibatches(self) -> Iterator[Product]: ...
-
-    def num_steps(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,11 +43,11 @@ class SGD:
         if self.learning_rate is not None:
             check_positive("SGD", learning_rate=self.learning_rate)
 
-    def solve(self, product: Minibatched, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Any, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
 
         Args:
-            product (Minibatched): The product with A, batch by batch.
+            product (Operator): The product with A, which has the products of batches, ``minibatches()``, and ``num_steps()``.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
 
@@ -91,7 +80,7 @@ class SGD:
         found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 
-    def _rate(self, product: Minibatched, v: Tensor) -> tuple[float, int]:
+    def _rate(self, product: Any, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the number of passes for its estimate."""
         if self.learning_rate is not None:
             return self.learning_rate, 0

@@ -97,7 +97,8 @@ def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iter
         with torch.no_grad():
             f = network(x)
             held_out = network(task.held_out.x)
-        base = F.cross_entropy(f / best_temperature(held_out, task.held_out.y), y).item()
+        best = best_temperature(held_out, task.held_out.y)
+        base = F.cross_entropy(f / best, y).item()
 
         def told(row: str, log_probs: Tensor) -> dict:
             found = {"nll": F.nll_loss(log_probs, y).item() / base}
@@ -106,7 +107,8 @@ def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iter
 
         yield told("network", f.log_softmax(1))
         own = temperature_of_neighbours(network, *task.train)
-        yield told("network, temperature of moved examples", (f / own).log_softmax(1))
+        found = told("network, temperature of moved examples", (f / own).log_softmax(1))
+        yield found | {"temperature": own, "on a validation set": best}
         for row, options in OURS.items():
             la = LinearisedLaplace(network, "classification", seed=0, **options)
             la.fit(*task.train, validation=False, progress_bar=False)
@@ -173,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", nargs="+", default=["digits", *TABLES])
+    parser.add_argument("--tables", nargs="*", default=["digits", *TABLES])
     parser.add_argument("--widths", type=int, nargs="+", default=[50, 256])
     parser.add_argument("--data", type=Path, help="tables of UCI, as in uci.py")
     parser.add_argument("--quick", action="store_true", help="two epochs, to try the script")

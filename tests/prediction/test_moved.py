@@ -124,6 +124,18 @@ def test_a_network_that_generalises_keeps_its_temperature():
     assert wrong == pytest.approx(4 * temperature_of_neighbours(Bayes(), x, y), rel=0.01)
 
 
+def test_some_of_many_examples_give_nearly_the_temperature_of_all(monkeypatch):
+    x, y = blobs(600, noise=0.1)
+    model, found = Memory(x, y), []
+    for most in (2000, 300):
+        monkeypatch.setattr("torch_lla_em.prediction.moved._MOST", most)
+        found.append(temperature_of_neighbours(model, x, y))
+    assert found[1] == pytest.approx(found[0], rel=0.3)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    batches = list(zip(x[order].split(50), y[order].split(50)))
+    assert temperature_of_neighbours(model, batches) == pytest.approx(found[0], rel=0.3)
+
+
 def test_random_labels_give_nearly_uniform_predictions():
     x, y = blobs(200, noise=1.0)
     temperature = temperature_of_neighbours(Memory(x, y), x, y)

@@ -11,7 +11,7 @@ many labels are wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import exp, log
+from math import exp, log, log2
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,10 @@ class Moves(NamedTuple):
     """The length of a move relative to that difference, (m,)."""
 
     unseen: Callable[[Tensor], Tensor]
-    """Maps a table of targets, (n, columns), to what a simple model predicts for each example without it."""
+    """Maps a table of targets of the first examples to what a simple model predicts for each without it."""
+
+    growth: float
+    """The number of all training examples, relative to those that were taken."""
 
     def batches(self, length: float) -> Iterator[tuple[Any, Tensor]]:
         """Yield moved inputs and their targets, a few at a time."""
@@ -81,6 +84,7 @@ def moves_of(data: Data) -> Moves:
         NoDistance: If they have no distances.
     """
     inputs, targets = _examples(data)
+    growth = data.facts.num_rows / len(targets)
     squares = _squared_distances([t for t in tensors_in(inputs) if t.is_floating_point()])
     targets = targets.to(squares.device)
     # equal examples count once: of these every one has a neighbour without it
@@ -109,7 +113,7 @@ def moves_of(data: Data) -> Moves:
     copies = max(1, min(2, _MOST // len(order)))
     source, rows = torch.cat([shuffled() for _ in range(copies)]), rows.repeat(copies)
     scale = (distance[rows] / distance[source]).clamp_max(10)
-    return Moves(inputs, targets, rows, source, near[source], scale, _Simple(squares))
+    return Moves(inputs, targets, rows, source, near[source], scale, _Simple(squares), growth)
 
 
 class _Simple:
@@ -119,8 +123,8 @@ class _Simple:
         self._squares = squares / squares.median()
 
     def __call__(self, table: Tensor) -> Tensor:
-        """Return what it predicts for each example without it, the shape of the table."""
-        few, best = slice(_SEARCHED), (torch.inf, 1.0, 1.0)
+        """Return what it predicts for each example without it and later ones, the shape of the table."""
+        few, best = slice(min(len(table), _SEARCHED)), (torch.inf, 1.0, 1.0)
         some = table[few] - table[few].mean(0)
         # squared widths of the kernel in median squared distances
         widths, ridges = (
@@ -136,7 +140,7 @@ class _Simple:
                 errors /= (vectors.square() @ weights)[:, None]
                 best = min(best, (errors.square().mean().item(), width, ridge))
         _, width, ridge = best
-        kernel = self._kernel(width, slice(None))
+        kernel = self._kernel(width, slice(len(table)))
         kernel.diagonal().add_(ridge)
         inverse = torch.linalg.inv(kernel)
         return table - inverse @ (table - table.mean(0)) / inverse.diagonal()[:, None]
@@ -199,12 +203,21 @@ class Judge(NamedTuple):
             y = table = self._sites(y)
         else:
             raise NoDistance("their targets do not have the form of the predictions")
-        found = moves.unseen(table.double().flatten(1)).view(table.shape)
-        wrong, known = self._errors(found, y)
-        least, _ = self._errors(table.double().mean(0).expand(table.shape), y)
-        if not (least * known).sum() > 0:
+        table = table.double()
+
+        def error(found: Tensor) -> float:
+            wrong, known = self._errors(found.view(-1, *table.shape[1:]), y[: len(found)])
+            return ((wrong * known).sum() / known.sum().clamp_min(1)).item()
+
+        if not error(table.mean(0).expand(table.shape)) > 0:
             raise NoDistance("all targets are equal")
-        return ((wrong * known).sum() / known.sum().clamp_min(1)).item()
+        due = error(moves.unseen(table.flatten(1)))
+        if moves.growth == 1:
+            return due
+        # it falls on with more examples, as it has from half of these: from 500 to 2,000 examples of four sets of
+        # digits and tables, with and without wrong labels, this was nearer than no change for seven of eight
+        half = error(moves.unseen(table.flatten(1)[: len(table) // 2]))
+        return due * min(1.0, due / max(half, 1e-12)) ** log2(moves.growth)
 
     @property
     def _has_classes(self) -> bool:

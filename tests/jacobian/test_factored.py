@@ -134,11 +134,8 @@ class Tied(nn.Module):
 def test_tied_weights_and_embeddings(padding_idx):
     tokens = torch.tensor([[0, 1, 2], [1, 1, 4], [3, 2, 2], [4, 0, 1]])
     agree(prepared(Tied(padding_idx)), tokens)
-
-
-def test_embedding_alone_with_padding():
-    model = net(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 2))
-    agree(model, torch.tensor([[0, 1], [4, 4], [2, 0]]))
+    table = nn.Embedding(5, 3, padding_idx=padding_idx)
+    agree(net(table, nn.Flatten(), nn.Linear(6, 2)), tokens[:, 1:])
 
 
 class Positioned(nn.Module):
@@ -153,8 +150,7 @@ class Positioned(nn.Module):
         return self.out((self.words(tokens) + places).tanh().mean(1))
 
 
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.parametrize("flat, length", [(True, 3), (False, 4)])
 def test_positions_looked_up_once_for_all_rows(flat, length):
     tokens = torch.tensor([[0, 1, 2, 0], [1, 1, 4, 2], [3, 2, 2, 2], [4, 0, 1, 3]])[:, :length]
     agree(prepared(Positioned(flat)), tokens, batches=[tokens[:3, :2], tokens[2:3]])
@@ -174,14 +170,10 @@ class Mixed(nn.Module):
         return self.head(self.norm(x))
 
 
-def test_a_weight_that_acts_otherwise_leaves_all_to_torch_func():
+def test_a_weight_that_acts_otherwise_leaves_all_to_torch_func_but_not_one_without_influence():
     model = prepared(Mixed())
     without_factors(model, draw(4, 3), "all")
     agree(model, draw(4, 3), ["inner.*", "both.bias", "head.bias"])
-
-
-def test_a_weight_without_influence_does_not_matter():
-    model = prepared(Mixed())
     model.spare = nn.Linear(2, 2).double()
     agree(model, draw(4, 3), ["inner.*", "spare.*"])
 
@@ -194,12 +186,9 @@ def test_sequences_with_examples_on_the_second_axis_have_no_factors():
     without_factors(prepared(Swapped(nn.Linear(3, 4), nn.Linear(4, 2))), draw(4, 4, 3))
 
 
-@pytest.mark.parametrize("selection", [["0.bias"], ["2.weight"], ["2.*"], ["0.weight", "2.bias"]])
-def test_parts_of_the_weights(selection):
-    agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(4, 3), selection)
-
-
-def test_the_last_layer_keeps_features_alone():
+def test_parts_of_the_weights():
+    for selection in (["0.bias"], ["2.weight"], ["2.*"], ["0.weight", "2.bias"]):
+        agree(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(4, 3), selection)
     factors = agree(net(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)), draw(4, 3), "last_layer")
     assert factors.nbytes == 8 * 4 * (40 + 2)
 
@@ -295,11 +284,15 @@ def without_factors(model, x, selection=None):
         assert isinstance(linear.at(x, 0, keep=True), ByAutodiff)
 
 
-def test_rows_that_hang_together_have_no_factors():
-    without_factors(prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), draw(4, 3))
-
-
-def test_many_outputs_have_factors_of_the_last_layer_alone():
+def test_networks_without_factors():
+    """Rows that depend on each other, outputs that are many or narrow, and a single row."""
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
+    without_factors(prepared(Centred(*layers)), draw(4, 3))
+    without_factors(net(*layers), draw(1, 3))  # of which the axis of the rows is not known
+    # gradients for every output take more arithmetic than the layer does; biases need its product
+    narrow = nn.Linear(10, 40), nn.Softmax(-1), nn.Flatten()
+    without_factors(net(*narrow), draw(4, 6, 10))
+    assert linear_model(net(*narrow[:2]), ["0.bias"]).probe(draw(4, 10)).names
     without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1000)), draw(4, 3))
     agree(net(nn.Linear(3, 600)), draw(4, 3))
 
@@ -316,19 +309,6 @@ def test_a_head_at_every_place_keeps_its_inputs_alone(kind):
     assert rows.nbytes == 8 * 4 * 3 * (4 + 200)
 
 
-def test_wide_outputs_of_narrow_layers_have_no_factors():
-    """Gradients for every output take more arithmetic than the layer does; biases need its product."""
-    layers = nn.Linear(10, 40), nn.Softmax(-1), nn.Flatten()
-    without_factors(net(*layers), draw(4, 6, 10))
-    linear = linear_model(net(*layers[:2]), ["0.bias"])
-    assert linear.probe(draw(4, 10)).names
-
-
-def test_one_row_has_no_factors():
-    """Of one row it is not seen which axis the rows are on."""
-    without_factors(net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(1, 3))
-
-
 def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
     class Net(nn.Sequential):
         def forward(self, x):
@@ -340,9 +320,6 @@ def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
     with linear.network.guarded():
         assert isinstance(linear.at(x, 0, keep=True), ByFactors)
         assert isinstance(linear.at(-x, 0, keep=True), ByAutodiff)
-
-
-def test_gradients_in_the_inputs_are_torch_funcs():
     linear, x = linear_model(net(nn.Linear(3, 2))), draw(4, 3).requires_grad_()
     linear.probe(x.detach())
     with linear.network.guarded(), torch.enable_grad():

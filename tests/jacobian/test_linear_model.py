@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from torch_lla_em.jacobian.network import ContiguousInputs
-from torch_lla_em.jacobian.parameters import select_parameters
 
 
 def test_large_outputs_are_pulled_one_by_one(monkeypatch):
@@ -33,30 +32,11 @@ def test_large_outputs_are_pulled_one_by_one(monkeypatch):
         assert_close(one_by_one, at_once)
 
 
-def test_w_MAP_is_the_trained_weights_in_order():
-    model = mlp()
-    linear = linear_model(model)
-    assert torch.equal(linear.w_MAP, nn.utils.parameters_to_vector(model.parameters()))
-    with torch.no_grad():
-        model[0].weight += 1  # between two blocks nothing is kept
-    assert torch.equal(linear.w_MAP, nn.utils.parameters_to_vector(model.parameters()))
+def test_the_last_layer_may_not_be_the_output():
+    norm = nn.LayerNorm(2, elementwise_affine=False)
+    for after in (nn.Softmax(-1), nn.ReLU(inplace=True), nn.Unflatten(-1, (2, 1)), norm):
+        assert check(mlp(after), X, ["4.*"]).names
 
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        nn.Softmax(-1),
-        nn.ReLU(inplace=True),
-        nn.Unflatten(-1, (2, 1)),
-        nn.LayerNorm(2, elementwise_affine=False),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_the_last_layer_may_not_be_the_output(after):
-    assert check(mlp(after), X, ["4.*"]).names
-
-
-def test_inputs_may_be_overwritten_after_the_last_layer():
     class Overwrites(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,16 +73,12 @@ def test_it_is_asked_for_again_elsewhere_and_when_forgotten():
     linear.forget()
     assert linear.report is None
     linear.probe(X)
+    with torch.no_grad():
+        linear.network.module[0].weight += 1  # between two blocks nothing is kept
+    parameters = nn.utils.parameters_to_vector(linear.network.module.parameters())
+    assert torch.equal(linear.w_MAP, parameters)
     linear.network.module.float()
     assert linear.report is None and linear.probe(X.float()) is linear.report
-
-
-def test_complex_parameters_are_refused_by_name():
-    model = nn.Linear(2, 2)
-    model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="'turn' is complex"):
-        select_parameters(model)
-    assert select_parameters(model, ["weight", "bias"]) == ("weight", "bias")
 
 
 def test_a_network_made_in_inference_mode_says_what_to_do():
@@ -176,12 +152,9 @@ def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
     attention_maps = BATCH * 2 * LENGTH * LENGTH
     weights = sum(p.numel() for p in model.parameters())
     assert size <= count * max(weights, attention_maps)
-
-
-@pytest.mark.parametrize("make", [Attention, Mixer])
-def test_products_are_those_of_the_dense_jacobian(make):
-    torch.manual_seed(0)
-    check(make(dtype=torch.float64), SEQUENCES.double())
+    monkeypatch.undo()
+    if count == 1:
+        check(make(dtype=torch.float64), SEQUENCES.double())
 
 
 class Sometimes(nn.Sequential):

@@ -75,7 +75,6 @@ def test_guard_restores_everything(fails, outer):
 
 def test_guards_nest():
     network = Network(Observer())
-    network.module.train()
     with network.guarded():
         with torch.enable_grad(), network.guarded():
             assert not torch.is_grad_enabled()

@@ -19,18 +19,9 @@ def test_layout_expands_and_sums_blocks():
     assert_close(layout.block_sums(w), torch.stack([w[:, :2].sum(1), w[:, 2:].sum(1)], 1))
 
 
-def test_layout_of_an_unknown_parameter(model):
-    with pytest.raises(ValueError, match="no parameter '9.weight'"):
-        ParameterLayout.of(model, ["9.weight"])
-
-
-def test_default_is_trainable_minus_normalisation(model):
+def test_default_is_trainable_minus_normalisation_which_is_random_on_request(model):
     model[3].bias.requires_grad_(False)
     assert select_parameters(model) == ("0.weight", "0.bias", "2.weight", "3.weight")
-
-
-def test_normalisation_is_random_on_request(model):
-    model[3].bias.requires_grad_(False)
     trainable = ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "3.weight")
     assert select_parameters(model, "requires_grad") == trainable
     assert select_parameters(model, "all") == (*trainable, "3.bias")
@@ -38,31 +29,15 @@ def test_normalisation_is_random_on_request(model):
     assert select_parameters(model, lambda name, p: p.ndim > 1) == ("0.weight", "3.weight")
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.BatchNorm2d(4),
-        nn.SyncBatchNorm(4),
-        nn.InstanceNorm1d(4, affine=True),
-        nn.GroupNorm(2, 4),
-        nn.LayerNorm((4, 3)),
-        nn.RMSNorm(4),
-        type("LlamaRMSNorm", (nn.PReLU,), {})(4),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_normalisation_layers_are_known(layer):
-    assert select_parameters(nn.Sequential(nn.Linear(1, 1), layer)) == ("0.weight", "0.bias")
-
-
-def test_layers_with_norm_in_their_name_and_a_matrix_are_random():
+def test_normalisation_layers_are_known_by_class_or_name_and_have_no_matrix():
+    norms = nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, affine=True)
+    norms += nn.GroupNorm(2, 4), nn.LayerNorm((4, 3)), nn.RMSNorm(4)
+    for layer in (*norms, type("LlamaRMSNorm", (nn.PReLU,), {})(4)):
+        assert select_parameters(nn.Sequential(nn.Linear(1, 1), layer)) == ("0.weight", "0.bias")
     layer = type("CosineNormLinear", (nn.Linear,), {})(2, 3)
     assert select_parameters(layer) == ("weight", "bias")
     block = type("PreNorm", (nn.Sequential,), {})(nn.LayerNorm(2), nn.Linear(2, 2))
     assert select_parameters(block) == ("1.weight", "1.bias")
-
-
-def test_weight_normalised_layers_are_random():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     assert len(select_parameters(model)) == 3
 
@@ -99,6 +74,13 @@ def test_integer_and_empty_parameters_are_never_random():
 
 
 def test_errors_say_what_to_pass(model):
+    with pytest.raises(ValueError, match="no parameter '9.weight'"):
+        ParameterLayout.of(model, ["9.weight"])
+    turned = nn.Linear(2, 2)
+    turned.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="'turn' is complex"):
+        select_parameters(turned)
+    assert select_parameters(turned, ["weight", "bias"]) == ("weight", "bias")
     with pytest.raises(ValueError, match='Other values are "last_layer", "requires_grad"'):
         select_parameters(model, "head")
     with pytest.raises(ValueError, match=r"'fc.\*' in `parameters` matches no parameter"):

@@ -177,8 +177,8 @@ class LinearModel:
 
     def steady(self, x: Any, by_factors: bool) -> LinearModel:
         """Return the same model that computes as many columns at once for any batch as for x."""
-        other, other_most = copy(self), self.by_autodiff(x).pushed
-        return other._with_columns(other_most, by_factors)
+        most = self.by_autodiff(x).pushed  # which probes first, where that is still needed
+        return copy(self)._with_columns(most, by_factors)
 
     def _with_columns(self, most: int | None, by_factors: bool) -> LinearModel:
         self._most = most

@@ -80,7 +80,7 @@ def test_moves_keep_targets_and_distances():
     distances = torch.cdist(x, x).fill_diagonal_(torch.inf).min(1).values
     for length in (0.5, 2.0):
         moved, labels = (torch.cat(part) for part in zip(*moves.batches(length)))
-        place = torch.cdist(moves.inputs, x).argmin(1)[moves.rows]
+        place = torch.cdist(moves.inputs, x).argmin(1)[moves.ways[:, 0]]
         assert torch.equal(labels, y[place])
         apart = (moved - x[place]).norm(dim=1) / (length * distances[place])
         assert (apart < 1.001).all()

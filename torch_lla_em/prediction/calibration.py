@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.conformal import errors_of, ood_scores
 from torch_lla_em.prediction.functions import MODE, NETWORK
-from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
+from torch_lla_em.prediction.pushforward import Products, Pushforward, Rows, Tables, posterior_alone
 from torch_lla_em.prediction.ranks import NUMBERS
 from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
 from torch_lla_em.prediction.regions import joint_errors
@@ -212,6 +212,12 @@ def _of_network(parts: Sequence[Pushforward]) -> tuple[Tensor, Tensor | None]:
     if numbers is None or not numbers.deviations:
         return alone, None
     return alone, _log_probs(networks, *numbers.at(_searched(numbers, networks)))
+
+
+def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
+    """Return the temperature that fits outputs, classes last, best."""
+    part = Pushforward((Products(likelihood, f, f.new_zeros(1, *f.shape)),), y)
+    return (-_searched(_temperature([part]), [part]).sum()).exp().item()
 
 
 def _labels(part: Pushforward) -> int:

@@ -24,7 +24,7 @@ from methods.provenance import provenance
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em import Classification, Compute, LinearisedLaplace
 
 LAYERS = {"last layer": "last_layer", "last block": ["up.1.*", "leave.*"], "all layers": None}
 CLASSES, SHAPES, BATCH = 8, 6, 5
@@ -82,11 +82,12 @@ def case(layers: str, args: argparse.Namespace) -> dict:
     test = scenes(max(2, args.images // 10), args.size, 1)
     network, training = trained(x, y, args.epochs)
     options = {"class_dim": 1, "num_samples": args.num_samples, "parameters": LAYERS[layers]}
+    options["compute"] = Compute(budget=args.budget)
     la = LinearisedLaplace(network, Classification(), **options)
     began = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        la.fit(batches(x, y), progress_bar=False, budget=args.budget)
+        la.fit(batches(x, y), progress_bar=False)
     seconds = time.process_time() - began
     with torch.no_grad():
         plain = [

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace
 
 if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")  # "nccl" on GPUs
@@ -44,8 +44,8 @@ else:
     torch.save(model.state_dict(), weights)
 
 
-def posterior():
-    return LinearisedLaplace(model, "classification", num_samples=16)
+def posterior(**compute):
+    return LinearisedLaplace(model, "classification", num_samples=16, compute=Compute(**compute))
 
 
 # %% [markdown]
@@ -75,11 +75,11 @@ if not dist.is_initialized():
     loader = Breaking(DataLoader(train, 50), after=30)
     states = os.path.join(folder, "checkpoint")
     try:
-        posterior().fit(loader, checkpoint=states, progress_bar=False)
+        posterior(checkpoint=states).fit(loader, progress_bar=False)
     except OSError as error:
         kept = sum(os.path.getsize(os.path.join(states, name)) for name in os.listdir(states))
         print(f"{error}; the checkpoint has {kept / 1e6:.1f} MB")
-    again = posterior().fit(loader, checkpoint=states, progress_bar=False)
+    again = posterior(checkpoint=states).fit(loader, progress_bar=False)
     whole = posterior().fit(DataLoader(train, 50), progress_bar=False)
     print(f"prior precision: resumed fit {again.prior_precision:.6g}, ", end="")
     print(f"uninterrupted fit {whole.prior_precision:.6g}")

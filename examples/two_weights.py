@@ -253,8 +253,7 @@ while True:
 #
 # Each rule is one line of this loop, so try it here first:
 #
-# - **λ**: replace `m_step(over, q)`, as by `em_update` of `inference/mackay.py`. In the library it is
-#   `function_space_Mackay_update` there.
+# - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/mackay.py`.
 # - **H**: replace `new_H`; `over.expected.first(over.f.double())` keeps it near the network's outputs. In the library it is `next` in
 #   `inference/expectations.py`.
 # - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,8 +48,8 @@ def fit(solver, loader, folder, **options):
     name = options.pop("likelihood", "classification")
     known = {"num_samples": 4, "solver": SOLVERS[solver], "curvature": "network"}
     options = {**known, "compute": READ, **options}
-    la = LinearisedLaplace(tiny(name).model, name, **options)
-    return la.fit(loader, progress_bar=False, checkpoint=folder)
+    options["compute"] = replace(options["compute"], checkpoint=folder)
+    return LinearisedLaplace(tiny(name).model, name, **options).fit(loader, progress_bar=False)
 
 
 def fit_slowly(folder):

@@ -9,7 +9,7 @@ from direct import rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -115,14 +115,17 @@ def tiny(name: str) -> Tiny:
     return Tiny(model, x, y, name)
 
 
-OF_FIT = "em_steps prior_precision checkpoint validation update shard weights budget".split()
+OF_FIT = "em_steps prior_precision validation weights".split()
+OF_COMPUTE = "checkpoint budget shard".split()
 
 
 def fitted(
     name: str = "classification", loader=None, model=None, likelihood=None, **options
 ) -> tuple[Tiny, LinearisedLaplace]:
-    """Return a tiny problem and its posterior; arguments of ``fit`` are among the options."""
+    """Return a tiny problem and its posterior; arguments of ``fit`` and fields of ``Compute`` are among the options."""
     case = tiny(name)
+    of_compute = {key: options.pop(key) for key in OF_COMPUTE if key in options}
+    options["compute"] = replace(options.get("compute", Compute()), **of_compute)
     of_fit = {key: options.pop(key) for key in OF_FIT if key in options}
     likelihood = likelihood_of(name) if likelihood is None else likelihood
     la = LinearisedLaplace(model or case.model, likelihood, **{"num_samples": 4, **options})

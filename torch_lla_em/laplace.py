@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,6 +60,7 @@ from torch_lla_em.runtime import (
     check_choice,
     check_options,
     group_of,
+    refuse_former,
 )
 from torch_lla_em.session import Run, Session, log_marginal_likelihood
 
@@ -68,6 +68,14 @@ logger = logging.getLogger("torch_lla_em")
 
 # the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
+
+_FORMER = {
+    "checkpoint": "pass compute=Compute(checkpoint=folder) to LinearisedLaplace",
+    "budget": "pass compute=Compute(budget=seconds) to LinearisedLaplace",
+    "shard": "pass compute=Compute(shard=None) to LinearisedLaplace for a fit on each rank alone",
+    "update": "the steps are those of MacKay's update",
+}
+"""Arguments of ``fit`` in earlier versions, and what replaces them."""
 
 Task = Literal[
     "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
@@ -118,7 +126,7 @@ class LinearisedLaplace(Printed, nn.Module):
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
             the posterior; "linear": at the mode of the linear model; "network": at the network's
             outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
-            with the default ``prior``, ``solver`` and ``update``, if memory allows; else "network".
+            with the default ``prior`` and ``solver``, if memory allows; else "network".
         solver (Solver, optional): BlockCG() or SGD(). None (default):
             a span of directions for one prior precision if memory allows, else an iterative solver.
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
@@ -127,7 +135,8 @@ class LinearisedLaplace(Printed, nn.Module):
             or the "labels" of a dict.
         seed (int): Seed of all random numbers. Default 0.
         temperature (float): Every example counts 1/temperature times: lower is narrower. Default 1.0.
-        compute (Compute): Precision, device of the samples, limits on memory. Default Compute().
+        compute (Compute): What a fit may use: precision, memory, time, processes, and a folder for checkpoints.
+            Default Compute().
 
     Raises:
         TypeError: If an argument has a type that is not allowed.
@@ -254,11 +263,8 @@ class LinearisedLaplace(Printed, nn.Module):
         em_steps: int = 20,
         prior_precision: float | Tensor | None = None,
         progress_bar: bool = True,
-        checkpoint: str | PathLike[str] | None = None,
-        update: Literal["mackay", "em"] = "mackay",
-        shard: Literal["data"] | None = "data",
         weights: Any = None,
-        budget: float | None = None,
+        **former: Any,
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM, then find the mode and the posterior samples.
 
@@ -271,45 +277,36 @@ class LinearisedLaplace(Printed, nn.Module):
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
-            checkpoint (str, optional): Folder to which the state is saved after every EM step. If
-                the process is killed, the same call resumes from it. Default None.
-            update (str): "mackay" (default); "em" takes slower steps that never lower the evidence.
-            shard (str, optional): How an initialised process group is used. "data" (default): ranks
-                share the batches. None: every rank fits on its own.
             weights (Tensor, str or callable, optional): Weights of the examples: a tensor, if inputs
                 and targets are tensors; "last" if batches are (inputs, targets, weights); or a
                 function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
                 ``calibrate`` use no weights. Default None: every example counts once.
-            budget (float, optional): Seconds after which the fit ends with the posterior that it has
-                reached, with a warning that has its error. With ``checkpoint``, the same call goes on.
 
         Returns:
             The posterior itself.
 
         Raises:
+            TypeError: For an argument of an earlier version, with what replaces it.
             ValueError: If targets do not fit the outputs, outputs are not finite, or the data of a
                 checkpoint have changed.
 
         Example:
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
-        check_choice("shard", shard, ("data", None))
-        check_choice("update", update, ("mackay", "em"))
-        check_options(em_steps=em_steps, prior_precision=prior_precision)
-        check_options(progress_bar=progress_bar, checkpoint=checkpoint, budget=budget)
+        refuse_former("fit", former, _FORMER)
+        check_options(em_steps=em_steps, prior_precision=prior_precision, progress_bar=progress_bar)
         data = paired(loader, targets)
         if weights is not None:
             data, weights = with_weights(data, weights)
         start = _start(prior_precision, em_steps)
-        options = self._options(update=update, em_steps=int(em_steps), prior_precision=start)
+        options = self._options(em_steps=int(em_steps), prior_precision=start)
         unseen = None
         if validation is not None and validation is not False:
-            ranks = group_of(shard).joined()
+            ranks = group_of(self.compute.shard).joined()
             unseen = Data(
                 validation, self._linear_model.network.device, self.target_fn, ranks
             ).read()
-        run = Run(checkpoint, progress_bar, budget, shard, unseen)
-        found = self._fit(data, weights, options, run)
+        found = self._fit(data, weights, options, Run(self.compute, progress_bar, unseen))
         if unseen is not None:
             found = found.calibrated(*calibrates.calibrated_on(found, validation))
         elif validation is None and em_steps:
@@ -324,11 +321,11 @@ class LinearisedLaplace(Printed, nn.Module):
         self, loader: Any, weights: Weights | None, options: FitOptions, run: Run
     ) -> Posterior:
         """Return the posterior by one scaling of the prior; this object is not changed."""
-        problem = self._problem(loader, group_of(run.shard).joined(), weights)
+        problem = self._problem(loader, group_of(self.compute.shard).joined(), weights)
         model = problem.linear_model
         given = self._given_likelihood, self.temperature
         session = Session(problem, header_of(model, options, *given), run)
-        setting = Setting(model, NetworkState(model.network), self.target_fn, run.shard)
+        setting = Setting(model, NetworkState(model.network), self.target_fn, self.compute.shard)
         with session.running() as around:
             state = around.finished()
             if state is not None:

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
@@ -51,12 +50,10 @@ _STAGES = {
 
 
 class Run(NamedTuple):
-    """The arguments of ``fit`` for what surrounds it."""
+    """What a fit may use, and the arguments of ``fit`` for what surrounds it."""
 
-    checkpoint: str | PathLike[str] | None = None
+    compute: Compute = Compute()
     progress_bar: bool = False
-    budget: float | None = None
-    shard: str | None = None
     unseen: Identity | None = None
     """The validation examples, which must not be training examples."""
 
@@ -70,7 +67,8 @@ class Session:
         header: dict[str, Any],
         run: Run = Run(),
     ):
-        checkpoint, progress_bar, budget, _, self._unseen = run
+        compute, progress_bar, self._unseen = run
+        checkpoint, budget = compute.checkpoint, compute.budget
         self.problem, self._has_bar = problem, progress_bar
         self._group, self._device = problem.data.group, problem.device
         self._began, self.budget = time.monotonic(), Budget(budget, self._group)
@@ -272,7 +270,7 @@ def _same(every: list[dict[str, Any]]) -> None:
                 raise ValueError(
                     f"Rank {rank} has another {name} than rank 0: {_short(own)} against "
                     f"{_short(first)}. Construct and fit the same object on every rank. To fit a "
-                    "different one on each rank, pass shard=None."
+                    "different one on each rank, pass Compute(shard=None)."
                 )
 
 

@@ -22,7 +22,7 @@ REAL = torch.linspace(-1, 1, 10).view(10, 1)
 
 
 def fit(likelihood, loader, outputs=3, **options):
-    keys = "em_steps", "prior_precision", "update", "checkpoint"
+    keys = "em_steps", "prior_precision", "update", "checkpoint", "shard"
     fit_options = {key: options.pop(key) for key in keys if key in options}
     model = network(outputs)
     before = copy.deepcopy(model.state_dict())
@@ -120,12 +120,13 @@ def test_integers_of_numpy_are_integers(tmp_path):
         ({"prior_precision": float("nan")}, "prior_precision"),
         ({"em_steps": -1}, "em_steps"),
         ({"em_steps": 2.5}, "em_steps must be a whole number"),
-        ({"checkpoint": 3}, "the name of a folder"),
+        ({"checkpoint": "run"}, r"compute=Compute\(checkpoint=folder\)"),
         ({"prior_precision": 1e-300}, "from 1e-20 to 1e.20"),
         ({"prior_precision": float("inf")}, "from 1e-20 to 1e.20"),
         ({"prior_precision": 1 + 1j}, "from 1e-20 to 1e.20"),
         ({"em_steps": 0}, "pass prior_precision"),
-        ({"update": "newton"}, "mackay"),
+        ({"update": "em"}, "no argument 'update' any more: the steps are those of MacKay"),
+        ({"shard": "auto"}, r"Compute\(shard=None\)"),
         ({"prior_precision": torch.ones(2)}, "one precision"),
         ({"prior_precision": torch.ones(2), "prior": "layerwise"}, "one per tensor"),
     ],

@@ -95,7 +95,7 @@ def odd():
             {},
         ),
         "few steps": (fitted, "classification", x, label, {}, {"em_steps": 1}),
-        "no time": (fitted, "classification", x, label, {}, {"budget": 1e-6}),
+        "no time": (fitted, "classification", x, label, {"compute": Compute(budget=1e-6)}, {}),
         "no prior": (net(2), "classification", x, label, {"prior": "layerwise"}, {}),
         "wide": (fitted, "classification", x, label, {}, {"em_steps": 0, "prior_precision": 1e12}),
     }

@@ -486,7 +486,6 @@ class InBlocks(Classification):
         ("classification", {"prior": "layerwise"}, {}, "network"),
         ("classification", {"compute": Compute(span_memory=1e6)}, {}, "linear"),
         ("classification", {"solver": BlockCG()}, {}, "network"),
-        ("bernoulli", {}, {"update": "em"}, "network"),
         ("regression", {}, {}, "linear"),
         ("regression", {}, {"em_steps": 0, "prior_precision": 1.0}, "network"),
         ("300 classes", {}, {}, "linear"),

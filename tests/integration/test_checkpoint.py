@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -45,8 +46,9 @@ def posterior(name, loader=None, folder=None, compute=READ):
     likelihood, options = CASES[name]
     case, options = tiny(likelihood), {"num_samples": 4, "curvature": "network", **options}
     loader = list(zip(case.x.split(7), case.y.split(7))) if loader is None else loader
+    compute = replace(compute, checkpoint=folder)
     la = LinearisedLaplace(case.model, likelihood, compute=compute, **options)
-    return la.fit(loader, progress_bar=False, checkpoint=folder)
+    return la.fit(loader, progress_bar=False)
 
 
 def same(la, whole):
@@ -224,9 +226,10 @@ class Meddling:
         self.last = self.passes
 
     def fit(self, folder):
-        options = {"num_samples": 4, "curvature": "network", "compute": READ}
+        compute = replace(READ, checkpoint=folder)
+        options = {"num_samples": 4, "curvature": "network", "compute": compute}
         la = LinearisedLaplace(self.case.model, "classification", **options)
-        return la.fit(self, progress_bar=False, checkpoint=folder)
+        return la.fit(self, progress_bar=False)
 
 
 @pytest.mark.parametrize("change", daily("one other sign", rest=["in place"]))

@@ -343,8 +343,6 @@ def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypat
     assert len(la.history) == 1 < len(whole.history)
     shown, spent = " ".join(str(la).split()), "The budget is spent after 1 step"
     assert spent in la.messages[-1] and spent in shown
-    if not la.accuracy.is_reached:
-        assert "call fit with a larger budget" in shown and "max_passes" not in shown
     variance = la.predict(case.x).variance
     assert variance.isfinite().all() and (variance > 0).all()
     _, la = fitted(likelihood, budget=1e6, checkpoint=tmp_path, **options)
@@ -356,8 +354,9 @@ def test_a_fit_ends_in_time():
     torch.manual_seed(0)
     x = torch.randn(1000, 20)
     y = (x[:, 0] + torch.randn(1000)).gt(0).long()
-    la, began = LinearisedLaplace(network(20, 200, 200), "classification"), time.monotonic()
-    la.fit(x, y, progress_bar=False, budget=0.4)
+    compute, began = Compute(budget=0.4), time.monotonic()
+    la = LinearisedLaplace(network(20, 200, 200), "classification", compute=compute)
+    la.fit(x, y, progress_bar=False)
     steps = [0.0, *(record["seconds"] for record in la.history)]
     longest = max(b - a for a, b in zip(steps, steps[1:]))
     assert time.monotonic() - began < 0.4 + longest + 0.5

@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import ranks
@@ -34,8 +35,10 @@ GPU, K = torch.device("cuda"), 16
 
 
 def fit(model, likelihood, data, em_steps=3, folder=None, **options):
-    la = LinearisedLaplace(model, likelihood, **{"num_samples": 3, "tolerance": 1e-4, **options})
-    start = {"progress_bar": False, "checkpoint": folder, "em_steps": em_steps}
+    options = {"num_samples": 3, "tolerance": 1e-4, "compute": Compute(), **options}
+    options["compute"] = replace(options["compute"], checkpoint=folder)
+    la = LinearisedLaplace(model, likelihood, **options)
+    start = {"progress_bar": False, "em_steps": em_steps}
     return la.fit(data, **start, **({} if em_steps else {"prior_precision": 3.0}))
 
 

@@ -9,7 +9,6 @@ import loaders
 import pytest
 import tiny
 import torch
-from dense import gaussian_log_prob
 from direct import Direct
 from jacobians import Calls
 from tiny import LOG_PROBS, draw, known
@@ -99,21 +98,6 @@ def test_history_records_the_steps(solver):
     assert last["effective_dim"] == pytest.approx(float(la.effective_dim), rel=allowed)
     assert last["prior_precision"] == pytest.approx(float(la.prior_precision), rel=allowed)
     assert last["data_passes"] > 0 and last["seconds"] > 0
-
-
-def test_true_em_reaches_the_same_precision():
-    options = {"num_samples": 8, "tolerance": None, "curvature": None}
-    _, la = fitted("regression", **options)
-    case, slow = fitted("regression", em_steps=400, update="em", **options)
-    assert_close(slow.prior_precision, la.prior_precision, rtol=0.1, atol=0)
-    exact, values = case.exact(slow.scale).centred(), []
-    for record in slow.history:
-        precision, sigma = (
-            torch.tensor(record[k]).double() for k in ("prior_precision", "sigma_noise")
-        )
-        values.append(exact.at_noise(gaussian_log_prob(sigma)).log_evidence(precision))
-    # γ of few samples is wrong by so much
-    assert len(values) > 10 and (torch.stack(values).diff() > -0.05).all()
 
 
 def test_subclasses_of_regression_stay_and_linear_curvature_is_of_the_last_mode():

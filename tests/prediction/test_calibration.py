@@ -8,7 +8,7 @@ import torch
 from tiny import draw, known
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction import calibration
 from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
@@ -159,9 +159,9 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert_close(alone.mean, case.model(case.x).detach())
     # so do fits that are given the validation set; the second comes from the finished checkpoint
     for _ in range(2):
-        other = LinearisedLaplace(case.model, la.likelihood, num_samples=6)
-        options = {"em_steps": 2, "progress_bar": False, "checkpoint": tmp_path}
-        other.fit([(case.x, case.y)], validation=unseen, **options)
+        compute = Compute(checkpoint=tmp_path)
+        other = LinearisedLaplace(case.model, la.likelihood, num_samples=6, compute=compute)
+        other.fit([(case.x, case.y)], validation=unseen, em_steps=2, progress_bar=False)
         assert other.calibration == la.calibration
         assert_close(other(case.x), la(case.x))
 

@@ -275,8 +275,9 @@ def test_likelihoods_with_other_attributes_are_refused(make, tmp_path):
     batches = [(case.x, case.y[:, :2] if make is measured else case.y)]
 
     def fit(likelihood):
-        la = LinearisedLaplace(case.model, likelihood, num_samples=3)
-        return la.fit(batches, em_steps=2, progress_bar=False, checkpoint=tmp_path / "finished")
+        compute = Compute(checkpoint=tmp_path / "finished")
+        la = LinearisedLaplace(case.model, likelihood, num_samples=3, compute=compute)
+        return la.fit(batches, em_steps=2, progress_bar=False)
 
     la = fit(make(0.5))
     la.calibrate(batches)

@@ -8,6 +8,7 @@ import resource
 import stat
 import threading
 import warnings
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -129,9 +130,10 @@ def test_other_buffers_are_refused_and_counts_of_batches_are_not(tmp_path):
         assert not torch.equal(fingerprint(Masked(**{name: buffer})), fingerprint(Masked()))
 
     def run(model, passes):
-        options = {"num_samples": 4, "curvature": "network", "compute": READ}
+        compute = replace(READ, checkpoint=tmp_path / "run")
+        options = {"num_samples": 4, "curvature": "network", "compute": compute}
         la = LinearisedLaplace(model, "classification", **options)
-        return la.fit(Fuse(passes), progress_bar=False, checkpoint=tmp_path / "run")
+        return la.fit(Fuse(passes), progress_bar=False)
 
     other = Masked(mask=OTHER["mask"])
     with pytest.raises(InterruptedError):

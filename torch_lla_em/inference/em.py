@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
-from torch_lla_em.inference.mackay import (
-    em_noise,
-    em_update,
-    function_space_Mackay_update,
-    mackay_noise,
-)
+from torch_lla_em.inference.mackay import function_space_Mackay_update, mackay_noise
 from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -158,20 +153,11 @@ def e_step(model: Model, q: State) -> State:
     return model.found(q, samples, mode, problem)
 
 
-def m_step(model: Model, q: State, update: str = "mackay") -> tuple[Tensor, Tensor | None]:
-    """Return λ and σ by MacKay's updates from a posterior, or by those of EM ("em"), which take more steps."""
-    gamma, sigma, by_mackay = q.gamma.mean(0), q.sigma, update == "mackay"
-    if by_mackay:
-        precision = function_space_Mackay_update(gamma, q.norm, q.precision)
-    else:
-        precision = em_update(gamma, q.norm, q.precision, model.prior.num_weights())
+def m_step(model: Model, q: State) -> tuple[Tensor, Tensor | None]:
+    """Return λ and σ by MacKay's updates from a posterior."""
+    precision, sigma = function_space_Mackay_update(q.gamma.mean(0), q.norm, q.precision), q.sigma
     if sigma is not None:
         residual, least, dims, count = model.noise_sums(q)
-        residual = torch.maximum(residual, least)
-        learnt = (
-            mackay_noise(residual, dims, count)
-            if by_mackay
-            else em_noise(residual, dims, count, sigma)
-        )
+        learnt = mackay_noise(torch.maximum(residual, least), dims, count)
         sigma = torch.where(learnt > 0, learnt, sigma)  # all targets are 0
     return precision, sigma

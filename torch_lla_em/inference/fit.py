@@ -239,7 +239,7 @@ def by_solver(
             precision = precision.expand(len(noise.prior.layout.names)).clone()
         state = whole.first(model, precision)
     found = None
-    for found, after in whole.steps(model, state, options.em_steps, options.update):
+    for found, after in whole.steps(model, state, options.em_steps):
         state = after
         trend.note(found)
         told = {**record(found), "columns": problem.cost.columns}

@@ -41,25 +41,9 @@ def function_space_Mackay_update(
     return _bounded(proposed, precision)
 
 
-def em_update(
-    effective_dim: Tensor, squared_norm: Tensor, precision: Tensor, num_weights: Tensor
-) -> Tensor:
-    """Return the EM update λ ← P / (‖w_lin‖² + Tr Σ), which never lowers the evidence.
-
-    It needs more steps than MacKay's update.
-    """
-    trace = (num_weights - effective_dim) / precision
-    return _bounded(num_weights / (squared_norm + trace), precision)
-
-
 def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tensor:
     """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), for residual sums and counts of equal shape."""
     return (residual / torch.maximum(count - effective_dim, LEAST_FREEDOM * count)).sqrt()
-
-
-def em_noise(residual: Tensor, effective_dim: Tensor, count: Tensor, sigma: Tensor) -> Tensor:
-    """Return σ ← √((Σ(y - J w_lin)² + Tr Σ JᵀJ) / N), where Tr Σ JᵀJ = γ σ²."""
-    return ((residual + effective_dim * sigma**2) / count).sqrt()
 
 
 def count_and_rounding(problem: Problem, sigma: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,6 @@ class FitOptions:
     span_memory: float | None = None
     """Largest size of the span in bytes; None: half of the free memory."""
 
-    update: str = "mackay"
     em_steps: int = 20
     """Largest number of steps of λ; 0 keeps λ fixed."""
 
@@ -50,7 +49,6 @@ class FitOptions:
         reasons = {
             "the prior has one precision per tensor": self.layerwise,
             "a solver was chosen": self.solver is not None,
-            'update="em" was chosen': self.update == "em",
         }
         return [why for why, holds in reasons.items() if holds]
 

@@ -46,4 +46,4 @@ class ErrorTrend:
         words += "." if self._converged else ", and the prior precision has not converged."
         if 0 < left < math.inf:
             words += f" {'About' if self._converged else 'At least'} {left:.2g} s more are needed."
-        return f"{words} With a `checkpoint` folder, fit continues from here."
+        return f"{words} With Compute(checkpoint=folder), the same fit continues from here."

@@ -136,19 +136,16 @@ def first(whole: Whole, precision: Tensor) -> State:
     return State(precision, whole.problem.sigma, mean=mean)
 
 
-def steps(
-    whole: Whole, q: State, em_steps: int, update: str = "mackay"
-) -> Iterator[tuple[State, State]]:
+def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:
     """Yield the posterior of every step, and the state with the λ and σ that follow, until it says why EM ended."""
     while em_steps and not q.why:
         found = e_step(whole, q)
-        plain, sigma = m_step(whole, found, update)
-        changes = _changes(found, plain, sigma, update)
+        plain, sigma = m_step(whole, found)
+        changes = _changes(found, plain, sigma)
         precision, last = plain, None
         if not plain.dim():
             last = math.log(found.precision), math.log(plain)
-            by_secant = sigma is None and update == "mackay"
-            precision = _accelerated(found, last) if by_secant else plain
+            precision = _accelerated(found, last) if sigma is None else plain
         number = q.number + 1
         rest = number > 2 and _left(q.moved, changes) < 1
         why = "converged" if rest else "all steps" if number >= em_steps else ""
@@ -165,14 +162,12 @@ def steps(
         yield found, q
 
 
-def _changes(q: State, precision: Tensor, sigma: Tensor | None, update: str) -> Tensor:
-    """Return |Δ log| of every λ and of σ², relative to the Monte Carlo error of log λ, or 1 %; of EM's small steps to .1 %."""
+def _changes(q: State, precision: Tensor, sigma: Tensor | None) -> Tensor:
+    """Return |Δ log| of every λ and of σ², relative to the Monte Carlo error of log λ, or 1 %."""
     gamma, moved = q.gamma.mean(0), (precision / q.precision).log()
     # where the data determine nothing, λ grows without bound, and its value does not matter
     least = torch.where(moved > 0, 1e-12, 1.0)
     allowed = (len(q.samples) * torch.maximum(gamma, least)).rsqrt().clamp_min(0.01)
-    if update == "em":
-        allowed = torch.full_like(allowed, 1e-3)
     changes = (moved.abs() / allowed).view(-1)
     if sigma is None:
         return changes

@@ -16,7 +16,13 @@ from torch_lla_em.runtime.memory import (
 from torch_lla_em.runtime.messages import collected, or_float64, report
 from torch_lla_em.runtime.modes import tf32, without_autocast
 from torch_lla_em.runtime.noise import normal, normals
-from torch_lla_em.runtime.options import PRECISION_BOUNDS, Compute, check_choice, check_options
+from torch_lla_em.runtime.options import (
+    PRECISION_BOUNDS,
+    Compute,
+    check_choice,
+    check_options,
+    refuse_former,
+)
 from torch_lla_em.runtime.turns import Turns
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "normals",
     "or_float64",
     "place_of",
+    "refuse_former",
     "release",
     "report",
     "shortage_of",

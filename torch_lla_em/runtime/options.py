@@ -17,7 +17,7 @@ PRECISION_BOUNDS = 1e-20, 1e20
 
 @dataclass(frozen=True)
 class Compute:
-    """Precision and memory of a fit. The defaults choose what fits into memory.
+    """Precision, memory, time and processes of a fit. The defaults choose what fits into memory.
 
     Example:
         >>> la = LinearisedLaplace(model, "classification", compute=Compute(vectors="cpu"))
@@ -46,7 +46,21 @@ class Compute:
     """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
     of its memory. Default True. False takes the batches from the loader in every pass."""
 
+    checkpoint: str | PathLike[str] | None = None
+    """Folder to which the state is saved after every EM step. If the process is killed, the same fit resumes from it.
+    Default None."""
+
+    budget: float | None = None
+    """Seconds after which a fit ends with the posterior that it has reached, and a warning. With ``checkpoint``, the
+    same fit goes on from there. Default None."""
+
+    shard: Literal["data"] | None = "data"
+    """How an initialised process group is used. "data" (default): ranks share the batches. None: every rank fits on
+    its own."""
+
     def __post_init__(self) -> None:
+        check_choice("shard", self.shard, ("data", None))
+        check_options(checkpoint=self.checkpoint, budget=self.budget)
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
         check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
         check_options(columns=self.columns, rows=self.rows, span_memory=self.span_memory)
@@ -57,6 +71,14 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
     if value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
+
+
+def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> None:
+    """Raise an error for arguments that are not known, with what replaces those of earlier versions."""
+    for name in given:
+        if name not in former:
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+        raise TypeError(f"{owner} has no argument {name!r} any more: {former[name]}.")
 
 
 def check_options(**given: Any) -> None:

@@ -44,13 +44,12 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     if not count:
         return deviations.new_zeros(1, *deviations.shape[1:])
     sets = number_of_functions(deviations, at_least) // (2 * count)
-    if sets > 1:
-        Q = torch.from_numpy(_rotations(count, sets - 1))
-        # products in the dtype of the samples, also inside an autocast context
-        with without_autocast(deviations.device):
-            rotated = torch.tensordot(Q.to(deviations), deviations, dims=1)
-        deviations = torch.cat([deviations, rotated])
-    return torch.cat([deviations, -deviations])
+    if sets == 1:
+        return torch.cat([deviations, -deviations])
+    Q = torch.from_numpy(_rotations(count, sets - 1)).to(deviations)
+    # products in the dtype of the samples, also inside an autocast context
+    with without_autocast(deviations.device):
+        return (Q @ deviations.flatten(1)).view(-1, *deviations.shape[1:])
 
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
@@ -65,13 +64,19 @@ def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
 
 @lru_cache(maxsize=8)
 def _rotations(count: int, sets: int) -> np.ndarray:
-    """Return random orthogonal matrices, stacked to shape (sets × K, K).
+    """Return the identity, random orthogonal matrices, and all of them with the other sign, (S, K).
 
     They are no tensors, since one that is made in ``torch.inference_mode`` cannot be differentiated later.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
-    rotations: np.ndarray = torch.linalg.qr(normal).Q.flatten(0, 1).numpy()
+    Q = torch.cat(
+        [
+            torch.eye(count, dtype=torch.float64, device="cpu"),
+            torch.linalg.qr(normal).Q.flatten(0, 1),
+        ]
+    )
+    rotations: np.ndarray = torch.cat([Q, -Q]).numpy()
     return rotations
 
 

@@ -146,11 +146,12 @@ class FunctionMixture:
 
     def functions(self, rows: slice = slice(None), at_least: int = FUNCTIONS) -> Tensor:
         """Return S functions, (S, b, ..., C), those of the first component first."""
+        parts = self.components
+        if rows != slice(None):
+            parts = tuple(part.part(rows) for part in parts)
         each = [
-            c.centre[rows] + functions_of(c.deviations[:, rows], at_least)
-            if len(c.deviations)
-            else c.centre[None, rows]
-            for c in self.components
+            c.centre + functions_of(c.deviations, at_least) if len(c.deviations) else c.centre[None]
+            for c in parts
         ]
         return torch.cat(each) if len(each) > 1 else each[0]
 

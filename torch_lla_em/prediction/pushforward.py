@@ -125,7 +125,9 @@ class Products(NamedTuple):
         none, parts = apart[:0], []
         for _, of_mode, of_network, _ in table:
             pairs = (of_mode, h), (of_network, f)
-            terms = [n * v for n, v in pairs if isinstance(n, Tensor) or n]
+            # a number that is fitted is a tensor, through which gradients pass
+            known = [(n, v) for n, v in pairs if isinstance(n, Tensor) or n]
+            terms = [v if isinstance(n, float) and n == 1 else n * v for n, v in known]
             centre = sum(terms[1:], terms[0]) if terms else torch.zeros_like(f)
             parts.append(Part(likelihood, centre, none if parts else apart, posterior))
         return parts

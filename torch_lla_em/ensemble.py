@@ -22,6 +22,7 @@ from torch_lla_em.prediction import (
     Printed,
     Reference,
     calibrates,
+    check,
     exports,
     predictor,
     stored,
@@ -57,7 +58,7 @@ class LaplaceEnsemble(Printed, nn.Module):
     is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
     functional_samples = predictor.functional_samples
     predictive_samples = predictor.predictive_samples
-    calibrate, check, export = calibrates.calibrate, calibrates.check, exports.export
+    calibrate, check, export = calibrates.calibrate, check, exports.export
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
 
     def __init__(self, members: Iterable[LinearisedLaplace]):

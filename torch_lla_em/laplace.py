@@ -44,6 +44,7 @@ from torch_lla_em.prediction import (
     Printed,
     Setting,
     calibrates,
+    check,
     exports,
     fitted,
     predictor,
@@ -202,7 +203,7 @@ class LinearisedLaplace(Printed, nn.Module):
     functional_samples = predictor.functional_samples
     predictive_samples = predictor.predictive_samples
     function_sample, export = predictor.function_sample, exports.export
-    calibrate, check = calibrates.calibrate, calibrates.check
+    calibrate, check = calibrates.calibrate, check
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
     state_dict, load_state_dict, save = fitted.state_dict, fitted.load_state_dict, fitted.save
     _load_from_state_dict, load = fitted.load_from_state_dict, classmethod(fitted.load)

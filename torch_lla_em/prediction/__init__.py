@@ -9,8 +9,9 @@ records that users call as methods of the objects that hold them; ``exports`` an
 """
 
 from torch_lla_em.prediction import calibrates, exports, fitted, predictor, stored, summary
-from torch_lla_em.prediction.calibrates import calibrate, check
+from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.check import check
 from torch_lla_em.prediction.conformal import Score, chosen
 from torch_lla_em.prediction.export import program_of
 from torch_lla_em.prediction.fitted import result

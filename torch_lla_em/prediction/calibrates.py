@@ -18,9 +18,8 @@ from torch_lla_em.prediction.calibration import (
     half_as_reference,
     is_deceived,
 )
-from torch_lla_em.prediction.check import Check, checked
 from torch_lla_em.prediction.moved import NoDistance, moved
-from torch_lla_em.prediction.passes import over_batches, pushed, unseen_under_all
+from torch_lla_em.prediction.passes import over_batches, unseen_under_all
 from torch_lla_em.prediction.posterior import Posterior, Posteriors
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
@@ -97,38 +96,6 @@ def calibrate(
     return la
 
 
-def check(
-    la: Any,
-    loader: Any,
-    targets: Tensor | None = None,
-    level: float = 0.9,
-    groups: Any = None,
-) -> Check:
-    """Return the coverage of sets or intervals within groups of held-out examples; print it.
-
-    Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
-    noise or entropy, and quarters by the features with the most extreme values. For images and tables it
-    also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
-            ``fit`` nor for ``calibrate``.
-        targets (Tensor, optional): The targets, if ``loader`` are inputs.
-        level (float): Level of the sets or intervals. Default 0.9.
-        groups (integers, optional): The group of each example, in the order of the dataset. Default
-            None: no groups of yours.
-
-    Raises:
-        ValueError: Before ``calibrate``, or with too few validation examples for the level.
-
-    Example:
-        >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
-    """
-    data = paired(loader, targets)
-    return checked(la, data, level, groups)
-
-
 def calibrated_on(
     known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
 ) -> tuple[CalibratedComponents, Reference, list[str]]:
@@ -192,7 +159,7 @@ def calibrated_on_moved(
         data = Data(loader, network.device, setting.target_fn, weights=weights)
         batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
         read = replace(posterior, setting=setting._replace(target_fn=None))
-        part = joined(over_batches(read, batches, lambda _, part: part))
+        part = joined(part for _, part in over_batches(read, batches))
         tables = [posterior.tables]
         if if_deceived and not group.meet(is_deceived([part], tables), first):
             return posterior
@@ -230,7 +197,7 @@ def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         each = zip(known.members, unseen)
-        parts = [joined(part for _, part in pushed(*pair)) for pair in each]
+        parts = [joined(part for _, part in over_batches(*pair)) for pair in each]
         found = calibrated(parts, known.tables)
         reference = folds_as_reference(parts, found)
     return known.calibrated(found, reference, messages)

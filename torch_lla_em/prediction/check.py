@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_lla_em.data import paired
 from torch_lla_em.prediction.metrics import auroc
 from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.posterior import required
@@ -126,10 +127,36 @@ class Check(Printed):
         return f"Coverage at a level of {self.level:g}", rows
 
 
-def checked(la: Any, loader: Any, level: float, groups: Any = None) -> Check:
-    """Return the coverage by group, class, predicted noise and the inputs' largest features."""
+def check(
+    la: Any,
+    loader: Any,
+    targets: Tensor | None = None,
+    level: float = 0.9,
+    groups: Any = None,
+) -> Check:
+    """Return the coverage of sets or intervals within groups of held-out examples; print it.
+
+    Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
+    noise or entropy, and quarters by the features with the most extreme values. For images and tables it
+    also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
+
+    Args:
+        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
+        loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
+            ``fit`` nor for ``calibrate``.
+        targets (Tensor, optional): The targets, if ``loader`` are inputs.
+        level (float): Level of the sets or intervals. Default 0.9.
+        groups (integers, optional): The group of each example, in the order of the dataset. Default
+            None: no groups of yours.
+
+    Raises:
+        ValueError: Before ``calibrate``, or with too few validation examples for the level.
+
+    Example:
+        >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
+    """
     record = required(la, surely=True)
-    x, data = under_all(record.members, loader)
+    x, data = under_all(record.members, paired(loader, targets))
     known = data.likelihood.labelled(data.y)
     if not known.any():
         raise ValueError("No example has a label, so no coverage can be measured.")

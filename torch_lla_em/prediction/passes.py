@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +15,22 @@ from torch_lla_em.prediction.pushforward import Pushforward, joined, stack_membe
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
-Taken = TypeVar("Taken")
-
 _LEAST, _MANY, _DISTINCT = 50, 0.5, 0.8
 """Number and share of training examples in a validation set that are refused, and the share of different
 training examples below which equal ones are no sign of it."""
 
 
 def over_batches(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    take: Callable[[Batch, Pushforward], Taken],
-    group: Group = Group(),
-    unseen: bool = False,
-) -> list[Taken]:
-    """Return the values of ``take(batch, products)`` at every batch of a loader; one pass.
+    posterior: Posterior, loader: Iterable[Any], group: Group = Group(), unseen: bool = False
+) -> list[tuple[Batch, Pushforward]]:
+    """Return every batch of a loader with its products; one pass, of which each rank has batches of its own.
 
-    Products are not kept beyond the batch unless ``take`` returns them. Each rank of the group has
-    batches of its own. If all examples are to be ``unseen``, training examples are refused.
+    If all examples are to be ``unseen``, training examples are refused.
     """
     model, columns = posterior.setting.linear_model, posterior.columns()
 
-    def at(batch: Batch, f: Tensor, Jw: Tensor) -> Taken:
-        return take(batch, posterior.of_products(f, Jw, batch.targets))
+    def at(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Pushforward]:
+        return batch, posterior.of_products(f, Jw, batch.targets)
 
     with torch.inference_mode(False), torch.no_grad():
         data = Data(loader, model.network.device, posterior.setting.target_fn, group.joined())
@@ -47,11 +40,6 @@ def over_batches(
         if unseen and data.identity is not None:
             refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
         return found
-
-
-def pushed(posterior: Posterior, loader: Iterable[Any]) -> list[tuple[Any, Pushforward]]:
-    """Return the inputs of every batch of a loader and their products; one pass."""
-    return over_batches(posterior, loader, lambda batch, part: (batch.inputs, part))
 
 
 def under_all(
@@ -64,9 +52,10 @@ def under_all(
     """
     each: list[Pushforward] = []
     for posterior in posteriors:
-        inputs, parts = zip(*pushed(posterior, loader))
+        batches, parts = zip(*over_batches(posterior, loader))
         each.append(joined(parts))
         same_targets([each[-1].y], each[0].y.flatten().cpu())
+    inputs = [batch.inputs for batch in batches]
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     x = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     return x, stack_members(each)
@@ -82,7 +71,7 @@ def unseen_under_all(
     each: list[Pushforward] = []
     for posterior in posteriors:
         group.agree(partial(posterior.require, surely=True))
-        own = over_batches(posterior, loader, lambda *pair: pair, group, unseen=True)
+        own = over_batches(posterior, loader, group, unseen=True)
         whole = _of_all_ranks(own, posterior, group)
         same_targets([whole.y], each[0].y.flatten().cpu() if each else None)
         each.append(whole)

@@ -155,11 +155,9 @@ DTYPES = [(1, torch.float64, 1e-10), (1, torch.float32, 1e-5), (6, torch.float64
 
 
 @pytest.mark.parametrize("num_samples, dtype, near", daily((6, torch.float32, 1e-5), rest=DTYPES))
-def test_programs_are_exact_by_factors_and_by_torch_func(num_samples, dtype, near, caplog):
+def test_programs_are_exact_by_factors_and_by_torch_func(num_samples, dtype, near):
     la, (x,), _ = case_of(convolutions, dtype=dtype)
-    caplog.set_level("INFO", logger="torch_lla_em")
     program, other = la.export(x[:5], num_samples=num_samples), 2 * x
-    assert ("1 of 6 samples" in caplog.text) == (num_samples == 1)
     # the network runs once, also in forward mode
     nodes = [str(node.target) for node in program.graph.nodes]
     assert nodes.count("aten.relu.default") == 1

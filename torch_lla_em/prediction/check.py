@@ -16,7 +16,7 @@ from torch_lla_em.prediction.metrics import auroc
 from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import predicted, predictions
+from torch_lla_em.prediction.predictor import predict, predicted
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
@@ -175,15 +175,10 @@ def check(
             for name, copies in _copies(x[:_COPIES]):
                 if torch.equal(copies, x[:_COPIES]):  # such as a blur of small images
                     continue
-                values = []
-                for i, other in enumerate(predictions(record, list(copies.split(_AT_ONCE)))):
-                    if by_group:
-                        some = stated.part(slice(_COPIES)).part(
-                            slice(i * _AT_ONCE, (i + 1) * _AT_ONCE)
-                        )
-                        other = replace(other, stated=some)
-                    values.append(other.p_value)
-                shifted[name] = auroc(-torch.cat(values), -own).item()
+                parts = copies.split(_AT_ONCE)
+                own_groups = stated.groups[:_COPIES].split(_AT_ONCE) if by_group else (None,) * 4
+                each = [predict(record, some, groups=g) for some, g in zip(parts, own_groups)]
+                shifted[name] = auroc(-torch.cat([p.p_value for p in each]), -own).item()
         return Check(level, found, shifted, prediction)
 
 

@@ -16,9 +16,8 @@ from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.prediction.export import Answer, program_of
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import at_inputs, predict, predicted
+from torch_lla_em.prediction.predictor import at_inputs, predicted
 from torch_lla_em.prediction.pushforward import stack_members
-from torch_lla_em.runtime import report
 
 
 def export(
@@ -41,8 +40,8 @@ def export(
             the network allows it, which is logged otherwise.
         path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
             with .onnx for ONNX. Default None: it is not saved.
-        num_samples (int, optional): Number of samples to use; fewer are faster. How much this
-            changes the predictions at x is shown. Default None: all.
+        num_samples (int, optional): Number of samples to use; fewer are faster. Coverage and p-values are
+            approximate then, since all samples were calibrated. Default None: all.
         level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``, or the ends
             "lower" and "upper" of ``interval(level)`` for continuous targets, as well. It needs
             ``calibrate``.
@@ -94,15 +93,6 @@ def export(
         for factored in [True, False] if by_factors and not is_onnx else [False]:
             yield partial(answer, [model.steady(x, factored) for model in models])
 
-    if num_samples is not None:
-        few, every = (predict(la, x, num_samples=n).expectation for n in (num_samples, None))
-        text = (
-            f"With {num_samples} of {len(required(la).members[0].result.w_samples)} samples, predictions at the "
-            f"example inputs differ from la(x) by up to {(few - every).abs().max():.2g}."
-        )
-        if level is not None or p_value:
-            text += " Coverage and p-values are approximate, since all samples were calibrated."
-        report("show", text)
     networks, is_onnx = [model.network for model in models], Path(path or "").suffix == ".onnx"
     x = to_device(x, networks[0].device)
     return program_of(direct, recorded(), networks, x, path)

@@ -147,6 +147,8 @@ class _Judge:
         each = []
         for x, y in batches:
             f = self.outputs(x)
+            if len(f) != len(y):
+                raise NoDistance("outputs do not have one row for each example")
             y = aligned(self.likelihood, y, f, self._network.class_dim)
             each.append(self._errors(self.likelihood.mean(f), y))
         wrong, known = map(torch.cat, zip(*each))

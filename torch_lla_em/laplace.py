@@ -238,7 +238,11 @@ class LinearisedLaplace(Printed, nn.Module):
         return self._posterior
 
     def take(self, posterior: Posterior) -> None:
-        """Hold another record from now on."""
+        """Hold another record from now on.
+
+        Args:
+            posterior (Posterior): The record, as ``calibrate`` of a record returns it.
+        """
         self._posterior, self.num_samples = posterior, len(posterior.result.w_samples)
 
     @property

@@ -89,9 +89,6 @@ class LaplaceEnsemble(Printed, nn.Module):
 
         Args:
             posterior (Posteriors): The record of the same members.
-
-        Args:
-            posterior (Posteriors): The record, as ``calibrate`` of a record returns it.
         """
         self._found = posterior.found
 

@@ -5,7 +5,6 @@ import numpy
 import pytest
 import torch
 from daily import daily
-from direct import Direct
 from loaders import InAnyOrder
 from models import trained
 from steps import WATCH, begin, complete_span, posterior_at

@@ -311,8 +311,9 @@ def _least(parts: list[Any], keys: Tensor, most: int) -> tuple[list[Any], Tensor
 def _squared_distances(tensors: list[Tensor]) -> Tensor:
     """Return the squared distances between examples, (n, n), a few columns at a time."""
     products: Any = 0
+    unit = max(t.abs().max().item() for t in tensors if t.numel()) or 1.0  # its square may be 0
     for t in tensors:
-        for part in t.flatten(1).double().split(4096, dim=1):
+        for part in t.flatten(1).double().div(unit).split(4096, dim=1):
             part = part - part.mean(0)
             products = products + part @ part.T
     squares = products.diagonal()

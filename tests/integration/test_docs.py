@@ -1,9 +1,12 @@
-"""The code of the README, the pages and the examples runs, and their figures are committed results."""
+"""Code of the README, the pages and the examples runs; figures are committed results; site and package build."""
 
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
 import warnings
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from fresh import run_python
 from small import SIZES, small, written
 from tiny import known
 from torch import nn
+
+import torch_lla_em
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -286,3 +291,125 @@ def _kinds(cell):
     outputs = [*cell.get("outputs", ())]
     printed = any(out.get("name") == "stdout" and out["text"].strip() for out in outputs)
     return printed, any("image/png" in out.get("data", {}) for out in outputs)
+
+
+# the site and its search
+
+BUILDERS = [name for name in ("properdocs", "mkdocs") if importlib.util.find_spec(name)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; it has no warnings."""
+    if not BUILDERS or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("needs torch_lla_em[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    command = "-m", BUILDERS[0], "build", "--strict", "-f", "mkdocs.yml", "-d", folder
+    run_python(*command, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
+    return folder
+
+
+# a page, and what a user types to whom the search has to show it first
+OF_PAGES = {
+    "reading_results/": "active learning, glossary, report",
+    "tutorials/bayesian_optimisation/": "Bayesian optimisation, BoTorch",
+    "calibration/": "calibration, conformal, coverage, ensemble, prediction sets",
+    "cost/": "checkpoint, distributed, GPU, out of memory",
+    "which_method/": "choosing a model, temperature scaling",
+    "tutorials/class_balance/": "class weights, imbalanced",
+    "tutorials/own_likelihood/": "custom likelihood",
+    "serving/": "distillation, export, ONNX, serving",
+    "tutorials/choosing/": "evidence",
+    "tutorials/text_and_lora/": "fine-tuning, LoRA",
+    "tutorials/heteroscedastic/": "heteroscedastic",
+    "coming_from_laplace_torch/": "laplace-torch",
+    "tutorials/lightning_callback/": "lightning",
+    "benchmarks/": "MC dropout",
+    "out_of_distribution/": "OOD, out-of-distribution",
+    "method/": "prior precision, weight decay",
+    "regression/": "regression",
+    "tutorials/segmentation/": "segmentation",
+    "tutorials/time_series/": "time series",
+}
+SOUGHT = {query: page for page, queries in OF_PAGES.items() for query in queries.split(", ")}
+
+
+@pytest.fixture(scope="module")
+def first_pages(site):
+    """The first page that the site's own search finds for each query."""
+    if shutil.which("node") is None:
+        pytest.skip("needs Node.js, which runs the search of the theme")
+    command = ["node", ROOT / "tests/search.js", site]
+    typed = "\n".join(SOUGHT)
+    answers = subprocess.run(command, input=typed, stdout=subprocess.PIPE, text=True, check=True)
+    found = map(json.loads, answers.stdout.splitlines())
+    return {query: (pages or [""])[0].partition("#")[0] for query, pages in zip(SOUGHT, found)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query", SOUGHT)
+def test_the_search_finds_the_page_first(first_pages, query):
+    assert first_pages[query] == SOUGHT[query]
+
+
+@pytest.mark.slow
+def test_every_public_name_is_in_the_reference(site):
+    pages = "".join(path.read_text() for path in (site / "api").rglob("index.html"))
+    names = set(torch_lla_em.__all__)
+    for path in (ROOT / "torch_lla_em").glob("*/__init__.py"):
+        names |= set(importlib.import_module(f"torch_lla_em.{path.parent.name}").__all__)
+    assert len(names) > 50
+    missing = [n for n in names if not re.search(rf'id="torch_lla_em\.[\w.]*\b{n}"', pages)]
+    assert not missing
+
+
+@pytest.mark.slow
+def test_figures_have_alternative_texts(site):
+    for path in site.rglob("index.html"):
+        assert not re.search(r'<img alt=""|<img (?![^>]*alt=)', path.read_text()), path
+
+
+# the package
+
+SETUP = ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+META = SETUP["metadata"]
+REQUIRED = SETUP["options"]["install_requires"].split()
+
+
+def test_the_version_is_the_same_everywhere():
+    assert META["version"] == "attr: torch_lla_em.__version__"
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    conda = (ROOT / "conda/recipe.yaml").read_text()
+    recipe = re.search(r'^  version: "(.+)"$', conda, re.MULTILINE)
+    released = re.search(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert torch_lla_em.__version__ == cited == recipe[1] == released
+
+
+def test_the_conda_recipe_renders_and_requires_the_same():
+    render = pytest.importorskip("rattler_build").Stage0Recipe.from_file(ROOT / "conda/recipe.yaml")
+    (variant,) = render.render()
+    recipe = variant.recipe.to_dict()
+    needed = {r.replace(" ", "").replace("pytorch", "torch") for r in recipe["requirements"]["run"]}
+    assert needed == {*REQUIRED, f"python{SETUP['options']['python_requires']}"}
+    assert recipe["package"]["version"] == torch_lla_em.__version__
+
+
+def test_the_paper_has_what_its_journal_asks_for():
+    text = (ROOT / "paper/paper.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    keys = re.findall(r"^(\w+):", head, re.MULTILINE)
+    assert {*keys} >= {"title", "tags", "authors", "affiliations", "date", "bibliography"}
+    parts = "Summary", "Statement of need", "State of the field", "Results", "References"
+    assert tuple(re.findall(r"^# (.+)$", body, re.MULTILINE)) == parts
+    assert 500 < len(body.split()) < 1000
+    entries = re.findall(r"^@\w+\{([^,]+),", (ROOT / "paper/paper.bib").read_text(), re.MULTILINE)
+    cited = set(re.findall(r"@([a-z][\w-]*)", re.sub(r"`[^`]*`", "", body)))
+    assert cited == set(entries) and len(entries) == len(cited)
+    for picture in re.findall(r"!\[.+\]\((.+)\)", body):
+        assert (ROOT / "paper" / picture).exists()
+
+
+def test_import_needs_no_torchvision():
+    package = Path(torch_lla_em.__file__).parent
+    assert not [path for path in package.rglob("*.py") if "torchvision" in path.read_text()]

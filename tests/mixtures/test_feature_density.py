@@ -83,11 +83,10 @@ class Echo(nn.Module):
         ((5,), {}, lambda x: x[:, None]),
         ((5, 4), {}, lambda x: x),
         ((5, 4, 3), {}, lambda x: x.mean(2)),
-        ((5, 4, 3), {"feature_axis": -1}, lambda x: x.mean(1)),
+        ((5, 4, 3), {"pool": lambda x: x.mean(1)}, lambda x: x.mean(1)),
         ((5, 4, 3, 2), {}, lambda x: x.mean((2, 3))),
-        ((5, 4, 3, 2), {"feature_axis": -1}, lambda x: x.mean((1, 2))),
         ((5, 4, 3, 2, 2), {}, lambda x: x.mean((2, 3, 4))),
-        ((5, 4, 3), {"pool": "flatten"}, lambda x: x.reshape(5, 12)),
+        ((5, 4, 3), {"pool": lambda x: x.flatten(1)}, lambda x: x.reshape(5, 12)),
         ((5, 4, 3), {"pool": lambda x: x[:, 0]}, lambda x: x[:, 0]),
     ],
 )
@@ -162,7 +161,7 @@ def test_changed_weights_raise(network):
 UNSUITABLE = [
     (AttributeError, "has no attribute `tail`", lambda net, x, y: FeatureDensity(net, "tail")),
     (ValueError, "not a part", lambda net, x, y: FeatureDensity(net, nn.Linear(2, 2))),
-    (ValueError, "pool must be", lambda net, x, y: FeatureDensity(net, "body", pool="max")),
+    (ValueError, "pool must map", lambda net, x, y: FeatureDensity(net, "body", pool="max")),
     (RuntimeError, "did not run", lambda net, x, y: FeatureDensity(net, "spare").fit([x])),
     (TypeError, "a torch.int64 tensor", lambda net, x, y: FeatureDensity(Echo(), "").features(y)),
     (TypeError, "a str, not", lambda net, x, y: FeatureDensity(Echo(str), "").features(x)),

@@ -49,7 +49,7 @@ class LaplaceModel(EnsembleModel):
         Raises:
             ValueError: If the network has another number of outputs.
         """
-        rows = X.reshape(-1, X.shape[-1]).to(next(self.la.model.parameters()).dtype)
+        rows = X.reshape(-1, X.shape[-1]).to(self.la.w_MAP.dtype)
         samples = self.la.functional_samples(rows).to(X.dtype)
         outputs = samples.shape[2:] or (1,)
         if tuple(outputs) != (self.num_outputs,):

@@ -5,7 +5,7 @@ mixture without labels, is fitted to the outputs of one layer.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,10 +41,8 @@ class FeatureDensity:
             ``covariance="diagonal"`` if the layer has hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
-        pool (str or callable): How outputs become features (B, D): "mean" (default) averages over
-            all axes but the first and ``feature_axis``, "flatten" keeps all entries.
-        feature_axis (int): Axis of the features. Default 1, for the channels of a convolution; use
-            -1 for transformers.
+        pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h: h.mean(1)``
+            for tokens (B, T, D). Default None: the mean over all axes but the first two, as of convolutions.
         forward_fn (callable, optional): Called with the model and the inputs instead of
             ``model(inputs)``. Default None.
 
@@ -64,12 +62,11 @@ class FeatureDensity:
         mixture: Mixture | None = None,
         *,
         by_label: bool = False,
-        pool: Literal["mean", "flatten"] | Callable[[Tensor], Tensor] = "mean",
-        feature_axis: int = 1,
+        pool: Callable[[Tensor], Tensor] | None = None,
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
     ):
-        if not callable(pool) and pool not in ("mean", "flatten"):
-            raise ValueError(f"pool must be 'mean', 'flatten' or a callable, not {pool!r}.")
+        if not callable(pool) and pool is not None:
+            raise ValueError(f"pool must map outputs to features (B, D), but it is {pool!r}.")
         self._network = Network(model, forward_fn or _forward)
         module = self._network.module
         self.layer = module.get_submodule(layer) if isinstance(layer, str) else layer
@@ -77,7 +74,7 @@ class FeatureDensity:
             raise ValueError("The layer is not a part of the model.")
         self.model, self.by_label = model, by_label
         self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=True)
-        self.pool, self.feature_axis = pool, feature_axis
+        self.pool = pool
         self._state: NetworkState | None = None
 
     def fit(self, data: Any, labels: Any = None) -> "FeatureDensity":
@@ -159,13 +156,11 @@ class FeatureDensity:
                 "Choose another layer."
             )
         features = found[0].detach()
-        if callable(self.pool):
+        if self.pool is not None:
             features = self.pool(features)
         if features.ndim == 1:
             return features[:, None]
-        if features.ndim == 2 or self.pool == "flatten":
-            return features.flatten(1)
-        return features.movedim(self.feature_axis, 1).flatten(2).mean(2)
+        return features.flatten(2).mean(2) if features.ndim > 2 else features
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:

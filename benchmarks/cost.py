@@ -1,9 +1,8 @@
 """What a fit and its predictions cost, beside the training of the network and an ensemble.
 
     python benchmarks/cost.py                              # every network: an hour
-    python benchmarks/cost.py --parts fits --problems mlp regression cnn
-    python benchmarks/cost.py --parts fits --problems "last layer, 2000 x 64 x 50"
-    python benchmarks/cost.py --parts growth               # N, P, C and K of one perceptron
+    python benchmarks/cost.py --problems mlp regression cnn
+    python benchmarks/cost.py --problems "last layer, 2000 x 64 x 50"
 
 One thread, processor seconds; with --device cuda, wall-clock seconds. There is a line for each
 network, which is trained by Adam in batches of 100. Classifiers are fitted with the defaults, and
@@ -196,13 +195,6 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "segment, last_layer": segment,
 } | {f"last layer, {N} x {D} x {C}": partial(head, N, D, C) for N, D, C in HEADS_OF}
 NETWORK = {"curvature": "network"}
-GROWTH: dict[str, list[tuple[dict, int]]] = {
-    "N": [({"rows": rows}, 16) for rows in (750, 3000, 12000)],
-    "P": [({"width": width}, 16) for width in (50, 200, 400)],
-    "C": [({"classes": classes}, 16) for classes in (2, 5, 20)],
-    "K": [({}, K) for K in (4, 16, 64)],
-}
-"""What grows -> arguments of ``mlp``, and K."""
 
 
 def seconds(run: Callable[[], object], repeats: int = 1) -> float:
@@ -335,19 +327,6 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
         yield found
 
 
-def growth(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield a line of every size of the first network."""
-    for grown, cases in GROWTH.items():
-        for sizes, num_samples in cases:
-            problem = made(partial(mlp, **sizes), args.device)
-            found = line(problem, train(problem), num_samples)
-            yield {
-                "part": "growth",
-                "problem": f"mlp, {grown}",
-                "classes": int(problem.y.max()) + 1,
-            } | found
-
-
 def made(make: Callable[[], Problem], device: str = "cpu") -> Problem:
     torch.manual_seed(0)
     return make().on(device)
@@ -357,12 +336,10 @@ SHOWN = (
     *("weights", "rows", "K", "training_seconds", "seconds", "trainings", "epochs", "F"),
     *("network_curvature", "ensemble", "laplace_torch", "predict F", "served 1", "served 8"),
 )
-PARTS = {"fits": fits, "growth": growth}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--device", default="cpu")
@@ -374,13 +351,12 @@ def main(arguments: list[str] | None = None) -> None:
     origin = provenance(("torch",))
     origin |= {"machine": torch.cuda.get_device_name()} if args.device != "cpu" else {}
     fitted(Problem(nn.Linear(2, 2), torch.randn(9, 2), torch.arange(9) % 2, 1), 2)  # burn-in
-    for part in args.parts:
-        found = []
-        for record in PARTS[part](args):
-            found.append(record)
-            print(record, flush=True)
-            markdown.append(args.out / "cost.jsonl", [record], origin)
-        print("\n" + markdown.table(found, ["problem"], [k for k in SHOWN if k in found[0]]))
+    found = []
+    for record in fits(args):
+        found.append(record)
+        print(record, flush=True)
+        markdown.append(args.out / "cost.jsonl", [record], origin)
+    print("\n" + markdown.table(found, ["problem"], [k for k in SHOWN if k in found[0]]))
 
 
 if __name__ == "__main__":

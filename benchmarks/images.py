@@ -132,7 +132,7 @@ def solar(path: Path, seed: int, functional: bool) -> Task:
 def digits(network: Callable[[], nn.Module], seed: int) -> Task:
     task = images("mnist_lenet", seed)
     test = Rows(*(part[:MOST] for part in task.test))
-    return task._replace(test=test, network=lambda _: network(), shifted=shifted(test.x))
+    return task._replace(test=test, network=network, shifted=shifted(test.x))
 
 
 CASES: dict[str, Callable[[Path, int], Task]] = {
@@ -168,30 +168,29 @@ def posteriors(network: nn.Module, task: Task, seed: int) -> Iterator[tuple[str,
         yield f"ours{name}", lambda x, la=la: -la.predict(x).p_value
 
 
-@torch.no_grad()
 def measured(args: argparse.Namespace, case: str, seed: int) -> Iterator[dict]:
     """Yield the scores of all methods, and a record for each OOD score and each shift."""
     task, members = CASES[case](args.features, seed), []
     for k in range(MEMBERS):
         torch.manual_seed(10 * seed + k)
-        members.append(task.network(0.0))
+        members.append(task.network())
         optimiser = torch.optim.Adam(members[-1].parameters(), 2e-3)
-        with torch.enable_grad():
-            descend(members[-1], task.train, args.epochs, optimiser, 64)
+        descend(members[-1], task.train, args.epochs, optimiser, 64)
     common = {"case": case, "seed": seed}
     compared = [name for name in METHODS if name.startswith(ROWS) and "grid" not in name]
     if case == "functional cells":  # nothing is wrong there
         compared = []
     for name in compared:
-        with torch.enable_grad():
-            found = list(METHODS[name](Case(task, members, seed, [""], args.epochs, False)))
-        for row, predict in found:
-            scores = predict(task.test.x).scores(task.test.y, {})
+        for row, predict in METHODS[name](Case(task, members, seed, [""], args.epochs, False)):
+            with torch.no_grad():
+                scores = predict(task.test.x).scores(task.test.y, {})
             yield common | {"part": "probabilities", "row": row} | scores
     network = members[0]
-    with torch.enable_grad():
-        ours = list(posteriors(network, task, seed))
-    for row, score in (*detectors(network, task.train), *ours):
+    ours = list(posteriors(network, task, seed))
+    with torch.no_grad():
+        others = list(detectors(network, task.train))
+    for row, score in (*others, *ours):
+        score = torch.no_grad()(score)
         limit = -RATE
         if not row.startswith("ours"):
             limit = score(task.held_out.x).double().quantile(1 - RATE).item()
@@ -203,41 +202,42 @@ def measured(args: argparse.Namespace, case: str, seed: int) -> Iterator[dict]:
             yield common | record | {"auroc": auroc(known, strange)}
 
 
+def means(records: list[dict], *keys: str) -> dict[tuple, dict[str, float]]:
+    """Return means of all numbers over seeds, by the values of some keys."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    names = ("nll", "ece", "accuracy", "auroc", "flagged")
+    return {
+        at: {k: sum(r[k] for r in of) / len(of) for k in names if k in of[0]}
+        for at, of in groups.items()
+    }
+
+
 def report(records: list[dict]) -> str:
-    """Return the table of probabilities, and that of AUROC and share of flagged inputs."""
-    found = [r for r in records if r["part"] == "probabilities"]
-    keys = {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}
-    best = {"nll": "min", "ece": "min", "accuracy": "max"}
-    parts = []
-    for case in dict.fromkeys(r["case"] for r in found):
-        lines: dict[str, list[dict]] = {}
-        for record in (r for r in found if r["case"] == case):
-            lines.setdefault(record["row"], []).append(record)
-        means = [
-            {"row": row} | {k: sum(r[k] for r in group) / len(group) for k in keys}
-            for row, group in lines.items()
-        ]
-        shown = markdown.table(means, {"row": case}, keys, best, 3)
-        parts.append(shown)
-    for case in dict.fromkeys(r["case"] for r in records):
-        chosen = [r for r in records if r["part"] == "ood" and r["case"] == case]
-        shifts = list(dict.fromkeys(r["shift"] for r in chosen))
-        lines = []
-        for row in dict.fromkeys(r["row"] for r in chosen):
-            line, areas = {"row": row}, []
-            for shift in shifts:
-                of = [r for r in chosen if (r["row"], r["shift"]) == (row, shift)]
-                area, flagged = (sum(r[k] for r in of) / len(of) for k in ("auroc", "flagged"))
-                line[shift] = f"{flagged:.3f}" if shift == "none" else f"{area:.3f} / {flagged:.2f}"
-                areas += [area] * (shift != "none")
-            lines.append(line | {"mean AUROC": sum(areas) / len(areas)})
-        titles = {s: "false alarms" if s == "none" else s for s in shifts}
-        titles["mean AUROC"] = "mean AUROC"
-        parts.append(
-            markdown.table(
-                lines, {"row": f"{case}: AUROC / flagged"}, titles, {"mean AUROC": "max"}, 3
-            )
+    """Return the tables of probabilities, and those of AUROC and share of flagged inputs."""
+    titles = {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}
+    best, parts = {"nll": "min", "ece": "min", "accuracy": "max"}, []
+    found = {part: [r for r in records if r["part"] == part] for part in ("probabilities", "ood")}
+    for case in dict.fromkeys(r["case"] for r in found["probabilities"]):
+        of = means([r for r in found["probabilities"] if r["case"] == case], "row")
+        lines = [{"row": row} | line for (row,), line in of.items()]
+        parts.append(markdown.table(lines, {"row": case}, titles, best, 3))
+    for case in dict.fromkeys(r["case"] for r in found["ood"]):
+        of = means([r for r in found["ood"] if r["case"] == case], "row", "shift")
+        lines, shifts = (
+            [],
+            [shift for shift in dict.fromkeys(at[1] for at in of) if shift != "none"],
         )
+        for row in dict.fromkeys(at[0] for at in of):
+            areas = [of[row, shift]["auroc"] for shift in shifts]
+            line = {"row": row, "none": of[row, "none"]["flagged"], "mean": sum(areas) / len(areas)}
+            for shift, area in zip(shifts, areas, strict=True):
+                line[shift] = f"{area:.3f} / {of[row, shift]['flagged']:.2f}"
+            lines.append(line)
+        columns = {"none": "false alarms"} | {s: s for s in shifts} | {"mean": "mean AUROC"}
+        title = {"row": f"{case}: AUROC / flagged"}
+        parts.append(markdown.table(lines, title, columns, {"mean": "max"}, 3))
     return "\n\n".join(parts)
 
 

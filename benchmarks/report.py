@@ -4,7 +4,8 @@
     python benchmarks/report.py results/tables.jsonl     # first replace the stored results by a run's
 
 takes a few seconds. Benchmarks write JSON lines to results/, which git ignores; benchmarks/results has those that
-the documentation shows. Of tables.py it has means over tables and seeds.
+the documentation shows. Of tables.py it has means over tables and seeds. The headline (README, benchmarks, paper) is
+made of tables.jsonl alone.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import distil
+import images
 import matplotlib
 import tables
 import testbed
@@ -31,13 +33,16 @@ NAMES = {
     "temperature": "temperature scaling",
     "ensemble of 5": "ensemble of five",
     "ensemble of 5, temperature": "ensemble of five, temperature scaling",
-    "laplace-torch, as it comes": "laplace-torch, defaults",
-    "laplace-torch, last layer, full, held-out": "laplace-torch, last layer, tuned on validation set",
-    "IVON": "IVON (mean-field variational)",
+    "laplace-torch, last layer, grid search": "laplace-torch, last layer, tuned on validation set",
+    "laplace-torch, grid search, all layers": "laplace-torch, all layers, tuned on validation set",
+    "ours": "torch_lla_em, all layers",
+    "ours, last layer": "torch_lla_em, last layer",
     "ours, as fitted": "torch_lla_em, as fitted",
     "ours, calibrated": "torch_lla_em, calibrated",
-    "ours of 5, calibrated": "torch_lla_em, five networks, calibrated",
-    "ours by folds": "torch_lla_em, five networks by folds",
+    "ours (validation=False), as fitted": "torch_lla_em, `validation=False`",
+    "ours, last layer (validation=False), as fitted": "torch_lla_em, last layer, `validation=False`",
+    "ours, last layer, as fitted": "torch_lla_em, last layer, as fitted",
+    "ours, last layer, calibrated": "torch_lla_em, last layer, calibrated",
     "many rows": "MLP, many examples",
     "many rows, regression": "MLP, many examples, regression",
     "diamonds": "MLP, diamonds (price)",
@@ -53,14 +58,19 @@ NAMES = {
 }
 """Names of rows in the results -> names on the pages."""
 
-VALIDATION_NOISE = {
-    "temperature": "network, validation noise",
-    "ensemble of 5, temperature": "ensemble of five, validation noise",
-}
-STAGES = {"early": "early stopping", "on": "100 epochs"}
+STAGES = {"early": "early stopping", "on": "100 epochs", "late": "400 epochs"}
+HEADED = {"dyadic": "joint NLL", "accuracy": "accuracy", "gain": "OOD AUROC"}
+"""What the headline has beside the NLL."""
 CHARTED = (
     *("network", "temperature", "ensemble of 5", "ensemble of 5, temperature"),
-    *("ours, as fitted", "ours, calibrated"),
+    *(
+        "laplace-torch, last layer",
+        "laplace-torch, last layer, grid search",
+        "laplace-torch, all layers",
+    ),
+    *("ours (validation=False), as fitted", "ours, as fitted", "ours, calibrated"),
+    *("ours, last layer (validation=False), as fitted", "ours, last layer, as fitted"),
+    "ours, last layer, calibrated",
 )
 
 
@@ -85,9 +95,6 @@ class Shown(NamedTuple):
 
     decimals: int | None = None
 
-    names: dict[str, str] = {}
-    """Names of rows on the page, where they differ from those on the other pages."""
-
 
 BENCHMARKS, COST = "docs/benchmarks.md", "docs/cost.md"
 METHOD = {"row": "method"}
@@ -100,8 +107,6 @@ RELATIVE = {
     "accuracy": "accuracy",
     "gain": "OOD AUROC",
 }
-NUMBERS = {"nll": "NLL", "worst": "worst NLL", "coverage": "coverage of 90 %", "rmse": "RMSE"}
-PRICE = {"trainings": "price, trainings"}
 LEAST = dict.fromkeys(("nll", "worst", "near", "dyadic", "ece"), "min")
 RELATIVE_BEST = LEAST | {"accuracy": "max", "gain": "max"}
 PROMISED = {"coverage": "coverage of 90 %", "flagged": "false alarms at 5 %"}
@@ -137,18 +142,22 @@ SEGMENTED = {
     "trainings": "fit / training",
     "error": "error of samples",
 }
-HEADLINE = Shown(
-    "README.md",
-    "tables",
-    {"row": "test NLL / that of temperature scaling"},
-    STAGES,
-    {"set": "kept", "row": CHARTED},
-    dict.fromkeys(STAGES, "min"),
-    2,
-)
+LARGE = {
+    "rmse": "RMSE",
+    "nll": "NLL",
+    "crps": "CRPS",
+    "coverage": "coverage of 90 %",
+    "fit_seconds": "fit, CPU s",
+}
 TABLES = {
-    "headline": HEADLINE,
-    "headline of the paper": HEADLINE._replace(page="paper/paper.md"),
+    "large": Shown(
+        BENCHMARKS,
+        "large",
+        METHOD,
+        LARGE,
+        best=dict.fromkeys(("nll", "crps", "rmse"), "min"),
+        decimals=3,
+    ),
     "segmentation": Shown(
         BENCHMARKS, "segmentation", {"images": "images", "layers": "posterior over"}, SEGMENTED
     ),
@@ -161,12 +170,11 @@ TABLES = {
     ),
     "promises": Shown(
         "docs/calibration.md",
-        "promises",
-        {"kind": "targets", "network": "network"},
+        "tables",
+        {"network": "network"},
         PROMISED,
-        {"row": "ours, calibrated"},
+        {"set": "unseen", "row": "ours, calibrated"},
         decimals=3,
-        names=STAGES,
     ),
     "cost": Shown(COST, "cost", OF_NETWORK, COSTS, {"part": "fits"}),
     "cost of predictions": Shown(
@@ -176,18 +184,39 @@ TABLES = {
     "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),
 }
 for stage in STAGES:
-    for name, file, columns, best in (
-        ("kept", "tables", RELATIVE, RELATIVE_BEST),
-        ("peers", "peers", RELATIVE | PRICE, RELATIVE_BEST),
-        ("regression", "tables", NUMBERS, dict.fromkeys(("nll", "worst", "rmse"), "min")),
-    ):
-        names = VALIDATION_NOISE if name == "regression" else {}
-        where = {"set": name, "network": stage}
-        if (name, stage) == ("peers", "early"):
-            continue
-        TABLES[f"{name} {stage}"] = Shown(BENCHMARKS, file, METHOD, columns, where, best, 3, names)
+    where = {"set": "unseen", "network": stage}
+    TABLES[f"unseen {stage}"] = Shown(
+        BENCHMARKS, "tables", METHOD, RELATIVE, where, RELATIVE_BEST, 3
+    )
+
+
+def headline(lines: list[dict]) -> str:
+    """Return mean and worst ratio of the NLL at each stage, and other scores after 100 epochs, a row for each method."""
+    known = {(ln["row"], ln["network"]): ln for ln in lines if ln["set"] == "unseen"}
+    columns = STAGES | HEADED
+    charted = [row for row in CHARTED if (row, "on") in known]
+    rows = [{"row": NAMES.get(row, row)} for row in charted]
+    for key in columns:
+        score, stage, best = ("nll", key, min) if key in STAGES else (key, "on", max)
+        best = min if score == "dyadic" else best
+        found = [known[row, stage] for row in charted]
+        shown = [markdown.number(line[score], 2 + (score == "accuracy")) for line in found]
+        top = best(shown, key=float)
+        for cells, line, text in zip(rows, found, shown, strict=True):
+            cells[key] = f"**{text}**" if text == top else text
+            cells[key] += f" ({line['worst']:.1f})" if score == "nll" else ""
+    return markdown.table(rows, {"row": "test NLL / temperature scaling's: mean (worst)"}, columns)
+
 
 TEXTS = {
+    "headline": ("README.md", "tables", headline),
+    "headline of the benchmarks": (BENCHMARKS, "tables", headline),
+    "headline of the paper": ("paper/paper.md", "tables", headline),
+    "images": (
+        BENCHMARKS,
+        "images",
+        lambda lines: images.report([line | {"row": named(line["row"])} for line in lines]),
+    ),
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
@@ -199,7 +228,7 @@ def named(name: object) -> object:
     """Return what the pages call a row."""
     if not isinstance(name, str):
         return name
-    name = NAMES.get(name, name)
+    name = (NAMES | STAGES).get(name, name)
     name = re.sub(r"\b(mlp|cnn|bert)\b", lambda word: word[0].upper(), name)
     return re.sub("|".join(("resnet18", "resnet50", "vit_s", "lenet")), lambda w: NAMES[w[0]], name)
 
@@ -207,11 +236,15 @@ def named(name: object) -> object:
 def kept(path: Path) -> list[dict]:
     """Return what is stored of a run; of tables.py means over tables and seeds, with their commit."""
     lines = markdown.read(path)
-    if path.stem not in ("tables", "peers", "promises"):
+    if path.stem == "tables":
+        return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
+    if path.stem not in ("uci", "images", "large"):
         return lines
-    common = {"commit": lines[-1]["commit"]}
-    common |= {"set": "peers"} if path.stem == "peers" else {}
-    return [line | common for line in tables.lines(lines)]
+    left_out = "machine", "versions", "command"  # many short lines, of one run
+    return [
+        {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in line.items()}
+        for line in ({k: v for k, v in ln.items() if k not in left_out} for ln in lines)
+    ]
 
 
 def replaced(stored: list[dict], lines: list[dict]) -> list[dict]:
@@ -231,12 +264,7 @@ def fill(results: Path, root: Path) -> None:
             for line in markdown.read(results / f"{shown.file}.jsonl")
             if all(_is(line.get(key), value) for key, value in shown.where.items())
         ]
-        if shown.columns == STAGES:
-            lines = [{"row": line["row"], line["network"]: line["nll"]} for line in lines]
-        lines = [
-            line | {k: shown.names.get(line[k]) or named(line[k]) for k in shown.rows if k in line}
-            for line in lines
-        ]
+        lines = [line | {k: named(line[k]) for k in shown.rows if k in line} for line in lines]
         if lines:
             found = {k: v for k, v in shown.columns.items() if any(k in line for line in lines)}
             text = markdown.table(lines, shown.rows, found, shown.best, shown.decimals)
@@ -253,26 +281,12 @@ def _is(value: object, asked: object) -> bool:
 
 
 def draw(results: Path, out: Path) -> None:
-    """Draw the charts."""
+    """Draw dots for means over the new tables, and lines to the worst table."""
     out.mkdir(parents=True, exist_ok=True)
     lines = markdown.read(results / "tables.jsonl")
-    charts = {
-        "classification": (lines, "kept", "test NLL / that of temperature scaling"),
-        "regression": (lines, "regression", "test NLL − that of the network"),
-    }
-    for name, arguments in charts.items():
-        figure = compared(*arguments)
-        # without the version of matplotlib, equal charts are equal files
-        figure.savefig(out / f"{name}.png", dpi=100, metadata={"Software": None})
-        plt.close(figure)
-
-
-def compared(lines: list[dict], data: str, label: str) -> plt.Figure:
-    """Return dots for means over data sets, and lines to the worst data set."""
-    figure, columns = plt.subplots(1, 2, figsize=(7, 2.9), sharey=True, layout="constrained")
-    names = NAMES | (VALIDATION_NOISE if data == "regression" else {})
+    figure, columns = plt.subplots(1, 3, figsize=(9, 4), sharey=True, layout="constrained")
     for axes, (stage, title) in zip(columns, STAGES.items(), strict=True):
-        found = {ln["row"]: ln for ln in lines if ln["set"] == data and ln["network"] == stage}
+        found = {ln["row"]: ln for ln in lines if ln["network"] == stage}
         rows = [row for row in CHARTED if row in found]
         best = min(found[row]["nll"] for row in rows)
         for height, row in enumerate(reversed(rows)):
@@ -286,13 +300,15 @@ def compared(lines: list[dict], data: str, label: str) -> plt.Figure:
             axes.annotate(
                 f"{value:.2f}", (value, height), color=colour, size=8, weight=weight, **place
             )
-        axes.margins(x=0.1)
-        axes.axvline(data == "kept", color="black", linewidth=0.8, linestyle=":")
-        labels = [names[row].replace(", ", ",\n", len(names[row]) > 25) for row in reversed(rows)]
-        axes.set_yticks(range(len(rows)), labels, fontsize=9)
-        axes.set(title=title, ylim=(-0.6, len(rows) - 0.3))
-        axes.set_xlabel(label, fontsize=9)
-    return figure
+        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(rows)), [NAMES.get(row, row) for row in reversed(rows)])
+        axes.set(title=title, ylim=(-0.6, len(rows) - 0.3), xlim=(0.8, 8), xscale="log")
+        axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"], minor=False)
+        axes.minorticks_off()
+    figure.supxlabel("test NLL / that of temperature scaling", fontsize=10)
+    # without the version of matplotlib, equal charts are equal files
+    figure.savefig(out / "classification.png", dpi=100, metadata={"Software": None})
+    plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,11 +3,8 @@
     python benchmarks/tables.py                             # ten tables, three seeds: hours
     python benchmarks/tables.py --tables vehicle --seeds 0 --methods network temperature ours
     python benchmarks/tables.py --ours curvature=network curvature=linear,num_samples=16
-    python benchmarks/tables.py --tables regression
     python benchmarks/tables.py --tables unseen --stages early on late
     python benchmarks/tables.py --tables flights:delay --rows 60000 --epochs 10 --members 2 --seeds 0
-    python benchmarks/tables.py --tables banana --methods ivon vbll swag dropout ours
-    python benchmarks/tables.py --tables regression --methods temperature members folds
     python benchmarks/tables.py --report                    # the summary of results/tables.jsonl
 
 A ReLU network of 50 and 50 units is trained by Adam on at most 1,500 rows; it is looked at where
@@ -34,7 +31,6 @@ from methods.learning import train
 from methods.metrics import auroc, dyadic, neighbours
 from methods.peers import METHODS, REFERENCE, Case
 from methods.provenance import provenance
-from methods.rivals import MORE
 
 STAGES = "early", "on", "late"
 RATIOS = "nll", "near", "dyadic", "brier"
@@ -46,7 +42,6 @@ SETS = {
     "tuning": tasks.TUNING,
     "kept": tasks.KEPT,
     "unseen": tuple(tasks.UNSEEN),
-    "regression": tasks.REGRESSION,
     "large": tasks.LARGE,
 }
 
@@ -58,7 +53,7 @@ def measured(case: Case, name: str) -> Iterator[dict]:
     groups |= {"dyadic": dyadic(len(test.x))} if case.task.classes else {}
     clock = time.process_time()
     try:
-        for row, predict in (METHODS | MORE)[name](case):
+        for row, predict in METHODS[name](case):
             seconds, clock = time.process_time() - clock, time.process_time()
             found = predict(test.x)
             record = {"row": row, "fit_seconds": seconds}
@@ -76,7 +71,7 @@ def measured(case: Case, name: str) -> Iterator[dict]:
 def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     """Train on one table and yield the records of all methods on both networks."""
     task, clock = tasks.task(name, seed, args.rows), time.process_time()
-    count = args.members if {"ensemble", "members"} & {*args.methods} else 1
+    count = args.members if "ensemble" in args.methods else 1
     epochs = 5 if args.quick else args.epochs or task.epochs
     further = 3 * epochs if "late" in args.stages else 0
     members = [train(task, 1000 * seed + i, epochs, further=further) for i in range(count)]
@@ -87,7 +82,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
         case = Case(task, networks, seed, args.ours, epochs, args.quick)
         for method in args.methods:
             for record in measured(case, method):
-                extra = (count - 1) * trained if method in ("ensemble", "members") else 0.0
+                extra = (count - 1) * trained if method == "ensemble" else 0.0
                 record["fit_seconds"] = record.get("fit_seconds", 0.0) + extra
                 common = {
                     "table": name,
@@ -165,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--tables", nargs="+", default=["tuning"], help=f"names of tables, or of {', '.join(SETS)}"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    asked = f"beginnings of names; where asked for: {', '.join(MORE)}"
+    asked = "beginnings of names"
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help=asked)
     parser.add_argument("--epochs", type=int, help="of training; default: each task's own")
     parser.add_argument("--stages", nargs="+", default=["early", "on"], choices=STAGES)
@@ -176,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true", help="only print the summary")
     parser.add_argument("--out", type=Path, default=Path("results/tables.jsonl"))
     args = parser.parse_args(arguments)
-    args.methods = [name for name in METHODS | MORE if name.startswith(tuple(args.methods))]
+    args.methods = [name for name in METHODS if name.startswith(tuple(args.methods))]
     torch.set_num_threads(1)
     logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

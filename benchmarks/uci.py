@@ -270,7 +270,13 @@ def summary(records: list[dict]) -> str:
         lines, nll = [], {}
         for record in chosen:
             nll.setdefault(record["row"], {}).setdefault(record["table"], []).append(record)
+        most = max(len(of.get(t, [])) for of in nll.values() for t in tables)
         means = {row: {t: mean(r["nll"] for r in of[t]) for t in of} for row, of in nll.items()}
+        whole = {  # what has all splits has a rank
+            row: means[row]
+            for row, of in nll.items()
+            if all(len(of.get(t, [])) == most for t in tables)
+        }
         for row, of in nll.items():
             line = {"method": row}
             for table in tables:
@@ -278,11 +284,10 @@ def summary(records: list[dict]) -> str:
                 error = stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
                 line[table] = f"{mean(values):.2f} ± {error:.2f}" if values else ""
             ranks = [
-                1 + sum(other[t] < means[row][t] for other in means.values() if t in other)
-                for t in of
+                1 + sum(other[t] < means[row].get(t, 0) for other in whole.values()) for t in tables
             ]
             every = [r for found in of.values() for r in found]
-            line |= {"rank": f"{mean(ranks):.1f}"}
+            line |= {"rank": f"{mean(ranks):.1f}" if row in whole else ""}
             line |= {"coverage": f"{mean(r['coverage'] for r in every):.3f}"}
             line |= {"seconds": f"{mean(r['seconds'] for r in every):.1f}"}
             lines.append(line)

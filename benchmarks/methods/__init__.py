@@ -1,6 +1,6 @@
 """What the scripts share.
 
 Data: ``tasks`` (real tables), ``families`` (images of digits). Networks: ``networks``, ``learning``.
-Methods to compare: ``peers``, ``rivals``. Scores: ``metrics``. Records: ``markdown`` (JSON lines to a
+Methods to compare: ``peers``. Scores: ``metrics``. Records: ``markdown`` (JSON lines to a
 table), ``provenance``.
 """

@@ -48,4 +48,4 @@ def images(name: str, seed: int) -> Task:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     parts = [Rows(x[rows], y[rows]) for rows in order.tensor_split(sizes)[:3]]
     shifted = {"rotated": parts[2].x.rot90(1, (2, 3))}
-    return Task(*parts, shifted, 10, lambda _: IMAGES[name](), epochs=30)
+    return Task(*parts, shifted, 10, IMAGES[name], epochs=30)

@@ -32,14 +32,12 @@ def descend(
     return network.eval()
 
 
-def train(
-    task: Task, seed: int, epochs: int, dropout: float = 0.0, further: int = 0
-) -> list[nn.Module]:
+def train(task: Task, seed: int, epochs: int, further: int = 0) -> list[nn.Module]:
     """Return the network where its validation loss was least, at the end, and after further epochs."""
     loss = F.cross_entropy if task.classes else F.mse_loss
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network, least = task.network(dropout), inf
+        network, least = task.network(), inf
         optimiser = torch.optim.Adam(network.parameters(), 2e-3)
         for _ in range(epochs):
             descend(network, task.train, 1, optimiser, 64, loss)

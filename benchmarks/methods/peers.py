@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from methods.metrics import Classes, Groups, Numbers
 from methods.tasks import Task
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
+from torch_lla_em import LinearisedLaplace, Prediction
 
 REFERENCE = "temperature"
 LEVEL, RATE = 0.9, 0.05
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     seed: int
     ours: list[str]
-    """Options of ``LinearisedLaplace``, as ``name=value,...``."""
+    """Options of ``LinearisedLaplace``, and ``validation`` of its ``fit``, as ``name=value,...``."""
 
     epochs: int
     quick: bool
@@ -62,9 +62,7 @@ def _outputs(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.stack([network(x) for network in networks])
 
 
-def averaged(
-    case: Case, draw: Callable[[Tensor], Tensor], fitted: bool = False, sigma: float | None = None
-) -> Predictor:
+def averaged(case: Case, draw: Callable[[Tensor], Tensor], fitted: bool = False) -> Predictor:
     """Return the average over functions (S, B, C), at the best temperature where one is fitted.
 
     For regression the noise is fitted, to training rows or, ``fitted``, to held-out ones.
@@ -76,8 +74,7 @@ def averaged(
         grid = torch.logspace(-1.3, 1.3, 400).tolist() if fitted else [1.0]
         best = min(grid, key=lambda t: F.nll_loss(Classes.of(f / t).log_probs, y).item())
         return lambda x: Classes.of(draw(x) / best)
-    if sigma is None:
-        sigma = best_noise(draw(rows.x)[..., 0], rows.y.flatten())
+    sigma = best_noise(draw(rows.x)[..., 0], rows.y.flatten())
     return lambda x: Numbers.of(draw(x)[..., 0], sigma)
 
 
@@ -169,12 +166,14 @@ def ours(name: str, form: dict, case: Case) -> Found:
     """``LinearisedLaplace`` as fitted, and calibrated on held-out rows."""
     for text in case.ours:
         options = {"seed": case.seed, **form, **parsed(text)}
+        told = {key: options.pop(key) for key in ("validation",) if key in options}
         la = LinearisedLaplace(case.networks[0], case.likelihood, **options)
-        la.fit(*case.task.train, progress_bar=False, **({"em_steps": 2} if case.quick else {}))
-        name = f"{name} ({text})" if text else name
-        yield f"{name}, as fitted", of_ours(la)
+        told |= {"em_steps": 2} if case.quick else {}
+        la.fit(*case.task.train, progress_bar=False, **told)
+        row = f"{name} ({text})" if text else name
+        yield f"{row}, as fitted", of_ours(la)
         la.calibrate(*case.task.held_out)
-        yield f"{name}, calibrated", of_ours(la, calibrated=True)
+        yield f"{row}, calibrated", of_ours(la, calibrated=True)
 
 
 def parsed(text: str) -> dict[str, object]:
@@ -226,9 +225,7 @@ class OurNumbers(Numbers):
         return super().scores(y, groups) | {"coverage": inside, "flagged": flagged}
 
 
-def of_ours(
-    la: LinearisedLaplace | LaplaceEnsemble, mean: str | None = None, calibrated: bool = False
-) -> Predictor:
+def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = False) -> Predictor:
     """Return the library's own predictions, around a mean of one's own or the fitted one."""
 
     def predict(x: Tensor) -> Classes | Numbers:

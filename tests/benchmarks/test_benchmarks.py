@@ -8,7 +8,6 @@ from pathlib import Path
 
 import cost
 import distil
-import forecast
 import gpu
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import testbed
 import torch
 import uci
 from fresh import run_python
-from methods import markdown, peers, rivals, tasks
+from methods import markdown, peers, tasks
 from methods.metrics import Classes, Numbers
 from tiny import tiny
 from torch.testing import assert_close
@@ -159,11 +158,11 @@ def test_the_system_of_the_race_is_that_of_the_dense_posterior():
 def test_tables_run_whole(tmp_path, capsys):
     out = str(tmp_path / "tables.jsonl")
     command = ["--tables", "wine", "diabetes", "--seeds", "0", "--quick", "--out", out]
-    tables.main([*command, "--ours", "num_samples=8", "--methods", *peers.METHODS, *rivals.MORE])
+    tables.main([*command, "--ours", "num_samples=8", "--methods", *peers.METHODS])
     records, shown = markdown.read(tmp_path / "tables.jsonl"), capsys.readouterr().out
     assert not [record for record in records if "error" in record]
     assert {record["network"] for record in records} == {"early", "on"}
-    for text in ("ours (num_samples=8), calibrated", "ours by folds", "MC dropout", "IVON"):
+    for text in ("ours (num_samples=8), calibrated", "ours, last layer (num_samples=8), as fitted"):
         assert text in shown
     ours = [record for record in records if record["row"].endswith("calibrated")]
     assert ours and all(0 <= record["flagged"] < 0.5 for record in ours)
@@ -174,7 +173,6 @@ def test_tables_run_whole(tmp_path, capsys):
 @pytest.fixture
 def quick_costs(monkeypatch):
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
-    monkeypatch.setattr(cost, "GROWTH", {"K": [({"rows": 60, "width": 5}, 2)]})
 
 
 @pytest.mark.slow
@@ -185,10 +183,9 @@ def test_small_scripts_run_whole(tmp_path, quick_costs):
         script.main([*options, "--out", str(out if file else tmp_path)])
         return markdown.read(out)
 
-    fit, growth = run(cost, "cost", "--num-samples", "2")
+    (fit,) = run(cost, "cost", "--num-samples", "2")
     for key in ("laplace_torch", "ensemble", "network_curvature", "served 1", "served 8"):
         assert fit[key] > 0
-    assert growth["epochs"] == pytest.approx(growth["seconds"] / growth["epoch_seconds"])
     lines = run(segmentation, "segmentation", "--tiny")
     assert [line["layers"] for line in lines] == ["last layer", "last block", "all layers"]
     assert lines[0]["weights"] == 72 < lines[1]["weights"] < lines[2]["weights"]
@@ -246,9 +243,33 @@ def test_pictures_are_drawn(name, tmp_path):
     assert drawn == (shown if name == "gallery" else {"digits.png"})
 
 
+MEMORY = """
+import ctypes, gc
+from pathlib import Path
+import cost
+from torch_lla_em import LinearisedLaplace
+
+def held(key):
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) / 1000
+
+problem = cost.made(cost.PROBLEMS["lenet"])
+cost.train(problem)
+cost.fitted(cost.mlp(100, 10), 2)  # loads parts of torch
+la = LinearisedLaplace(problem.network, "classification", num_samples=16)
+plan = la.plan(problem.loader()).memory
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+before = held("VmRSS")
+la.fit(problem.loader(), progress_bar=False)
+print(plan.expected / 1e6, plan.most / 1e6, held("VmHWM") - before)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
-def test_a_plan_expects_the_peak_of_memory_within_a_factor_of_two(tmp_path):
-    forecast.main(["--problems", "lenet", "--out", str(tmp_path)])
-    (found,) = markdown.read(tmp_path / "forecast_memory.jsonl")
-    assert found["peak"] > 40 and found["holds"], found
+def test_a_plan_expects_the_peak_of_memory_within_a_factor_of_two():
+    printed = run_python("-c", MEMORY, MALLOC_MMAP_THRESHOLD_=str(2**16))
+    expected, most, peak = map(float, printed.split()[-3:])
+    assert peak > 40 and 0.5 <= expected / peak <= 2 and peak <= most

@@ -14,15 +14,7 @@ import torch
 from checkpoints import dying_after
 from daily import daily
 from direct import Direct
-from loaders import (
-    InAnyOrder,
-    Loader,
-    batches,
-    in_one_batch,
-    in_order,
-    shuffled,
-    streamed,
-)
+from loaders import InAnyOrder, Loader, batches, in_one_batch, in_order, shuffled, streamed
 from models import Bent
 from ranks import facts
 from tiny import fitted, tiny
@@ -30,14 +22,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em import (
-    SGD,
-    BlockCG,
-    Compute,
-    LaplaceEnsemble,
-    LinearisedLaplace,
-    NotFittedError,
-)
+from torch_lla_em import SGD, BlockCG, Compute, LaplaceEnsemble, LinearisedLaplace, NotFittedError
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.integrations.sklearn import LaplaceClassifier

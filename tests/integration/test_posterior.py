@@ -12,20 +12,11 @@ from steps import complete_span
 from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import (
-    SGD,
-    BlockCG,
-    LinearisedLaplace,
-    Newton,
-    Regression,
-)
+from torch_lla_em import SGD, BlockCG, LinearisedLaplace, Newton, Regression
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import e_step
 from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.mackay import (
-    function_space_Mackay_update,
-    mackay_noise,
-)
+from torch_lla_em.inference.mackay import function_space_Mackay_update, mackay_noise
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.whole import Whole, starting_precision
 

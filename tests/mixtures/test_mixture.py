@@ -21,9 +21,7 @@ from torch_lla_em.mixtures import (
     em,
     starts,
 )
-from torch_lla_em.mixtures import (
-    mixture as module,
-)
+from torch_lla_em.mixtures import mixture as module
 from torch_lla_em.mixtures.starts import plus_plus
 
 STRUCTURES, KINDS = ("full", "diagonal"), ("ml", "map", "vb")

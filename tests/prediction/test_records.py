@@ -13,14 +13,7 @@ from torch_lla_em.distil import distil
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState, ParameterLayout
 from torch_lla_em.likelihoods import Regression
-from torch_lla_em.prediction import (
-    Posterior,
-    Posteriors,
-    Setting,
-    calibrate,
-    check,
-    predict,
-)
+from torch_lla_em.prediction import Posterior, Posteriors, Setting, calibrate, check, predict
 
 SIGMA = 0.3
 

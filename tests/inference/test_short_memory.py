@@ -71,6 +71,8 @@ def test_fewer_samples_are_taken_with_a_warning(fit):
 
 def test_the_network_comes_last_with_a_warning_that_stays(fit):
     la, _ = fit(10)
+    # with the prior's scaling of all other fits
+    torch.testing.assert_close(la.scale, fit(10_000)[0].scale)
     assert la.mean == "network" and len(la.w_samples) == K
     assert any("H at the network's outputs" in line for line in la.messages)
     assert "whose predictions are mostly worse" in " ".join(str(la).split())

@@ -135,7 +135,7 @@ class Accuracy(NamedTuple):
     def __str__(self) -> str:
         return (
             f"numerical error {self.error:.2g} posterior standard deviations (tolerance "
-            f"{self.tolerance:.2g}), at most {self.bound:.2g} for any single output"
+            f"{self.tolerance:.2g}), at most {self.bound:.2g} for any output"
         )
 
 
@@ -203,7 +203,7 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     members, calibrated = _members(la), la.calibration is not None and la.calibration.length is None
     several = members != [la]
     worst = max(members, key=lambda one: one.accuracy.error / one.accuracy.tolerance)
-    which = " of the worst member" if several else ""
+    which = " of the worst" if several else ""
     if worst.accuracy.is_reached:
         yield "good", f"The samples{which} are accurate: {worst.accuracy}."
     else:

@@ -119,7 +119,7 @@ def time_of_fit(pass_seconds: float) -> str:
     words = f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}."
     if not is_long(pass_seconds):
         return words
-    return f'{words} To shorten the fit, use parameters="last_layer" or a `budget` of seconds.'
+    return f'{words} To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
 
 
 def is_long(pass_seconds: float) -> bool:

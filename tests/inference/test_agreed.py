@@ -1,0 +1,43 @@
+"""Every decision of a fit is the first rank's, although ranks may round what all of them compute."""
+
+import pytest
+import torch
+from tiny import tiny
+
+from torch_lla_em import LinearisedLaplace
+from torch_lla_em.data import Share
+from torch_lla_em.solvers.bfgs import BFGS
+
+ROUNDING = 1e-6
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_ranks_that_round_differently_take_the_same_steps(name, monkeypatch):
+    """The second fit, as another rank, is given what the first agreed on, and rounds the rest in another way."""
+    case, told, eigh, times = tiny(name), [], torch.linalg.eigh, BFGS.times
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(tensor):
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor * (1 + ROUNDING * noise)
+
+    def fit():
+        la = LinearisedLaplace(case.model, name, num_samples=4)
+        return la.fit(case.x, case.y, progress_bar=False, validation=False)
+
+    def first(share, tensor):
+        told.append(tensor.clone())
+        return tensor
+
+    monkeypatch.setattr(Share, "agreed", first)
+    expected, count = fit(), len(told)
+    given = iter(told)
+    monkeypatch.setattr(Share, "agreed", lambda share, tensor: next(given).clone())
+    monkeypatch.setattr(torch.linalg, "eigh", lambda A: (lambda v, V: (rounded(v), V))(*eigh(A)))
+    monkeypatch.setattr(BFGS, "times", lambda self, g: rounded(times(self, g)))
+    found = fit()
+    assert count > 20 and next(given, None) is None  # as many collectives
+    assert found.prior_precision == expected.prior_precision
+    assert [step["why"] for step in found.history[-1:]] == [expected.history[-1]["why"]]
+    assert len(found.history) == len(expected.history)
+    torch.testing.assert_close(found.w_samples, expected.w_samples, rtol=1e-3, atol=1e-4)

@@ -201,13 +201,10 @@ class Sweep:
 
     def aligned(self, batch: Batch) -> Batch:
         """Return a batch with the axis of the outputs last in its targets and weights."""
-        axis, weights = self.linear_model.network.class_dim, batch.weights
-        if self._likelihood.elementwise and weights is not None and weights.dim() > 1:
-            weights = (
-                weights.movedim(axis, -1) if -weights.dim() <= axis < weights.dim() else weights
-            )
-        targets = self._likelihood.align(batch.targets, axis)
-        return batch._replace(targets=targets, weights=weights)
+        axis, w = self.linear_model.network.class_dim, batch.weights
+        if w is not None and w.dim() > 1 and self._likelihood.elementwise:
+            w = w.movedim(axis, -1) if -w.dim() <= axis < w.dim() else w
+        return batch._replace(targets=self._likelihood.align(batch.targets, axis), weights=w)
 
     def take(self, limits: Limits) -> None:
         """Keep to these limits from now on."""
@@ -285,15 +282,13 @@ class Sweep:
 
     def _zeros(self, w: Tensor, task: Pass) -> Sums:
         """Return sums that are 0, on the network's device."""
-        device, P = self.linear_model.network.device, self.linear_model.layout.size
-        own, named = self.linear_model.dtype, {BLOCK: (len(w), P), VECTOR: (P,), SCALAR: ()}
-
-        def zeros(kind: Kind) -> Tensor:
-            dtype = own if kind in (BLOCK, VECTOR) else torch.float64
+        model, sums = self.linear_model, Sums()
+        named = {BLOCK: (len(w), model.layout.size), VECTOR: (model.layout.size,), SCALAR: ()}
+        for name, kind in task.kinds.items():
+            dtype = model.dtype if kind in (BLOCK, VECTOR) else torch.float64
             shape = named[kind] if isinstance(kind, str) else kind
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return {name: zeros(kind) for name, kind in task.kinds.items()}
+            sums[name] = torch.zeros(shape, dtype=dtype, device=model.network.device)
+        return sums
 
     def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:
         """Note whether a tensor is finite; if it is not, the pass ends with this error.

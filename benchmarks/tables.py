@@ -160,8 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--tables", nargs="+", default=["tuning"], help=f"names of tables, or of {', '.join(SETS)}"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    asked = "beginnings of names"
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help=asked)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="or their beginnings")
     parser.add_argument("--epochs", type=int, help="of training; default: each task's own")
     parser.add_argument("--stages", nargs="+", default=["early", "on"], choices=STAGES)
     parser.add_argument("--members", type=int, default=5, help="networks of an ensemble")

@@ -270,24 +270,20 @@ def summary(records: list[dict]) -> str:
         lines, nll = [], {}
         for record in chosen:
             nll.setdefault(record["row"], {}).setdefault(record["table"], []).append(record)
-        most = max(len(of.get(t, [])) for of in nll.values() for t in tables)
+        counts = {len(r) for of in nll.values() for r in of.values()}
         means = {row: {t: mean(r["nll"] for r in of[t]) for t in of} for row, of in nll.items()}
-        whole = {  # what has all splits has a rank
-            row: means[row]
-            for row, of in nll.items()
-            if all(len(of.get(t, [])) == most for t in tables)
-        }
+        least = {row: min(len(of.get(t, ())) for t in tables) for row, of in nll.items()}
+        whole = [means[row] for row in nll if least[row] == max(counts)]
         for row, of in nll.items():
             line = {"method": row}
             for table in tables:
                 values = [r["nll"] for r in of.get(table, [])]
                 error = stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
                 line[table] = f"{mean(values):.2f} ± {error:.2f}" if values else ""
-            ranks = [
-                1 + sum(other[t] < means[row].get(t, 0) for other in whole.values()) for t in tables
-            ]
+            own = means[row]
+            ranks = [1 + sum(other[t] < own.get(t, 0) for other in whole) for t in tables]
             every = [r for found in of.values() for r in found]
-            line |= {"rank": f"{mean(ranks):.1f}" if row in whole else ""}
+            line |= {"rank": f"{mean(ranks):.1f}" if own in whole else ""}
             line |= {"coverage": f"{mean(r['coverage'] for r in every):.3f}"}
             line |= {"seconds": f"{mean(r['seconds'] for r in every):.1f}"}
             lines.append(line)
@@ -296,7 +292,6 @@ def summary(records: list[dict]) -> str:
                 lines.append(
                     {"method": f"*{name}*"} | {t: f"{of[t]:.2f}" for t in tables if t in of}
                 )
-        counts = {len(r) for of in nll.values() for r in of.values()}
         keys = [*tables, "rank", "coverage", "seconds"]
         number = " to ".join(map(str, sorted({min(counts), max(counts)})))
         parts.append(f"**{kind.capitalize()} splits ({number}), {stage}:**\n")

@@ -126,11 +126,8 @@ class Numbers:
 def crps(mean: Tensor, deviation: Tensor, y: Tensor) -> float:
     """Return the mean CRPS of Gaussians."""
     normal, z = torch.distributions.Normal(0.0, 1.0), (y - mean) / deviation
-    return (
-        (deviation * (z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - pi**-0.5))
-        .mean()
-        .item()
-    )
+    each = z * (2 * normal.cdf(z) - 1) + 2 * normal.log_prob(z).exp() - pi**-0.5
+    return (deviation * each).mean().item()
 
 
 def auroc(familiar: Tensor, shifted: Tensor) -> float:

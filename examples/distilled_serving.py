@@ -68,7 +68,7 @@ student.calibrate(x[conformal], y[conformal])
 rotated = turned(x[test])
 for name, predictor in {"posterior": la, "student": student}.items():
     prediction = predictor.predict(x[test])
-    flagged = [predictor.is_ood(z, rate=0.05).float().mean() for z in (x[test], rotated)]
+    flagged = [predictor.predict(z).is_ood(0.05).float().mean() for z in (x[test], rotated)]
     print(f"{name:11}test NLL {-prediction.log_prob(y[test]).mean():.3f}, ", end="")
     print(f"flagged: test {flagged[0]:.1%}, rotated {flagged[1]:.1%}")
 nll = nn.functional.cross_entropy(model(x[test]), y[test]).item()

@@ -171,6 +171,22 @@ def report(records: list[dict]) -> str:
     return markdown.table(found, {"kind": "networks", "row": ""}, titles, decimals=3)
 
 
+def picture(records: list[dict], path: Path) -> None:
+    """Draw temperatures from moved training examples against those from a validation set."""
+    import matplotlib.pyplot as plt
+
+    found = [r for r in records if "temperature" in r]
+    figure, axes = plt.subplots(figsize=(4.6, 4.2))
+    axes.plot([0.5, 50], [0.5, 50], color="0.7")
+    for wrong, mark in ((0.0, "o"), (0.2, "x")):
+        pairs = [(r["on a validation set"], r["temperature"]) for r in found if r["wrong"] == wrong]
+        axes.loglog(*zip(*pairs), mark, label=f"{wrong:.0%} wrong labels")
+    axes.set(xlabel="temperature from a validation set", ylabel="from moved training examples")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,6 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="tables of UCI, as in uci.py")
     parser.add_argument("--quick", action="store_true", help="two epochs, to try the script")
     parser.add_argument("--report", action="store_true", help="only print the table")
+    parser.add_argument("--picture", type=Path, help="where to draw the temperatures")
     default = Path(__file__).parent / "results" / "neighbours.jsonl"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args(argv)
@@ -200,7 +217,10 @@ def main(argv: list[str] | None = None) -> None:
             return regressed(name, case["split"], args.data)
         return classified(name, **case, quick=args.quick)
 
-    print(report(markdown.resume(args.out, [] if args.report else [*uci, *cases], measure, origin)))
+    records = markdown.resume(args.out, [] if args.report else [*uci, *cases], measure, origin)
+    print(report(records))
+    if args.picture:
+        picture(records, args.picture)
 
 
 if __name__ == "__main__":

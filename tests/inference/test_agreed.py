@@ -6,15 +6,23 @@ from tiny import tiny
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data import Share
-from torch_lla_em.solvers.bfgs import BFGS
+from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.solvers import Searches
 
-ROUNDING = 1e-6
+ROUNDING = 0.1
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_ranks_that_round_differently_take_the_same_steps(name, monkeypatch):
     """The second fit, as another rank, is given what the first agreed on, and rounds the rest in another way."""
-    case, told, eigh, times = tiny(name), [], torch.linalg.eigh, BFGS.times
+    case, told, eigh, inverse = tiny(name), [], torch.linalg.eigh, Searches.inverse
+    calls, loss = [], Expectations.loss_and_slope
+
+    def counted(*given):
+        calls.append(given)
+        return loss(*given)
+
+    monkeypatch.setattr(Expectations, "loss_and_slope", counted)
     generator = torch.Generator().manual_seed(0)
 
     def rounded(tensor):
@@ -30,14 +38,18 @@ def test_ranks_that_round_differently_take_the_same_steps(name, monkeypatch):
         return tensor
 
     monkeypatch.setattr(Share, "agreed", first)
-    expected, count = fit(), len(told)
+    expected, count, number = fit(), len(told), len(calls)
     given = iter(told)
     monkeypatch.setattr(Share, "agreed", lambda share, tensor: next(given).clone())
     monkeypatch.setattr(torch.linalg, "eigh", lambda A: (lambda v, V: (rounded(v), V))(*eigh(A)))
-    monkeypatch.setattr(BFGS, "times", lambda self, g: rounded(times(self, g)))
+    monkeypatch.setattr(
+        Searches, "inverse", lambda self, solve, *a: inverse(self, lambda g: rounded(solve(g)), *a)
+    )
     found = fit()
-    assert count > 20 and next(given, None) is None  # as many collectives
+    assert (
+        count > 20 and next(given, None) is None and len(calls) == 2 * number
+    )  # as many collectives
     assert found.prior_precision == expected.prior_precision
     assert [step["why"] for step in found.history[-1:]] == [expected.history[-1]["why"]]
     assert len(found.history) == len(expected.history)
-    torch.testing.assert_close(found.w_samples, expected.w_samples, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.w_samples, expected.w_samples, rtol=0.05, atol=1e-2)

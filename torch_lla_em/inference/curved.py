@@ -110,13 +110,13 @@ class Descent:
             return bool(slope.norm().item() <= self.tolerance * (precision * size) ** 0.5)
 
         def solve(gradient: Tensor) -> Tensor:
-            found: Tensor = self.agreed(vectors @ ((vectors.T @ gradient) / theta))
+            found: Tensor = vectors @ ((vectors.T @ gradient) / theta)
             return found
 
         if not self.keeps:  # a quadratic loss
-            c = start - solve(objective(start)[1])
+            c = start - self.agreed(solve(objective(start)[1]))
             value, slope = objective(c)
-            c = c - solve(slope)
+            c = c - self.agreed(solve(slope))
             objective(c)
             c, value, slope = known[id(c)]
             return Minimum(c / deviation, value, slope.norm().item(), len(known), True)

@@ -54,7 +54,7 @@ class OverSpan:
 
         self._dtype = torch.float64 if self._is_quadratic else self.f.dtype
         self._tolerance = max(0.2 * tolerance, 10 * torch.finfo(problem.dtype).eps)
-        self._searches = Searches(10)
+        self._searches = Searches(10, self.share.agreed)
 
     @property
     def prior(self) -> Prior:
@@ -268,7 +268,7 @@ class OverSpan:
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
-        self._searches = Searches(10)  # a fit that goes on from here has none
+        self._searches = Searches(10, self.share.agreed)  # a fit that goes on from here has none
         return q._replace(errors=errors, certificate=of_samples.sqrt(), residuals=residuals)
 
     def with_evidence(self, q: State) -> State:

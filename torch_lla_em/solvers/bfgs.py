@@ -28,8 +28,10 @@ Objective = Callable[[Tensor], tuple[float, Tensor]]
 class BFGS:
     """An approximate inverse Hessian: a first one, corrected by steps and what they changed of the gradient."""
 
-    def __init__(self, solve: Callable[[Tensor], Tensor]):
-        self._solve = solve
+    def __init__(
+        self, solve: Callable[[Tensor], Tensor], agreed: Callable[[Tensor], Tensor] = lambda x: x
+    ):
+        self._solve, self._agreed = solve, agreed
         self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         """Steps, what they changed of the gradient, and the inverse of the product of both."""
 
@@ -48,7 +50,7 @@ class BFGS:
         product = self._solve(rest)
         for (step, change, scale), share in zip(self.pairs, reversed(shares)):
             product = product + (share - scale * (change @ product)) * step
-        return product
+        return self._agreed(product)
 
     def minimum(
         self,
@@ -93,13 +95,14 @@ class BFGS:
 class Searches:
     """Searches for minima of a loss plus ½ λ ‖m‖², each of which learns from the last steps of those before it."""
 
-    def __init__(self, kept: int | None = None):
-        """``kept`` is the number of these steps; None: all."""
-        self._kept, self._changes = kept, list[tuple[Tensor, Tensor]]()
+    def __init__(self, kept: int | None = None, agreed: Callable[[Tensor], Tensor] = lambda x: x):
+        """``kept`` is the number of these steps; None: all. Ranks take the product that is ``agreed``, which decides."""
+        self._kept, self._agreed = kept, agreed
+        self._changes: list[tuple[Tensor, Tensor]] = []
 
     def inverse(self, solve: Callable[[Tensor], Tensor], precision: float, size: int) -> BFGS:
         """Return the inverse Hessian at λ for points (size,), corrected by the steps between such points."""
-        inverse = BFGS(solve)
+        inverse = BFGS(solve, self._agreed)
         for step, change in self._changes:
             if len(step) == size:
                 inverse.learn(step, change + precision * step)

@@ -9,6 +9,7 @@ from pathlib import Path
 import cost
 import distil
 import gpu
+import images
 import numpy as np
 import pytest
 import report
@@ -126,6 +127,25 @@ def test_pages_and_charts_are_made_from_what_is_kept(tmp_path):
     report.draw(BENCHMARKS / "results", tmp_path)
     shown = {path.name for path in (ROOT / "docs/images/charts").glob("*.png")}
     assert shown == {path.name for path in tmp_path.glob("*.png")}
+
+
+def test_shifted_images_and_detectors_have_one_score_each():
+    x = torch.rand(60, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    shifts = images.shifted(x)
+    assert all(part.shape == x.shape for part in shifts.values())
+    assert_close(shifts["rotated by 90°"].rot90(-1, (2, 3)), x)
+    assert_close(shifts["inverted"] + x, torch.ones_like(x))
+    assert shifts["blurred"][..., 8:20, 8:20].std() < 0.3 * x.std()  # away from the black border
+    records = [
+        {"part": "ood", "case": "c", "row": "r", "shift": shift, "auroc": area, "flagged": area}
+        for shift, area in (("none", 0.5), ("a", 0.8), ("b", 1.0))
+    ]
+    assert "| r | 0.500 | 0.800 / 0.80 | 1.000 / 1.00 | 0.900 |" in images.report(records)
+    pytest.importorskip("pytorch_ood")
+    network, y = images.lenet().eval(), torch.arange(60) % 10
+    with torch.no_grad():
+        for name, score in images.detectors(network, tasks.Rows(x, y)):
+            assert score(x[:7]).shape == (7,), name
 
 
 def test_a_true_agent_has_no_divergence():

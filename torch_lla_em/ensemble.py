@@ -25,6 +25,7 @@ from torch_lla_em.prediction import (
     check,
     exports,
     predictor,
+    required,
     stored,
     summary,
 )
@@ -80,9 +81,10 @@ class LaplaceEnsemble(Printed, nn.Module):
         self._found = Found()
 
     @property
-    def posterior(self) -> Posteriors:
-        """The records of the members, and what ``calibrate`` has found of them together."""
-        return Posteriors(tuple(member.posterior for member in self.members), self._found)
+    def posterior(self) -> Posteriors | None:
+        """The records of the members, and what ``calibrate`` has found of them together; None before their fits."""
+        each = tuple(member.posterior for member in self.members)
+        return None if None in each else Posteriors(each, self._found)
 
     def take(self, posterior: Posteriors) -> None:
         """Hold what ``calibrate`` has found from now on.
@@ -186,7 +188,7 @@ class LaplaceEnsemble(Printed, nn.Module):
             members.append(la.fit(*rows, validation=False, progress_bar=False))
             unseen.append([(_part(x, out), _part(targets, out))])
         ensemble = cls(members)
-        ensemble.take(calibrates.calibrated_by_folds(ensemble.posterior, unseen))
+        ensemble.take(calibrates.calibrated_by_folds(required(ensemble), unseen))
         return ensemble
 
     def state_dict(

@@ -39,7 +39,6 @@ from torch_lla_em.likelihoods import (
     preferred,
 )
 from torch_lla_em.prediction import (
-    NotFittedError,
     Posterior,
     Printed,
     Setting,
@@ -230,11 +229,8 @@ class LinearisedLaplace(Printed, nn.Module):
     messages = result("messages", "The memory plan, then the warnings.", list)
 
     @property
-    def posterior(self) -> Posterior:
-        """The record of the fit, which is replaced as a whole; ``prediction`` has functions of it."""
-        if self._posterior is None:
-            words = "Call la.fit(train_loader), or la.load_state_dict(state)."
-            raise NotFittedError(f"This posterior is not fitted yet. {words}")
+    def posterior(self) -> Posterior | None:
+        """The record of the fit, of which ``prediction`` has functions; None before ``fit``."""
         return self._posterior
 
     def take(self, posterior: Posterior) -> None:

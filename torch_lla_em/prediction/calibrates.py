@@ -20,7 +20,7 @@ from torch_lla_em.prediction.calibration import (
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
 from torch_lla_em.prediction.passes import over_batches, unseen_under_all
-from torch_lla_em.prediction.posterior import Posterior, Posteriors
+from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import CALL
@@ -84,7 +84,7 @@ def calibrate(
         >>> improvement = str(la.calibrate(x, y).calibration)
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
-    known = getattr(la, "posterior", la).as_fitted()  # whose networks all ranks check together
+    known = required(la, None).as_fitted()  # all ranks check the network together
     stated, found = Stated(groups, weights), known
     if loader is None:
         found = _calibrated_without_data(la, known, stated)

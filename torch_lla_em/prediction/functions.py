@@ -49,7 +49,7 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     Q = torch.from_numpy(_rotations(count, sets - 1)).to(deviations)
     # products in the dtype of the samples, also inside an autocast context
     with without_autocast(deviations.device):
-        return (Q @ deviations.flatten(1)).view(-1, *deviations.shape[1:])
+        return (Q @ deviations.flatten(1)).view(len(Q), *deviations.shape[1:])
 
 
 def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:

@@ -224,11 +224,13 @@ class FunctionMixture:
 
     def squared_error(self) -> Tensor:
         """Return the squared Monte Carlo error of E[y], which is that of the samples' covariance."""
-        mean, each = self.likelihood.mean, []
-        for posterior in self.posteriors:
-            (first, *_), count = posterior.components, len(posterior.components[0].deviations)
-            error = _alone(first).over_rows(lambda f, _, n=count: pair_error(mean(f), n))
-            each.append((posterior.weights[0] * error).square())
+        mean = self.likelihood.mean
+
+        def of(first: Part) -> Tensor:
+            count = len(first.deviations)
+            return _alone(first).over_rows(lambda f, _: pair_error(mean(f), count))
+
+        each = [(m.weights[0] * of(m.components[0])).square() for m in self.posteriors]
         return torch.stack(each).mean(0) / len(each)
 
     def gaussians(self) -> GaussianTargets:

@@ -351,16 +351,21 @@ class Posteriors:
         return replace(self, found=own)
 
 
-def required(la: Any, surely: bool = False) -> Posterior | Posteriors:
+def required(la: Any, surely: bool | None = False) -> Posterior | Posteriors:
     """Return the record of a ``LinearisedLaplace`` or ``LaplaceEnsemble``, or the record itself.
 
-    Raise an error if it is not fitted, or if its network has changed; ``surely`` compares every bit.
+    Raise an error if it is not fitted, or if its network has changed: ``surely`` compares every bit, None nothing.
     """
     found = getattr(la, "posterior", la)
+    if found is None:
+        raise NotFittedError(
+            "This posterior is not fitted yet. Call la.fit(train_loader), or la.load_state_dict(state)."
+        )
     if not isinstance(found, (Posterior, Posteriors)):
         raise TypeError(
             f"An object of the class {type(la).__name__} is not a posterior: pass a fitted LinearisedLaplace, a "
             "LaplaceEnsemble, or the record of one; in place of a student, the posterior that it was distilled from."
         )
-    found.require(surely)
+    if surely is not None:
+        found.require(surely)
     return found

@@ -118,7 +118,8 @@ class Prediction(Printed, Distribution):
             >>> by_distance = la.predict(x).p_values("distance")
         """
         reference, prediction = self.judged("p_value")
-        members, parts = (prediction,), (reference.unusual,)
+        members: tuple[Prediction, ...] = (prediction,)
+        parts: tuple[Tensor, ...] = (reference.unusual,)
         if reference.folds is not None:
             members = prediction.members
             parts = reference.unusual.split(reference.folds.tolist())

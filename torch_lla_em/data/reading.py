@@ -94,7 +94,8 @@ class Reader:
         num_ranks: int = 1,
         weights: Weights | None = None,
     ):
-        self.loader: Any = as_loader(loader, target_fn)
+        read: Any = as_loader(loader, target_fn)
+        self.loader = read
         self._device, self._target_fn = device, target_fn
         self._num_ranks, self._weights = num_ranks, weights
         self._ahead: list[Batch] = []

@@ -87,12 +87,11 @@ def check_options(**given: Any) -> None:
         words, has_type, *holds = _RULES[name]
         if value is None and words.startswith("None, or"):
             continue
-        fault = None if has_type(value) else TypeError
-        if fault is None and not all(rule(value) for rule in holds):
-            fault = ValueError
-        if fault is not None:
+        is_of_type = has_type(value)
+        if not is_of_type or not all(rule(value) for rule in holds):
             text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
-            raise fault(f"{name} must be {words}, not {text}.")
+            kind = ValueError if is_of_type else TypeError
+            raise kind(f"{name} must be {words}, not {text}.")
 
 
 def _is_whole(value: Any) -> bool:

@@ -12,7 +12,6 @@ from torch_lla_em.prediction import calibrates, exports, fitted, predictor, stor
 from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.check import check
-from torch_lla_em.prediction.conformal import Score, chosen
 from torch_lla_em.prediction.export import program_of
 from torch_lla_em.prediction.fitted import result
 from torch_lla_em.prediction.metrics import (
@@ -34,10 +33,9 @@ from torch_lla_em.prediction.posterior import (
     required,
 )
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import at_inputs, predict, predicted, predictions
+from torch_lla_em.prediction.predictor import predict, predictions
 from torch_lla_em.prediction.ranks import (
     infinite_if_nan,
-    mass_above,
     p_values,
     quantiles,
     require,
@@ -84,19 +82,16 @@ __all__ = [
     "Printed",
     "Reference",
     "RiskControl",
-    "Score",
     "Setting",
     "Table",
     "advice",
     "aligned",
-    "at_inputs",
     "auroc",
     "binned",
     "calibrate",
     "calibrates",
     "calibration_error",
     "check",
-    "chosen",
     "compare",
     "conformal_interval",
     "conformal_set",
@@ -111,11 +106,9 @@ __all__ = [
     "has_values",
     "infinite_if_nan",
     "likelihood_options",
-    "mass_above",
     "of_examples",
     "p_values",
     "predict",
-    "predicted",
     "predicted_data",
     "predictions",
     "predictor",

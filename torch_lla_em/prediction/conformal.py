@@ -64,28 +64,21 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
     return Scored(infinite_if_nan(torch.cat(columns, 1)), units)
 
 
-def chosen(score: Score, computed: int, known: int, real_valued: bool) -> list[int]:
+def chosen(score: Score, computed: int, known: int) -> list[int]:
     """Return which of the computed scores are compared; of the last ones, the reference knows so many."""
     check_choice("score", score, ("all", "epistemic", "distance"))
-    if score == "distance" and real_valued and computed < 3:
+    if score == "distance" and computed < 3:
         raise ValueError(
             'score="distance" needs distances to training examples, which regressions do not keep: their only '
             "score is the epistemic one. Leave score out."
-        )
-    if score == "epistemic" and computed < 2:
-        raise ValueError(
-            'score="epistemic" needs a student with this score, and this one, of an earlier version, has a '
-            "single other one: distil it again with la.distil(inputs)."
         )
     if score == "epistemic" and known < computed:
         raise ValueError(
             'score="epistemic" needs a reference with this score, which only calibrate of this version makes: '
             "call la.calibrate(validation_loader)."
         )
-    columns = list(range(computed - known, computed))
-    if score == "all":
-        return columns
-    return [0] if score == "epistemic" else [i for i in columns if i or computed == 1]
+    columns = range(computed - known, computed)
+    return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]
 
 
 def variance_of_error(mixture: FunctionMixture) -> Tensor:

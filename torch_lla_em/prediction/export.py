@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -208,11 +208,6 @@ def resized(x: Any, size: int) -> Any:
 def record(function: Callable[[Any], Any], x: Any) -> GraphModule:
     """Return the operations of a function at x, derivatives among them, for this batch size."""
     return make_fx(function, decomposition_table=_PLAIN)(x)
-
-
-def is_recording() -> bool:
-    """Return whether operations are being recorded, so that no number may be looked at."""
-    return get_proxy_mode() is not None
 
 
 def record_free(function: Callable[[Any], Any], x: Any) -> GraphModule:

@@ -128,7 +128,7 @@ class Prediction(Printed, Distribution):
             values, units = member.scored
             # training examples, and references of earlier versions, have the last scores only
             computed = values.shape[1]
-            some = chosen(score, computed, known.shape[1], computed < 3)
+            some = chosen(score, computed, known.shape[1])
             own = reference._replace(unusual=known[:, [i - computed for i in some]])
             found.append(own.p_values(values[:, some], self.stated, self._room, units[some]))
         return found[0] if reference.folds is None else crossed(torch.stack(found), reference.folds)

@@ -24,7 +24,7 @@ class Observer(nn.Module):
 
     def forward(self, x):
         self.seen |= state(self)
-        self.last_output = self.layers[0](x)
+        self.last_output, self.last_layer = self.layers[0](x), nn.Identity()
         if self.fails:
             raise KeyError("inside")
         return self.last_output
@@ -59,7 +59,7 @@ def test_guard_restores_everything(fails, outer):
         except KeyError:
             assert fails
         assert state(model) == before
-    assert set(vars(model)) == attributes
+    assert set(vars(model)) == attributes and set(dict(model.named_children())) == {"layers"}
     assert seen == {
         "training": [False] * 5,
         "fastpath": False,

@@ -202,8 +202,8 @@ class Network:
         self._written: set[str] = set()
         """Tensors that a call can change."""
 
-        self._noted: list[tuple[Any, Any]] = []
-        """Attributes and containers of the layers, with copies of them."""
+        self._noted: list[tuple[Any, Any, bool]] = []
+        """Attributes and containers of the layers, with copies of them, and whether they are attributes."""
 
         self._addresses: list[Any] | None = None
         """Where tensors are; None if that is not known."""
@@ -213,7 +213,7 @@ class Network:
         known = self._addresses
         return (
             known is not None
-            and not any(_differ(*pair) for pair in self._noted)
+            and not any(_differ(now, before) for now, before, _ in self._noted)
             and [tensor.data_ptr() for tensor in self._objects] == known
         )
 
@@ -229,7 +229,7 @@ class Network:
             for name, value in own.items():
                 listed = name not in _OF_MODULES and isinstance(value, (dict, list, set, deque))
                 if listed and len(value) <= _ENTRIES:
-                    self._noted.append((value, copy.copy(value)))
+                    self._noted.append((value, copy.copy(value), False))
             if not isinstance(layer, torch.jit.ScriptModule):  # whose tensors cannot be replaced
                 dicts += [layer._parameters, layer._buffers, layer._modules]
                 for holder in (layer._parameters, layer._buffers, own):
@@ -239,7 +239,7 @@ class Network:
                             name = self._places[place] = names.setdefault(id(tensor), place)
                             self._tensors.setdefault(name, tensor.detach())
                             self._objects.append(tensor)
-            self._noted += [(entries, entries.copy()) for entries in dicts]
+            self._noted += [(entries, entries.copy(), True) for entries in dicts]
             # a lookup with max_norm shrinks the rows it reads, in the weights themselves
             if getattr(layer, "max_norm", None) is not None and "weight" in layer._parameters:
                 parameters.discard(names[id(layer.weight)])
@@ -250,13 +250,10 @@ class Network:
 
     def _restore(self) -> None:
         """Restore all attributes, and the entries of containers that hold tensors; others may count."""
-        for now, before in self._noted:
+        for now, before, always in self._noted:
             if not _differ(now, before):
                 continue
-            is_namespace = isinstance(now, dict) and any(
-                now is vars(m) for m in self._layers.values()
-            )
-            if is_namespace or any(isinstance(leaf, Tensor) for leaf in tree_leaves((now, before))):
+            if always or any(isinstance(leaf, Tensor) for leaf in tree_leaves((now, before))):
                 now.clear()
                 (now.extend if hasattr(now, "extend") else now.update)(before)
 

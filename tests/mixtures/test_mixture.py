@@ -22,6 +22,7 @@ from torch_lla_em.mixtures import (
     starts,
 )
 from torch_lla_em.mixtures import mixture as module
+from torch_lla_em.mixtures.gaussian import Family
 from torch_lla_em.mixtures.starts import plus_plus
 
 STRUCTURES, KINDS = ("full", "diagonal"), ("ml", "map", "vb")
@@ -344,7 +345,7 @@ def test_superfluous_components_have_no_weight(covariance, seed):
     assert abs(mixture.log_prob(x).mean() - best.log_prob(x).mean()) < 0.02
 
 
-def test_the_sample_counts_as_all_examples(monkeypatch):
+def test_the_sample_counts_as_all_examples():
     """Two overlapping clusters that 4,000 examples tell apart, and 150 do not."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4000, 1, generator=generator, dtype=torch.float64)
@@ -355,8 +356,15 @@ def test_the_sample_counts_as_all_examples(monkeypatch):
         return int((mixture.parameters.expected().weights > 0.01).sum())
 
     assert (used(x), used(x[:150])) == (2, 1)
-    monkeypatch.setattr(starts, "_SAMPLE", 150)
-    assert used(x) == 2
+    some = x[:50]
+    family = Family("variational", (2, 1, 1), (some.mean(0), some.var(0)), 0.0)
+    labels, classes = torch.zeros(150, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    every = em.EM(family, some.repeat(3, 1), labels, classes, 0.0)
+    few = em.EM(family, some, labels[:50], classes, 0.0, weight=3.0)
+    start = starts.start_of(few, torch.Generator().manual_seed(0))
+    one, other = (each.last(start, 3) for each in (few, every))
+    assert_close(one.parameters, other.parameters)
+    assert one.lower_bound == pytest.approx(other.lower_bound)
 
 
 def test_classes_keep_components_of_their_own(monkeypatch):

@@ -272,9 +272,9 @@ class LinearisedLaplace(Printed, nn.Module):
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: moved
-                training examples, as by ``calibrate()``, for a posterior of some ``parameters``, and for one of
-                all unless it predicts them better than the network with a temperature. False: as fitted.
+            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: for a
+                posterior of some ``parameters`` moved training examples, as by ``calibrate()``, if inputs are
+                columns of numbers. False: as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
@@ -310,10 +310,8 @@ class LinearisedLaplace(Printed, nn.Module):
         found = self._fit(data, weights, options, Run(self.compute, progress_bar, unseen))
         if unseen is not None:
             found = found.calibrated(*calibrates.calibrated_on(found, validation))
-        elif validation is None and em_steps:
-            is_part, as_usual = self._parameters_asked is not None, options.allows_variational
-            if is_part or (as_usual and self.curvature is None):
-                found = calibrates.without_validation(found, data, weights, is_part)
+        elif validation is None and em_steps and self._parameters_asked is not None:
+            found = calibrates.without_validation(found, data, weights)
         self.take(found)
         self.trained_with = _Known(data, weights)
         return self

@@ -188,7 +188,8 @@ class LaplaceEnsemble(Printed, nn.Module):
             members.append(la.fit(*rows, validation=False, progress_bar=False))
             unseen.append([(_part(x, out), _part(targets, out))])
         ensemble = cls(members)
-        ensemble.take(calibrates.calibrated_by_folds(required(ensemble), unseen))
+        known: Any = required(ensemble)
+        ensemble.take(calibrates.calibrated_by_folds(known, unseen))
         return ensemble
 
     def state_dict(
@@ -247,7 +248,7 @@ class LaplaceEnsemble(Printed, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
         """Move members, and what was found of them."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._found = tree_map_only(Tensor, fn, self._found)
         return self
 

@@ -204,8 +204,9 @@ class LinearisedLaplace(Printed, nn.Module):
     function_sample, export = predictor.function_sample, exports.export
     calibrate, check = calibrates.calibrate, check
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
-    state_dict, load_state_dict, save = fitted.state_dict, fitted.load_state_dict, fitted.save
-    _load_from_state_dict, load = fitted.load_from_state_dict, classmethod(fitted.load)
+    state_dict, load_state_dict = fitted.state_dict, fitted.load_state_dict  # type: ignore[assignment]
+    _load_from_state_dict, save = fitted.load_from_state_dict, fitted.save
+    load: Any = classmethod(fitted.load)
     accuracy, log_marginal_likelihood = property(summary.accuracy), log_marginal_likelihood
 
     prior_precision = result("result.prior_precision", "λ, () or one value per tensor.")

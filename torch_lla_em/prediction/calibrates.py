@@ -84,7 +84,8 @@ def calibrate(
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
     known = required(la, None).as_fitted()  # all ranks check the network together
-    stated, found = Stated(groups, weights), known
+    found: Any = known
+    stated = Stated(groups, weights)
     if loader is None:
         found = _calibrated_without_data(la, known, stated)
     else:

@@ -51,7 +51,8 @@ def state_dict(
         NotFittedError: Before ``fit``, or if the model has changed since.
     """
     if destination is None:
-        return stored.state_of(required(la, surely=True), la._given_likelihood, la._given)
+        record: Any = required(la, surely=True)
+        return stored.state_of(record, la._given_likelihood, la._given)
     if la._posterior is not None:
         try:
             own = state_dict(la)
@@ -148,7 +149,7 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
         >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
     """
     state, options = stored.read(path, model, options)
-    la = cls(model, options.pop("likelihood"), **options)
+    la: Own = cls(model, options.pop("likelihood"), **options)
     la.load_state_dict(state)
     return la
 

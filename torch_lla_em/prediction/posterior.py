@@ -235,24 +235,26 @@ class Posterior:
     ) -> Posterior:
         """Return this posterior, as fitted, with what ``calibrate`` has found."""
         own = tuple(words for words in messages if words not in self.messages)
-        known = replace(
+        result, likelihood = self.result, self.likelihood
+        if found.calibration.applied:
+            result = result._replace(mixture=found.table.to(self.scale))
+            if found.noise is not None:
+                sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
+                result, likelihood = (
+                    result._replace(sigma_noise=sigma),
+                    likelihood.with_noise(sigma),
+                )
+        return replace(
             self,
+            result=result,
+            likelihood=likelihood,
+            mark=_mark(result),
             replaced=Replaced(self.result.mixture, self.result.sigma_noise, self.messages),
             reference=reference,
             room=max(self.room, self.setting.room()),
             calibration=found.calibration,
             messages=(*self.messages, *own),
         )
-        if not found.calibration.applied:
-            return known
-        result, likelihood = (
-            self.result._replace(mixture=found.table.to(self.scale)),
-            self.likelihood,
-        )
-        if found.noise is not None:
-            sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
-            result, likelihood = result._replace(sigma_noise=sigma), likelihood.with_noise(sigma)
-        return replace(known, result=result, likelihood=likelihood, mark=_mark(result))
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""

@@ -122,7 +122,7 @@ class Products(NamedTuple):
             kept = self.training.kept_share(apart).view(-1, *(1,) * (f.dim() - 1))
             f, h = kept * f, kept * h
         apart = table[0][SCALE] ** 0.5 * apart
-        none, parts = apart[:0], []
+        none, parts = apart[:0], list[Part]()
         for _, of_mode, of_network, _ in table:
             pairs = (of_mode, h), (of_network, f)
             # a number that is fitted is a tensor, through which gradients pass

@@ -182,10 +182,12 @@ def found_of(state: dict[str, Tensor], device: torch.device) -> Found:
     def tensor(name: str) -> Tensor | None:
         return state[name].to(device) if name in state else None
 
-    record, reference = files.from_bytes(state["record"]), [tensor(name) for name in REFERENCE]
+    record = files.from_bytes(state["record"])
+    reference: list[Any] = [tensor(name) for name in REFERENCE]
     marks = record.get("marks")
     return Found(
-        *map(tensor, ("table", "noise")),
+        tensor("table"),
+        tensor("noise"),
         None if reference[0] is None else Reference(*reference),
         restored(record["calibration"]),
         tuple(record.get("messages", ())),

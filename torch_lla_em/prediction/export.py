@@ -175,7 +175,7 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
             if found.shape == expected.shape:
                 apart = (found.double() - expected.double()).abs()
             if name in _STEPS:  # rounding may change the last class of a set, or a rank
-                is_right = apart.mean() <= 0.01 + _STEPS[name] / max(1, expected.numel())
+                is_right = bool(apart.mean() <= 0.01 + _STEPS[name] / max(1, expected.numel()))
             else:
                 room = max(100 * torch.finfo(expected.dtype).eps ** 0.75, least)
                 is_right = (apart <= room * expected.abs().max()).all()

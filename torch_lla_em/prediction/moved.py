@@ -154,6 +154,12 @@ class _Judge:
         wrong, known = map(torch.cat, zip(*each))
         return wrong, known
 
+    def slopes(self, x: Any, y: Tensor) -> Tensor:
+        """Return the slope of log p(y | x) in the logarithm of a factor of the logits, (B,)."""
+        f = self.outputs(x)
+        y = aligned(self.likelihood, y, f, self._network.class_dim).clamp_min(0)
+        return f.gather(-1, y[:, None])[:, 0] - (self.likelihood.mean(f) * f).sum(-1)
+
     def due(self, moves: Moves) -> float:
         """Return the error of the simple model, each example without itself; raise if all targets are equal."""
         f = self.outputs(map_tensors(lambda t: t[:2], moves.inputs))
@@ -216,7 +222,11 @@ def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches
     if wrong.dim() == 1 and likelihood.gives_probabilities:
         low, errors = 1.0, (wrong * known).cumsum(0)
         if mean(wrong, known) > due:
-            most = due / (1 - due) * ((1 - wrong) * known).sum() if due < 1 else errors[-1]
+            # no fewer than make the network as confident as it should be: it would become more so
+            slopes = torch.cat([judge.slopes(x, y) for x, y in moves.batches(low)]) * known
+            right, falls = (wrong == 0).double(), -(wrong * slopes).sum() / (wrong * known).sum()
+            least = (right * slopes).sum() / falls.clamp_min(1e-12)
+            most = least if due == 1 else least.maximum(due / (1 - due) * (right * known).sum())
             kept = ((wrong == 0) | (errors <= most)).to(moves.ways.device)
             moves = moves._replace(ways=moves.ways[kept], scale=moves.scale[kept])
             return list(moves.batches(low)), low

@@ -173,8 +173,8 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
     if posterior.result.why == "budget":
         return posterior
     try:
-        first = Data(loader, setting.linear_model.network.device, setting.target_fn).first()
-        if any(t.dim() > 2 for t in tensors_in(first.inputs)):  # CNNs know more than pixels tell
+        batch = Data(loader, setting.linear_model.network.device, setting.target_fn).first()
+        if any(t.dim() > 2 for t in tensors_in(batch.inputs)):  # CNNs know more than pixels tell
             raise NoDistance("only columns of numbers are compared without being asked")
         return calibrated_on_moved(posterior, loader, weights)
     except NoDistance as error:

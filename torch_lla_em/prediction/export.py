@@ -178,8 +178,8 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
                 is_right = bool(apart.mean() <= 0.01 + _STEPS[name] / max(1, expected.numel()))
             else:
                 room = max(100 * torch.finfo(expected.dtype).eps ** 0.75, least)
-                is_right = (apart <= room * expected.abs().max()).all()
-                is_right = bool(is_right) or (
+                is_right = bool((apart <= room * expected.abs().max()).all())
+                is_right = is_right or (
                     found.shape == expected.shape and not expected.isfinite().all()
                 )
             if not is_right:

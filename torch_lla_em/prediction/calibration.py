@@ -176,7 +176,8 @@ def calibrated(
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
     alone, scaled = _of_network(parts)
-    labels = sum(_labels(part) for part in parts) / count
+    masks = [(part.y, likelihood.mask(part.y)) for part in parts]
+    labels = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks) / count
     network, temperature = (v if v is None else mean_and_error(-v)[0] for v in (alone, scaled))
     compared = rmse, network, temperature, labels, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
@@ -202,12 +203,6 @@ def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
     """Return the temperature that fits outputs, classes last, best."""
     part = Pushforward((Products(likelihood, f, f.new_zeros(1, *f.shape)),), y)
     return (-_searched(_temperature([part]), [part]).sum()).exp().item()
-
-
-def _labels(part: Pushforward) -> int:
-    """Return the number of labels, such as those of pixels or outputs."""
-    mask = part.likelihood.mask(part.y)
-    return part.y.numel() if mask is None else int(mask.sum())
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:
@@ -309,8 +304,7 @@ def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
 
 def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None = None) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
-    each = [piece.mixture(table, noise).log_prob(piece.y) for piece in _pieces(parts)]
-    return torch.cat(each)
+    return torch.cat([p.mixture(table, noise).log_prob(p.y) for p in _pieces(parts)])
 
 
 def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,15 @@ from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import CALL
 from torch_lla_em.runtime import Group, collected, first, group_of, report
 
-Own = TypeVar("Own", bound=Any)
-
 
 def calibrate(
-    la: Own,
+    la: Any,
     loader: Any = None,
     targets: Tensor | None = None,
     *,
     groups: Any = None,
     weights: Any = None,
-) -> Own:
+) -> Any:
     """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
     Without arguments they are fitted to the training examples of ``fit``, which are moved towards their neighbours:

@@ -54,7 +54,8 @@ def posterior(name, loader=None, folder=None, compute=READ):
 def same(la, whole):
     for name, tensor in whole.state_dict().items():
         if name != "record":  # which holds seconds
-            assert torch.equal(la.state_dict()[name], tensor), name
+            found = la.state_dict()[name]
+            assert_close(found, tensor, rtol=0, atol=0, equal_nan=True, msg=name)
     told = [
         [{k: v for k, v in record.items() if k != "seconds"} for record in found]
         for found in (la.history, whole.history)

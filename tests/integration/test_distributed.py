@@ -283,8 +283,9 @@ def test_ranks_fit_what_one_process_fits(size, name, together):
     for found in every_rank:
         assert found[name]["num_data"] == expected["num_data"]
         for key, tensor in expected["state"].items():
-            assert torch.equal(found[name]["state"][key], every_rank[0][name]["state"][key]), key
-            assert_close(found[name]["state"][key], tensor, rtol=1e-6, atol=1e-6)
+            own, first = (each[name]["state"][key] for each in (found, every_rank[0]))
+            assert_close(own, first, rtol=0, atol=0, equal_nan=True, msg=key)
+            assert_close(own, tensor, rtol=1e-6, atol=1e-6, equal_nan=True)
         for key in ("columns", "data_passes", "step"):
             asked = [record[key] for record in expected["history"]]
             assert [record[key] for record in found[name]["history"]] == pytest.approx(asked)

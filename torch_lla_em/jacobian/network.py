@@ -185,8 +185,8 @@ class Network:
         for layer in self._layers.values():
             for name in ("training", "sparse")[: 1 + isinstance(layer, nn.Embedding)]:
                 if getattr(layer, name):
-                    stack.callback(setattr, layer, name, True)
-                    setattr(layer, name, False)
+                    stack.callback(_set, layer, name, True)
+                    _set(layer, name, False)
 
     def _forget(self) -> None:
         """Forget the tensors and attributes of the module."""
@@ -284,6 +284,14 @@ class Network:
         """The device of the weights; the CPU for a network without any."""
         weights = self._tensors.values() if self._held else self.module.parameters()
         return next((weight.device for weight in weights), torch.device("cpu"))
+
+
+def _set(layer: nn.Module, name: str, value: bool) -> None:
+    """Set an attribute, in a third of the time that ``nn.Module`` takes for it."""
+    if name in vars(layer):
+        vars(layer)[name] = value
+    else:  # of a scripted layer
+        setattr(layer, name, value)
 
 
 def _differ(now: Any, before: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,19 +86,26 @@ class NetworkState:
         return {"fingerprint": self.fingerprint, "_kinds": self._kinds, "_marks": None}
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and statistics, but no counters."""
-    buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
-    return {**dict(module.named_parameters()), **buffers}
+def _parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield layers, parameters and statistics, but no counters, by name."""
+    for path, layer in module.named_modules():
+        yield f"layer {path}", layer
+        for counts, holder in ((True, layer._parameters), (False, layer._buffers)):
+            for key, t in holder.items():
+                if t is not None and (counts or t.is_floating_point() or t.is_complex()):
+                    yield f"{path}.{key}" if path else key, t
 
 
 def _marks(module: nn.Module) -> dict[str, Any]:
     """Return the classes of layers, and the objects, addresses and versions of tensors."""
-    found: dict[str, Any] = {f"layer {path}": type(own) for path, own in module.named_modules()}
-    for name, t in _tensors(module).items():
-        place = t.data_ptr() if t.layout is torch.strided else 0
-        version = -1 if t.is_inference() else t._version
-        found[name] = id(t), t.dtype, t.device, t.shape, place, version
+    found: dict[str, Any] = {}
+    for name, part in _parts(module):
+        if not isinstance(part, Tensor):
+            found[name] = type(part)
+            continue
+        place = part.data_ptr() if part.layout is torch.strided else 0
+        version = -1 if part.is_inference() else part._version
+        found[name] = id(part), part.dtype, part.device, part.shape, place, version
     return found
 
 
@@ -105,8 +113,8 @@ def _words(module: nn.Module) -> dict[str, Tensor]:
     """Return the memory of all tensors as integers, by the name of the first tensor in it."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in _tensors(module).items():
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+    for name, tensor in _parts(module):
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             continue
         storage = tensor.untyped_storage()
         if storage.data_ptr() in seen:

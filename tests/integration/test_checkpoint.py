@@ -33,7 +33,7 @@ CASES = {
     "krylov, regression": ("regression", {}),
     "linear": ("classification", {"curvature": "linear"}),
     "cold": ("regression", {"temperature": 0.5}),
-    "no room for a span": ("classification", {"compute": Compute(span_memory=2000)}),
+    "no room for a span": ("classification", {"compute": replace(READ, span_memory=2000)}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
     "cg, a noise per output": ("regression", {"sigma_noise": NOISES}),
     "block CG": ("classification", {"solver": BlockCG()}),
@@ -46,7 +46,7 @@ def posterior(name, loader=None, folder=None, compute=READ):
     likelihood, options = CASES[name]
     case, options = tiny(likelihood), {"num_samples": 4, "curvature": "network", **options}
     loader = list(zip(case.x.split(7), case.y.split(7))) if loader is None else loader
-    compute = replace(compute, checkpoint=folder)
+    compute = replace(options.pop("compute", compute), checkpoint=folder)
     la = LinearisedLaplace(case.model, likelihood, compute=compute, **options)
     return la.fit(loader, progress_bar=False)
 

@@ -172,10 +172,10 @@ def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
     training, found = la._posterior.training(), la._posterior.training_distances
     # H of the fit is an average over other draws, which matters where a leverage is near 1
-    assert (found / training.distances_without(without_itself(leverages)) - 1).abs().median() < 0.02
-    assert (found / training.distances_without(without_itself(0 * leverages)))[
-        :, 1
-    ].min() > 1 - 1e-6
+    apart = (found / training.distances_without(without_itself(leverages)) - 1).abs()
+    without = (found / training.distances_without(without_itself(0 * leverages)))[:, 1]
+    # without the leverages all distances are smaller, by more than the draws of H explain
+    assert without.min() > 1 and apart.median() < 0.5 * (without - 1).median()
 
 
 def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):

@@ -83,6 +83,8 @@ def test_the_solution_is_the_dense_one_up_to_its_certificate(tolerance, A):
     assert_close(solution.certificate, residual.norm(dim=1), rtol=1e-5, atol=1e-10)
     assert_close(solution.energy, (x @ A.matrix * x).sum(1), rtol=1e-5, atol=1e-10)
     assert (error_of(A, x, b) <= solution.certificate + 1e-11).all()
+    relative = solution.certificate.square().mean() / solution.energy.mean().clamp_min(1)
+    assert solution.error == pytest.approx(relative.sqrt().item())
     if tolerance == 1e-10:
         assert_close(x, exact(A, b))
         b = torch.cat([b[:3], b[:1], torch.zeros(1, P).double(), 2 * b[1:2] - b[2:3]])

@@ -59,7 +59,7 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
     plan = la.plan(Loader(batches(case)))
     assert plan.pass_seconds is None and "does not state its length" in str(plan)
     # a long fit names the remedies, which is no warning of its result
-    ways = 'use parameters="last_layer" or a `budget`'
+    ways = 'use parameters="last_layer" or Compute(budget=seconds)'
     assert ways not in str(few)
     monkeypatch.setattr("torch_lla_em.problem.plan._LONG", 0.0)
     la.fit(case.x, case.y, em_steps=0, prior_precision=1.0, progress_bar=False)

@@ -67,9 +67,10 @@ class Moves(NamedTuple):
                 own, source, near = (t[rows.to(t.device)] for rows in ways.T)
                 if not t.is_floating_point():
                     return own
-                return own + (length * scale).to(t).view(-1, *(1,) * (t.dim() - 1)) * (
+                changed: Tensor = own + (length * scale).to(t).view(-1, *(1,) * (t.dim() - 1)) * (
                     near - source
                 )
+                return changed
 
             yield map_tensors(moved, self.inputs), self.targets[ways[:, 0]]
 
@@ -124,7 +125,8 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
     whole = kernel(best[1], slice(len(table)))
     whole.diagonal().add_(best[2])
     inverse = torch.linalg.inv(whole)
-    return table - inverse @ (table - table.mean(0)) / inverse.diagonal()[:, None]
+    found: Tensor = table - inverse @ (table - table.mean(0)) / inverse.diagonal()[:, None]
+    return found
 
 
 class _Judge:
@@ -186,7 +188,7 @@ class _Judge:
         # it falls on with more examples, as it has from half of these: from 500 to 2,000 examples of four sets of
         # digits and tables, with and without wrong labels, this was nearer than no change for seven of eight
         half = error(without_itself(moves.squares, table.flatten(1)[: len(table) // 2]))
-        return found * min(1.0, found / max(half, 1e-12)) ** log2(moves.growth)
+        return float(found * min(1.0, found / max(half, 1e-12)) ** log2(moves.growth))
 
     def _errors(self, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         mask = self.likelihood.mask(y)
@@ -305,7 +307,8 @@ def _examples(data: Data) -> tuple[Any, Tensor]:
             parts.append((batch.inputs, batch.targets))
             if len(keys) > 2 * most:
                 parts, keys = _least(parts, keys, most)
-    return _least(parts, keys, most)[0][0]
+    whole: tuple[Any, Tensor] = _least(parts, keys, most)[0][0]
+    return whole
 
 
 def _least(parts: list[Any], keys: Tensor, most: int) -> tuple[list[Any], Tensor]:
@@ -327,4 +330,5 @@ def _squared_distances(tensors: list[Tensor]) -> Tensor:
             part = part - part.mean(0)
             products = products + part @ part.T
     squares = products.diagonal()
-    return (squares[:, None] + squares - 2 * products).clamp_min(0).fill_diagonal_(0)
+    apart: Tensor = (squares[:, None] + squares - 2 * products).clamp_min(0).fill_diagonal_(0)
+    return apart

@@ -41,7 +41,9 @@ class Slow:
 def test_fits_and_predictions_in_threads_enter_a_network_one_at_a_time():
     case = tiny("classification")
     slow = Slow(case.model)
+    # data of their own: ``tiny`` draws them by the global generator, which threads share
     options = {"model": slow.model.train(), "em_steps": 2, "parameters": ["net.*"]}
+    options["loader"] = [(case.x, case.y)]
     _, alone = fitted(**options)
     expected, slow.seconds = alone(case.x), 1e-3
     with ThreadPoolExecutor(4) as pool:

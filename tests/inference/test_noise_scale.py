@@ -59,7 +59,7 @@ KINDS = {
     "cg": {"solver": BlockCG()},
     "function space": {"solver": Direct()},
     # later the precision of a tensor without effect grows to its bound, where rounding decides
-    "layerwise": {"prior": "layerwise", "em_steps": 8},
+    "layerwise": {"prior": "layerwise", "em_steps": 8, "solver": Direct()},
     "sigma": {"sigma_noise": 0.1},
     "weights": {"sigma_noise": 0.1, "weighted": True},
     "temperature": {"temperature": 0.5},

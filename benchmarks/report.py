@@ -39,7 +39,6 @@ NAMES = {
     "ours, last layer": "torch_lla_em, last layer",
     "ours, as fitted": "torch_lla_em, as fitted",
     "ours, calibrated": "torch_lla_em, calibrated",
-    "ours (validation=False), as fitted": "torch_lla_em, `validation=False`",
     "ours, last layer (validation=False), as fitted": "torch_lla_em, last layer, `validation=False`",
     "ours, last layer, as fitted": "torch_lla_em, last layer, as fitted",
     "ours, last layer, calibrated": "torch_lla_em, last layer, calibrated",
@@ -68,7 +67,7 @@ CHARTED = (
         "laplace-torch, last layer, grid search",
         "laplace-torch, all layers",
     ),
-    *("ours (validation=False), as fitted", "ours, as fitted", "ours, calibrated"),
+    *("ours, as fitted", "ours, calibrated"),
     *("ours, last layer (validation=False), as fitted", "ours, last layer, as fitted"),
     "ours, last layer, calibrated",
 )

@@ -77,8 +77,8 @@ def test_the_readme_prints_what_it_shows(threads, capsys):
 
 # of the twenty new tables; a figure is {method/stage/score} of results/tables.jsonl
 SENTENCES = {
-    "docs/benchmarks.md": "the mean ratio of all layers is {ours (validation=False), as fitted/early/nll} (early stopping), {ours (validation=False), as fitted/on/nll} (100 epochs) and {ours (validation=False), as fitted/late/nll} (400 epochs), and {ours (validation=False), as fitted/early/worst}, {ours (validation=False), as fitted/on/worst} and {ours (validation=False), as fitted/late/worst} on the worst table. The network alone has {network/on/nll} and {network/late/nll} after 100 and 400 epochs.",
-    "docs/which_method.md": "The NLL of all layers is on average {ours (validation=False), as fitted/early/nll} (early stopping) to {ours (validation=False), as fitted/late/nll} (400 epochs) times that of temperature scaling, which needs a validation set, and {ours (validation=False), as fitted/early/worst} times at worst",
+    "docs/benchmarks.md": "the mean ratio of all layers is {ours, as fitted/early/nll} (early stopping), {ours, as fitted/on/nll} (100 epochs) and {ours, as fitted/late/nll} (400 epochs), and {ours, as fitted/early/worst}, {ours, as fitted/on/worst} and {ours, as fitted/late/worst} on the worst table. The network alone has {network/on/nll} and {network/late/nll} after 100 and 400 epochs.",
+    "docs/which_method.md": "The NLL of all layers is on average {ours, as fitted/early/nll} (early stopping) to {ours, as fitted/late/nll} (400 epochs) times that of temperature scaling, which needs a validation set, and {ours, as fitted/early/worst} times at worst",
 }
 
 

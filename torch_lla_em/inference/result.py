@@ -73,9 +73,6 @@ class FitResult(NamedTuple):
     leverages: Tensor | None = None
     """(J w_k)ᵀ H J w_l / K at these examples, (n, K, K): how much each determines of its own outputs."""
 
-    mean_error: Tensor | None = None
-    """Always None."""
-
     network_noise: Tensor | None = None
     """σ of the network's residuals relative to ``sigma_noise``, the shape of σ; None: σ is not that of J w_lin,
     since it was not learnt."""

@@ -212,13 +212,13 @@ for text, probs, epistemic in zip(sentences, prediction.probs, prediction.episte
 # %% [markdown]
 # ## Hugging Face Hub
 #
-# A posterior is saved in one file, as safetensors if its name ends so. The network is not included:
-# load it first, from its own repository. `hf upload you/bert-posterior posterior.safetensors` uploads
-# the file, and `huggingface_hub.hf_hub_download("you/bert-posterior", "posterior.safetensors")` returns
+# A posterior is saved in one file of tensors, without code. The network is not included:
+# load it first, from its own repository. `hf upload you/bert-posterior posterior.pt` uploads
+# the file, and `huggingface_hub.hf_hub_download("you/bert-posterior", "posterior.pt")` returns
 # the path of a downloaded copy.
 
 # %%
-path = pathlib.Path(tempfile.mkdtemp(), "posterior.safetensors")
+path = pathlib.Path(tempfile.mkdtemp(), "posterior.pt")
 la.save(path)
 again = LinearisedLaplace.load(path, model)
 print("predictions are equal:", torch.equal(again.predict(**asked).probs, prediction.probs))

@@ -256,7 +256,7 @@ class LaplaceEnsemble(Printed, nn.Module):
         """Write all posteriors to one file, without the networks.
 
         Args:
-            path (str): Name of the file; .safetensors selects that format.
+            path (str): Name of the file.
         """
         files.write_atomically(self.state_dict(), path)
 

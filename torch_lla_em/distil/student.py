@@ -158,7 +158,7 @@ class Student(Printed, nn.Module):
         """Write the student to a file, without the code of its network.
 
         Args:
-            path (str): Name of the file; .safetensors selects that format.
+            path (str): Name of the file.
         """
         record = {
             **self.form._asdict(),

@@ -109,8 +109,7 @@ def save(la: Any, path: str | PathLike[str]) -> None:
 
     Args:
         la (LinearisedLaplace): The posterior; ``la.save(path)`` passes it.
-        path (str): Name of the file. The ending .safetensors selects that format, which needs
-            the package safetensors; any other is written by ``torch.save``.
+        path (str): Name of the file.
 
     Raises:
         NotFittedError: Before ``fit``, or if the model has changed since.

@@ -15,27 +15,24 @@ class Budget:
     """Decides after which step a fit ends; all ranks decide the same."""
 
     def __init__(self, seconds: float | None = None, group: Group = Group()):
-        self._seconds, self._group = inf if seconds is None else float(seconds), group
-        self._began = self._stepped = time.monotonic()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._began
+        self._group = group
+        self._end, self._stepped = inf, time.monotonic()
+        if seconds is not None:
+            self._end = self._stepped + seconds
 
     def left(self) -> float:
         """Return the seconds that are left on the slowest rank."""
-        return self._least(self._seconds - self.elapsed)
+        return self._least(self._end - time.monotonic())
 
     def ends(self) -> bool:
         """Return whether the step after the one that ends now would exceed the budget."""
         now = time.monotonic()
         took, self._stepped = now - self._stepped, now
-        return self._least(self._seconds - self.elapsed - _GROWTH * took) < 0
+        return self._least(self._end - now - _GROWTH * took) < 0
 
     def _least(self, seconds: float) -> float:
         """Return the least number of all ranks."""
-        if self._seconds == inf:
+        if self._end == inf:
             return inf
         least: float = self._group.meet(seconds, min)
         return least

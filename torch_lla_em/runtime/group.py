@@ -25,10 +25,7 @@ class Group:
     rank, size = 0, 1
 
     def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Return ``merge`` of the list of all ranks' values, which can be any picklable objects.
-
-        Every rank merges the same values, so that an error is raised on all of them.
-        """
+        """Return ``merge`` of the list of all ranks' picklable values; its error is raised on all of them."""
         return merge([value])
 
     def agree(self, act: Callable[[], Own]) -> Own:
@@ -47,10 +44,7 @@ class Group:
         return number
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (m, ...) of all ranks, in their order, shape (Σ m, ...).
-
-        A rank without rows may have any shape and dtype of the others'.
-        """
+        """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and dtype are free."""
         return rows
 
     def from_first(self, tensor: Tensor) -> Tensor:

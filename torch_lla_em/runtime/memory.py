@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-# out-of-memory errors of other types: of the CPU's allocator, and of libraries with their own. Their
-# handles take memory of the GPU when they are first made; the last two are also raised for layers that
-# are not supported, then for a single example too.
+# out-of-memory errors of the CPU's allocator, and of libraries, whose handles take memory of the GPU; the last two
+# are also raised for layers that are not supported, then for a single example too
 _WORDS = re.compile(
     "can't allocate memory|not enough memory|std::bad_alloc|CUDA error: out of memory"
     "|ALLOC_FAILED|ALLOCATION_FAILED|_STATUS_NOT_INITIALIZED"
@@ -78,7 +77,7 @@ def free_memory(device: torch.device) -> float:
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # not in older torch
             share = torch.cuda.get_per_process_memory_fraction(device.index)
         return max(0.0, min(free, share * total - reserved)) + cached
-    return min(_available(), container_room(), _process_room())
+    return min(_available(), container_room())
 
 
 def container_room(
@@ -93,12 +92,11 @@ def container_room(
         paths = [line.split(":", 2)[2].lstrip("/") for line in groups.read_text().splitlines()]
         folders |= {root / path for root in tuple(folders) for path in paths}
     every = {above for folder in folders for above in (folder, *folder.parents)}
-    return min(_group_room(folder, names) for folder in every for names in _CONTROL_GROUPS)
+    return min(_group_room(folder, *names) for folder in every for names in _CONTROL_GROUPS)
 
 
-def _group_room(folder: Path, names: tuple[str, str, str]) -> float:
+def _group_room(folder: Path, limit: str, usage: str, cached: str) -> float:
     """Return the bytes left below the limit of one control group; cached files can be evicted."""
-    limit, usage, cached = names
     try:
         left = int((folder / limit).read_text()) - int((folder / usage).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()
@@ -107,31 +105,14 @@ def _group_room(folder: Path, names: tuple[str, str, str]) -> float:
     return max(0.0, left + int(dict(line.split() for line in lines).get(cached, 0)))
 
 
-def _process_room() -> float:
-    """Return the bytes left below the limits of this process (``ulimit -d`` and ``-v``)."""
-    left = inf
-    with suppress(ImportError, OSError, KeyError):
-        import resource  # not on Windows
-
-        for name, kind in (("VmData", resource.RLIMIT_DATA), ("VmSize", resource.RLIMIT_AS)):
-            limit = resource.getrlimit(kind)[0]
-            if limit != resource.RLIM_INFINITY:
-                left = min(left, limit - _in_proc("self/status", name))
-    return max(0.0, left)
-
-
 def _available() -> float:
     """Return the bytes available on this machine; if unknown, half of its memory."""
     with suppress(OSError, KeyError):
-        return _in_proc("meminfo", "MemAvailable")
-    pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2 if pages else 4e9
-
-
-def _in_proc(file: str, name: str) -> float:
-    """Return the number of bytes that a file of /proc states under a name."""
-    lines = Path("/proc", file).read_text().splitlines()
-    return 1024.0 * int(dict(line.split(":", 1) for line in lines)[name].split()[0])
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024.0 * int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0])
+    with suppress(AttributeError, ValueError, OSError):  # not on Windows
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    return 4e9
 
 
 def place_of(device: torch.device) -> str:

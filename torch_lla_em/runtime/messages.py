@@ -31,9 +31,8 @@ def report(kind: Literal["log", "warn", "show"], text: str) -> None:
     It is stored first, whatever the settings of ``logging`` and ``warnings``.
 
     Args:
-        kind (str): "log" for what happens while a program runs, such as a lack of memory. "warn"
-            for what the user's code should change; it is attributed to the line of this code. "show"
-            for what only matters while a program runs, such as how long it takes: it is not stored.
+        kind (str): "log" for what happens while a program runs; "warn" for what the user's code should change,
+            with the line of this code; "show" for what only matters now: it is not stored.
         text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is collected.
     """
     lists = _LISTS.get() if kind != "show" else ()

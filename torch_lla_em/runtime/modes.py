@@ -15,11 +15,10 @@ def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cudnn: Any = torch.backends.cudnn
-    flags = _tf32_flags()
-    before = [getattr(flag, name) for flag, name, _ in flags]
+    cudnn, flags = torch.backends.cudnn, _tf32_flags()
+    values = [getattr(flag, name) for flag, name, _ in flags]
     # inherited values stay inherited
-    before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(before, flags)]
+    before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(values, flags)]
     try:
         older = [cudnn.allow_tf32]  # torch.export reads it, and it must agree with the others
     except RuntimeError:

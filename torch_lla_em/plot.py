@@ -1,6 +1,8 @@
 """Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return its axes.
 
-A loader may also be ``torch_lla_em.prediction.predicted_data(la, loader)``, which several plots can share.
+``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``, and ``loader`` a DataLoader, Dataset or list of
+batches of held-out data, or ``predicted_data(la, loader)``, which several plots can share. ``axes`` are matplotlib's;
+by default they are those of a new figure.
 """
 
 from __future__ import annotations
@@ -41,9 +43,6 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
-        loader (DataLoader, Dataset or list of batches): Held-out data.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
         bins (int): Number of bins of equal width. Default 10; fewer for small data sets.
 
     Raises:
@@ -52,7 +51,7 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     Example:
         >>> axes = plot.reliability(la, loader)
     """
-    rows, axes = _rows(la, loader, real=False), _axes(axes)
+    rows, axes = _rows(la, loader, real=False), _axes(axes, "confidence", "accuracy")
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
     for name, colour in _COLOURS.items():
         stated, right = stated_and_right(getattr(rows, name), rows.targets)
@@ -64,35 +63,29 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
         axes.plot(x[sure], y[sure], color=colour, linewidth=1, marker="o", label=label)
         axes.plot(x[~sure], y[~sure], "o", color=colour, markerfacecolor="none")
     axes.plot([], [], "o", color="black", markerfacecolor="none", label=f"under {_SURE} examples")
-    return _finished(axes, "confidence", "accuracy")
+    axes.legend(frameon=False)
+    return axes
 
 
 def em_path(la: Any, axes: Axes | None = None) -> Axes:
     """Plot the prior precision at each EM step, of an ensemble that of each member.
 
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
-
     Example:
         >>> axes = plot.em_path(la)
     """
-    members, axes = required(la).members, _axes(axes)
+    members, axes = required(la).members, _axes(axes, "EM step", "prior precision λ")
     for posterior in members:
         path = [record["prior_precision"] for record in posterior.history]
         axes.plot(range(1, len(path) + 1), path, marker=".")
     axes.set_yscale("log")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return _finished(axes, "EM step", "prior precision λ")
+    return axes
 
 
 def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
     """Plot a regression with 90 % prediction intervals, over its input or, of several, targets over predictions.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
-        loader (DataLoader, Dataset or list of batches): Held-out data.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
         output (int): The output to plot. Default 0.
 
     Raises:
@@ -101,9 +94,10 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     Example:
         >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
-    rows, axes = _rows(la, loader, real=True), _axes(axes)
+    rows = _rows(la, loader, real=True)
     x, predicted = rows.inputs, rows.posterior
     over = x is not None and x[0].numel() == 1
+    axes = _axes(axes, *(("input", "target") if over else ("prediction", "target")))
     if over:
         margin = 0.3 * (x.max() - x.min())
         grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
@@ -117,20 +111,16 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
         axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
         axes.plot(at, mean, color="C0")
         axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
-        return _finished(axes, "input", "target")
-    bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
-    axes.errorbar(mean[kept], y[kept], xerr=(high - mean)[kept], **bars)
-    axes.plot(*[[min(mean.min(), y.min()), max(mean.max(), y.max())]] * 2, **_DIAGONAL)
-    return _finished(axes, "prediction", "target")
+    else:
+        bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
+        axes.errorbar(mean[kept], y[kept], xerr=(high - mean)[kept], **bars)
+        axes.plot(*[[min(mean.min(), y.min()), max(mean.max(), y.max())]] * 2, **_DIAGONAL)
+    axes.legend(frameon=False)
+    return axes
 
 
 def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
-
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
-        loader (DataLoader, Dataset or list of batches): Held-out data.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
 
     Raises:
         TypeError: If the targets are not continuous; use ``reliability`` for probabilities.
@@ -138,7 +128,7 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     Example:
         >>> axes = plot.coverage(regression, [(x, model(x).detach())])
     """
-    rows, axes = _rows(la, loader, real=True), _axes(axes)
+    rows, axes = _rows(la, loader, real=True), _axes(axes, "level of the interval", "coverage")
     levels = np.linspace(0.02, 0.98, 49).tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
     for name, colour in _COLOURS.items():
@@ -146,7 +136,8 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
         shares = [each.double().mean().item() for each in inside]
         label = "noise alone" if name == "network" else name
         axes.plot(levels, shares, color=colour, label=label)
-    return _finished(axes, "level of the interval", "coverage")
+    axes.legend(frameon=False)
+    return axes
 
 
 def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
@@ -155,16 +146,14 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): A fitted posterior.
-        loader (DataLoader, Dataset or list of batches): Held-out data.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
-        axes (matplotlib Axes, optional): Where to plot. Default None: a new figure.
 
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    known, axes = required(la).compared, _axes(axes)
+    known = required(la).compared
     by_rank = known is not None and known.errors is not None and known.groups is None
+    axes = _axes(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 
     def unusual(data: Any) -> Tensor:
         given = [data] if isinstance(data, Tensor) else data
@@ -182,7 +171,8 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
-    return _finished(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
+    axes.legend(frameon=False)
+    return axes
 
 
 def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
@@ -195,16 +185,12 @@ def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
     return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
-def _axes(axes: Axes | None) -> Axes:
+def _axes(axes: Axes | None, x: str, y: str) -> Axes:
+    """Return the axes, or those of a new figure, with these labels."""
     import matplotlib.pyplot as plt
 
-    return plt.subplots(layout="constrained")[1] if axes is None else axes
-
-
-def _finished(axes: Axes, x: str, y: str) -> Axes:
+    axes = plt.subplots(layout="constrained")[1] if axes is None else axes
     axes.set(xlabel=x, ylabel=y)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
     return axes
 
 

@@ -24,6 +24,7 @@ from torch_lla_em.prediction import (
     PredictedData,
     Table,
     advice,
+    mean_and_error,
     predicted_data,
     scores,
 )
@@ -85,16 +86,15 @@ def report(
 
 def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
     """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
-    of_network, own = (p.mixture.log_prob(rows.targets).double() for p in rows[2:])
-    gain, to_do = of_network - own, [words for kind, words in advice(la) if kind == "to do"]
-    error = gain.std() / len(gain) ** 0.5
-    if gain.mean() > 2 * error:
+    loss, error = mean_and_error(-rows.gain())
+    to_do = [words for kind, words in advice(la) if kind == "to do"]
+    if loss > 2 * error:
         remedy = "calibrate with other held-out data, or predict by the network."
         if la.calibration is None or la.calibration.length is not None:
             remedy = f"{CALL[0].lower()}{CALL[1:]}."
             to_do = [words for words in to_do if CALL not in words]
         yield (
-            f"The NLL of the posterior is higher than that of the network alone, by {gain.mean():.2g} "
+            f"The NLL of the posterior is higher than that of the network alone, by {loss:.2g} "
             f"± {error:.1g} per example: {remedy}"
         )
     yield from to_do
@@ -116,18 +116,15 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
     """Yield the plots that these predictions allow."""
     from matplotlib.figure import Figure
 
-    real = la.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
-    wanted: list[tuple[Any, Any, tuple[Any, ...], str]] = [
-        (la.likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
+    likelihood, p = la.likelihood, rows.posterior
+    real = likelihood.real_valued and p.expectation.shape == rows.targets.shape
+    fitted = any(member.history for member in la.posterior.members)
+    wanted: list[tuple[bool, Any, tuple[Any, ...], str]] = [
+        (likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
         (real, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
-        (
-            any(p.history for p in la.posterior.members),
-            plot.em_path,
-            (),
-            "Prior precision over EM steps",
-        ),
+        (fitted, plot.em_path, (), "Prior precision over EM steps"),
     ]
     for is_possible, draw, data, words in wanted:
         if is_possible:

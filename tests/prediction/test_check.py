@@ -100,12 +100,9 @@ def shifts(x):
     return set(la.calibrate(x[30:80], y[30:80]).check(x[80:], y[80:]).shifted)
 
 
-def test_only_copies_that_are_shifted_are_made():
-    x, noise = draw(280, 3).float(), {"noise of 3 standard deviations"}
-    assert shifts(x[:, :1]) == shifts(x) == noise  # independent columns
-    assert shifts(torch.cat([x, x[:, :1] + 0.3 * x[:, 1:2]], 1)) == noise | {"permuted columns"}
-    assert shifts(torch.cat([x[:, :1], x[:, :1] ** 2], 1)) == noise | {"permuted columns"}
+def test_only_copies_of_images_that_are_shifted_are_made():
     images, wide = draw(280, 1, 4, 4).float(), draw(280, 1, 8, 9).float()
+    assert not shifts(draw(280, 3).float())
     assert shifts(images) == {"rotation by 90°", "noise", "inverted values"}  # a blur of one pixel
     assert shifts(wide) == {"rotation by 180°", "blur", "noise", "inverted values"}
     assert shifts(torch.arange(280.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)) == {"noise"}

@@ -13,11 +13,11 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction, compare
 from torch_lla_em.likelihoods import Classification, Regression
-from torch_lla_em.prediction.conformal import errors_of
 from torch_lla_em.prediction.neighbours import output_variance, without_itself
 from torch_lla_em.prediction.pushforward import Products, Pushforward, push_forward
-from torch_lla_em.prediction.ranks import p_values, quantiles
+from torch_lla_em.prediction.reference import errors_of
 from torch_lla_em.prediction.regions import covariance_of
+from torch_lla_em.prediction.scores import p_values, quantiles
 
 FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
 TEST = slice(6000, None)
@@ -221,7 +221,7 @@ def test_intervals_cover_each_output_and_regions_all_at_once(several):
         assert within(torch.as_tensor(found).mean(), 0.8, [150] * 10, 3900)
     reference, own = prediction.judged("interval")
     half = (upper - lower) / 2 / own.predictive_variance.sqrt()
-    assert_close(half, quantiles(reference.errors.sort(0).values, 0.8).expand(len(half), 3))
+    assert_close(half, quantiles(reference.errors, 0.8).expand(len(half), 3))
     plain = la.predict(x[:5])
     f = plain.covariance.view(5, 3, 5, 3)
     due = torch.stack([f[i, :, i] for i in range(5)]) + torch.diag(la.sigma_noise**2)
@@ -396,30 +396,6 @@ def test_programs_have_the_sets_of_each_class(blobs):
     la.calibrate(x[:400], y[:400], groups=y[:400])
     with pytest.raises(ValueError, match="Exported programs take no groups"):
         la.export(x[:5], level=0.8)
-
-
-FEW = {
-    (20, 18, 18): None,
-    (20, 18, 2): "fewer of class 2: the smallest has 1, for levels up to 0.5.",
-    (20, 4, 17): "fewer of class 1, 2: the smallest has 2, for levels up to 0.666.",
-    (20, 18, 0): "fewer of class 2: the smallest has 0, for levels up to 0.",
-}
-
-
-@pytest.mark.parametrize("counts", FEW)
-def test_classes_with_few_examples_are_named_when_calibrating(blobs, counts, caplog):
-    la, x, y = blobs
-    rows = torch.cat([(y == c).nonzero()[:count, 0] for c, count in enumerate(counts)])
-    la.calibrate(x[rows], y[rows], groups="classes")
-    said = [message for message in caplog.messages if "A level of 0.9" in message]
-    assert len(said) == (FEW[counts] is not None)
-    assert all(FEW[counts] in message and len(message.split()) <= 40 for message in said)
-    if min(counts):
-        least = min(counts) // 2
-        la.predict(x[:3]).prediction_set(int(1000 * least / (least + 1)) / 1000)
-    caplog.clear()
-    la.calibrate(x[rows], y[rows], groups=y[rows])
-    assert ("fewer of group" in caplog.text) == (0 < min(counts) < 18)
 
 
 def test_what_does_not_fit_is_refused_with_the_remedy(blobs, several):

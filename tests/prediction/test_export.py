@@ -9,7 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.prediction.export import record, simplified
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -151,19 +150,15 @@ def test_programs_return_the_predictions_of_the_posterior(name):
         assert_same(program(x), la(x))
 
 
-DTYPES = [(1, torch.float64, 1e-10), (1, torch.float32, 1e-5), (6, torch.float64, 1e-10)]
-
-
-@pytest.mark.parametrize("num_samples, dtype, near", daily((6, torch.float32, 1e-5), rest=DTYPES))
-def test_programs_are_exact_by_factors_and_by_torch_func(num_samples, dtype, near):
+@pytest.mark.parametrize(
+    "num_samples, dtype, near",
+    daily((6, torch.float32, 1e-5), rest=[(1, torch.float64, 1e-10), (6, torch.float64, 1e-10)]),
+)
+def test_programs_are_exact_with_some_of_the_samples(num_samples, dtype, near):
     la, (x,), _ = case_of(convolutions, dtype=dtype)
     program, other = la.export(x[:5], num_samples=num_samples), 2 * x
-    # the network runs once, also in forward mode
-    nodes = [str(node.target) for node in program.graph.nodes]
-    assert nodes.count("aten.relu.default") == 1
-    # with as many samples as outputs, the outputs are differentiated backwards
-    backward = [name for name in nodes if "pool2d_with_indices_backward" in name]
-    assert bool(backward) == (num_samples == 6)
+    # the network runs once
+    assert [str(node.target) for node in program.graph.nodes].count("aten.relu.default") == 1
     expected = la.predict(other, num_samples=num_samples).probs
     assert_close(program.module()(other)["probs"], expected, rtol=near, atol=near)
 
@@ -199,7 +194,7 @@ def fitted_constant(number):
 @pytest.mark.parametrize("rows", daily(1, rest=[5]))
 def test_values_of_the_example_are_refused(kind, rows):
     la, x, tokens = fitted_constant(CONSTANTS[kind])
-    with pytest.raises(Exception, match="contains constants that the network computed"):
+    with pytest.raises(Exception, match="must use only torch operations.*distil a student"):
         la.export((x[:rows], tokens[:rows]))
 
 
@@ -209,15 +204,6 @@ def test_inputs_of_several_kinds_are_exported_with_some_of_the_samples():
     program = la.export((x[:5], tokens[:5]), num_samples=3).module()
     other = x[5:10], tokens[5:10]
     assert_same(program(other), la.predict(other, num_samples=3).probs)
-
-
-class Accumulating(nn.Linear):
-    """Adds its outputs to a tensor of zeros, in place."""
-
-    def forward(self, x):
-        total = torch.zeros(3, dtype=x.dtype)
-        total += super().forward(x).mean(0)
-        return super().forward(x) + total.detach()
 
 
 class Counting(nn.Linear):
@@ -242,12 +228,6 @@ def fitted_layer(layer):
     return la.fit(x, torch.arange(12) % 3, **FIXED), x
 
 
-def test_a_constant_that_is_written_to_is_new_in_every_call():
-    x = torch.randn(6, 3)
-    graph = simplified(record(Accumulating(3, 3).eval(), x))
-    assert_close(graph(x), graph(x), rtol=0, atol=0)
-
-
 def test_outputs_without_an_axis_and_factors_are_exported():
     torch.manual_seed(0)
     x, model = torch.randn(12, 2), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
@@ -255,19 +235,11 @@ def test_outputs_without_an_axis_and_factors_are_exported():
     assert_same(la.export(x[:5]).module()(x), la(x))
 
 
-@pytest.mark.slow
-def test_networks_that_loop_over_examples_keep_their_batch_size(caplog):
-    la, x = fitted_layer(Counting)
-    caplog.set_level("WARNING", logger="torch_lla_em")
-    program = la.export(x[:6]).module()
-    assert "only the batch size of x" in caplog.text
-    assert_same(program(x[6:]), la(x[6:]))
-
-
 def test_what_cannot_be_exported_raises(tmp_path):
-    la, x = fitted_layer(Branching)
-    with pytest.raises(Exception, match="data-dependent|values"):
-        la.export(x[:5])
+    for layer in (Branching, Counting):
+        la, x = fitted_layer(layer)
+        with pytest.raises(RuntimeError, match="cannot be exported.*distil a student"):
+            la.export(x[:5])
     with pytest.raises(ValueError, match="samples"):
         la.export(x[:5], num_samples=7)
     for name in ("posterior", "posterior.pt", "posterior.onnx.txt"):

@@ -7,15 +7,9 @@ from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Bernoulli, Classification
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
-from torch_lla_em.prediction.ranks import (
-    Masses,
-    mass_above,
-    p_values,
-    quantiles,
-    weighted_quantiles,
-)
 from torch_lla_em.prediction.reference import is_second
 from torch_lla_em.prediction.regions import Ellipsoid
+from torch_lla_em.prediction.scores import Masses, mass_above, p_values, quantiles
 
 RATES = 0.02, 0.05, 0.1, 0.3, 0.8
 
@@ -58,7 +52,7 @@ def test_p_values_rank_a_harmonic_mean_of_the_shares_of_larger_scores(columns):
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.95])
 def test_quantiles_cover_a_new_example(level):
     errors = draw(39, 2).abs()
-    bounds = [quantiles(others(errors, i).sort(0).values, level) for i in range(39)]
+    bounds = [quantiles(others(errors, i), level)[0] for i in range(39)]
     covered = (errors <= torch.stack(bounds)).double().mean(0)
     assert ((covered >= level) & (covered <= level + 1 / 39 + 1e-9)).all()
 
@@ -78,7 +72,7 @@ def test_weights_are_the_probability_of_being_the_new_one(level):
     share, bounds, found = weights / weights.sum(), [], []
     for i in range(30):
         masses = Masses(others(weights, i), weights[i : i + 1])
-        bounds.append(weighted_quantiles(others(errors, i), level, masses)[0])
+        bounds.append(quantiles(others(errors, i), level, masses=masses)[0])
         found.append(p_values(others(errors, i), errors[i : i + 1], masses=masses)[0])
     covered = (share * (errors <= torch.stack(bounds))[:, 0]).sum()
     assert level - 1e-9 <= covered <= level + share.max()
@@ -90,9 +84,9 @@ def test_equal_weights_change_nothing_and_too_large_ones_have_no_bound():
     scores, new, ones = draw(40, 2), draw(9, 2, seed=1), torch.ones(40).double()
     masses = Masses(3 * ones, 3 * ones[:9])
     assert_close(p_values(scores, new, masses=masses), p_values(scores, new))
-    found = weighted_quantiles(scores.abs(), 0.8, masses)
+    found = quantiles(scores.abs(), 0.8, masses=masses)
     assert_close(found, scores.abs().sort(0).values[32].expand(9, 2))  # the 33rd of 40
-    found = weighted_quantiles(scores.abs(), 0.9, Masses(ones, torch.tensor([1.0, 5.0])))
+    found = quantiles(scores.abs(), 0.9, masses=Masses(ones, torch.tensor([1.0, 5.0])))
     assert found[0].isfinite().all() and found[1].isinf().all()
 
 

@@ -1,7 +1,6 @@
 """What is shown of a fit and of a prediction, what is warned about, and tables of several posteriors."""
 
 import copy
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -217,7 +216,7 @@ def test_scores_are_those_of_torchmetrics(name):
 def test_the_table_shows_the_scores_of_each_posterior(name):
     (case, la), (_, other) = known(name), known(name, em_steps=0, prior_precision=500.0)
     loader = DataLoader(TensorDataset(case.x[:23], case.y[:23]), 20)
-    table = compare({"wide": la, "narrow": other}, loader, together=8)
+    table = compare({"wide": la, "narrow": other}, loader)
     for key, each in (("wide", la), ("narrow", other)):
         record, rows = table.records[key], predicted_data(each, loader)
         assert_close(table.log_probs[key], rows.posterior.log_prob(rows.targets).double())
@@ -225,27 +224,7 @@ def test_the_table_shows_the_scores_of_each_posterior(name):
         alone = -rows.network.log_prob(rows.targets).mean().item()
         assert record["network NLL"] == pytest.approx(alone) and record["parameters"] == 27
         assert f"{record['NLL']:.4f}" in repr(table)
-    assert "held-out evidence" in table._repr_html_()
-
-
-def evidence_of(la, loader, together):
-    (record,) = compare([la], loader, together=together).records.values()
-    return record["held-out evidence"], record["evidence error"]
-
-
-@pytest.mark.parametrize("name", ["classification", "regression", "poisson"])
-def test_held_out_evidence_is_that_of_groups(name):
-    case, la = known(name)
-    x, y = case.x[:23], case.y[:23]
-    values = torch.stack([la.joint_log_prob(*part) for part in zip(x.split(8), y.split(8))])
-    for size in (1, 5, 20, 23):  # of batches, which groups do not depend on
-        total, error = evidence_of(la, list(zip(x.split(size), y.split(size))), 8)
-        assert total == pytest.approx(values.sum().item())
-        assert error == pytest.approx((3**0.5 * values.std()).item())
-    assert math.isnan(evidence_of(la, [(x, y)], 23)[1])
-    if name != "regression":  # whose outputs have errors in common
-        alone = la.predict(x).log_prob(y).sum().item()
-        assert evidence_of(la, [(x, y)], 1)[0] == pytest.approx(alone, rel=0.02)
+    assert "network NLL" in table._repr_html_()
 
 
 def test_differences_are_paired_where_the_loader_shuffles():
@@ -264,9 +243,9 @@ def test_differences_are_paired_where_the_loader_shuffles():
 
 def test_posteriors_that_are_worse_than_their_networks_are_named():
     log_probs = {"a": torch.full((4,), -0.5), "b": torch.full((4,), -0.25)}
-    alone = {"a": torch.tensor([-0.25, -0.25, -0.25, -0.5]), "b": log_probs["b"] - 1}
+    gains = {"a": torch.tensor([-0.25, -0.25, -0.25, 0.0]), "b": torch.ones(4)}
     records = {name: {"NLL": -p.mean().item()} for name, p in log_probs.items()}
-    best, _, worse, _ = Comparison(records, log_probs, 10, alone).findings
+    best, _, worse = Comparison(records, log_probs, gains).findings
     assert best == "'b' has the lowest NLL."
     assert "'a' is worse than its network alone, by 0.19 ± 0.06: call calibrate" in worse
 
@@ -301,7 +280,6 @@ def test_what_cannot_be_compared_raises():
         (ValueError, "not on one scale", lambda: compare([la, real], x, y)),
         (TypeError, classes, lambda: compare({"net": la.model}, x, y)),
         (TypeError, classes, lambda: compare([la, la.model], x, y)),
-        (ValueError, "together", lambda: compare([la, la], x, y, together=0)),
         (NotFittedError, "fit", lambda: compare([la, unfitted], x, y)),
         (ValueError, "pass a list of batches", lambda: compare([la, la], Turning(case))),
         (ValueError, "pass a list of", lambda: LaplaceEnsemble([la, la]).calibrate(Turning(case))),

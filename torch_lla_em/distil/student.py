@@ -251,7 +251,7 @@ class Student(Printed, nn.Module):
                 return found | {"prediction_set": prediction.prediction_set(level)}
             return found | prediction.interval(level)._asdict()
 
-        return program_of(answer, [answer], [self._called], to_device(x, self._device), path)
+        return program_of(answer, answer, [self._called], to_device(x, self._device), path)
 
     @property
     def _device(self) -> torch.device:

@@ -1,18 +1,19 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
 A prediction is a ``mixture`` of components, from which a ``distribution`` has moments and densities by the
-averages of ``functions`` and ``scores``; ``prediction`` compares it with a validation set by ``conformal`` and
-``neighbours``. ``pushforward`` makes it from the outputs and products of inputs. ``calibration``, ``passes``,
-``metrics`` and ``validation`` use held-out data, and ``moved`` training examples in their place; ``reference`` has what ``calibrate`` keeps of them. ``posterior`` is the frozen
-record of a fit or of several, and ``stored`` and ``fitted`` write and read it. ``predictor`` and ``calibrates`` have the functions of
-records that users call as methods of the objects that hold them; ``exports`` and ``export`` write programs, ``summary`` prints results.
+averages of ``functions`` and ``scores``; ``prediction`` compares it with a ``reference``. ``pushforward`` makes it from the
+outputs and products of inputs, and ``neighbours`` shrinks it far from training examples. ``calibration``, ``passes``,
+``metrics``, ``check`` and ``validation`` use held-out data, and ``moved`` training examples in their place. ``posterior`` is the
+frozen record of a fit or of several, and ``stored`` and ``fitted`` write and read it. ``predictor`` and ``calibrates`` have the
+functions of records that users call as methods of the objects that hold them; ``exports`` writes programs, ``summary``
+prints results.
 """
 
 from torch_lla_em.prediction import calibrates, exports, fitted, predictor, stored, summary
 from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.check import check
-from torch_lla_em.prediction.export import program_of
+from torch_lla_em.prediction.exports import program_of
 from torch_lla_em.prediction.fitted import result
 from torch_lla_em.prediction.metrics import (
     auroc,
@@ -34,13 +35,6 @@ from torch_lla_em.prediction.posterior import (
 )
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predictions
-from torch_lla_em.prediction.ranks import (
-    infinite_if_nan,
-    p_values,
-    quantiles,
-    require,
-    rounding,
-)
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
@@ -55,7 +49,12 @@ from torch_lla_em.prediction.scores import (
     gaussian_interval,
     has_classes,
     has_values,
+    infinite_if_nan,
+    p_values,
+    quantiles,
+    require,
     require_share,
+    rounding,
 )
 from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_examples
@@ -63,6 +62,7 @@ from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
     compare,
+    mean_and_error,
     predicted_data,
     warn_of_collapse,
 )
@@ -106,6 +106,7 @@ __all__ = [
     "has_values",
     "infinite_if_nan",
     "likelihood_options",
+    "mean_and_error",
     "of_examples",
     "p_values",
     "predict",

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.conformal import errors_of, ood_scores
 from torch_lla_em.prediction.functions import MODE, NETWORK
 from torch_lla_em.prediction.pushforward import Products, Pushforward, Rows, Tables, posterior_alone
-from torch_lla_em.prediction.ranks import NUMBERS
-from torch_lla_em.prediction.reference import Reference, Stated, is_second, require_two, warn_of_few
+from torch_lla_em.prediction.reference import (
+    Reference,
+    Stated,
+    errors_of,
+    is_second,
+    ood_scores,
+    require_two,
+)
 from torch_lla_em.prediction.regions import joint_errors
-from torch_lla_em.prediction.scores import has_classes
+from torch_lla_em.prediction.scores import NUMBERS, has_classes
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -39,7 +44,7 @@ _BETTER_ALONE = (
 
 
 class Calibration(NamedTuple):
-    """The result of ``calibrate`` on a validation set; ``print`` it for one sentence.
+    """The result of ``calibrate``; ``print`` it for one sentence.
 
     Example:
         >>> improvement = la.calibration.before - la.calibration.after
@@ -92,9 +97,7 @@ class Calibration(NamedTuple):
         return "validation" if self.length is None else "moved training"
 
     def __str__(self) -> str:
-        before, after, error = (
-            value / self.labels for value in (self.before, self.after, self.standard_error)
-        )
+        before, after, error = (value / self.labels for value in self[1:4])
         if not self.applied:
             return (
                 f"not applied, because it would not lower the {self.source} NLL ({before:.4g} as fitted, "
@@ -175,10 +178,13 @@ def calibrated(
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
-    alone, scaled = _of_network(parts)
+    networks, (own, scaled) = _networks(parts), _temperature(parts)
+    alone = _log_probs(networks, posterior_alone(scale=0.0))
+    network, temperature = -mean_and_error(alone)[0], None
+    if own is not None and len(scaled):
+        temperature = -mean_and_error(_log_probs(networks, *own.at(scaled)))[0]
     masks = [(part.y, likelihood.mask(part.y)) for part in parts]
     labels = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks) / count
-    network, temperature = (v if v is None else mean_and_error(-v)[0] for v in (alone, scaled))
     compared = rmse, network, temperature, labels, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
     source = f"{calibration.source.capitalize()} NLL " if applied else "Calibration "
@@ -190,19 +196,10 @@ def calibrated(
     return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
 
 
-def _of_network(parts: Sequence[Pushforward]) -> tuple[Tensor, Tensor | None]:
-    """Return log p(y | x) under the network alone, (N,), and with the temperature that fits it best, if it has one."""
-    networks, numbers = [part.without_samples() for part in parts], _temperature(parts)
-    alone = _log_probs(networks, posterior_alone(scale=0.0))
-    if numbers is None or not numbers.deviations:
-        return alone, None
-    return alone, _log_probs(networks, *numbers.at(_searched(numbers, networks)))
-
-
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
     """Return the temperature that fits outputs, classes last, best."""
     part = Pushforward((Products(likelihood, f, f.new_zeros(1, *f.shape)),), y)
-    return (-_searched(_temperature([part]), [part]).sum()).exp().item()
+    return (-_temperature([part])[1].sum()).exp().item()
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:
@@ -231,8 +228,6 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     second = is_second(labels if weights is None else 2 * labels + (weights > 0).long())
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
     own, weights = (each if each is None else each[second] for each in (groups, weights))
-    if own is not None:
-        warn_of_few(own, data.f.shape[-1] if by_class else None)
     found = _reference([data.part(second)], _table(table, data.f.double()), noise)
     return found._replace(**{"classes" if by_class else "groups": own}, weights=weights)
 
@@ -279,15 +274,21 @@ def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) 
     return Numbers(mixture, (1.0, *(_OF_FACTOR,) * factors, 1.0, 1.0, 1.0))
 
 
-def _temperature(parts: Sequence[Pushforward]) -> Numbers | None:
-    """Return the factor of the network's logits alone, if it is to be compared."""
+def _temperature(parts: Sequence[Pushforward]) -> tuple[Numbers | None, Tensor]:
+    """Return the factor of the network's logits alone, and its θ at the maximum; None for regression."""
     likelihood = parts[0].likelihood
     if likelihood.observation_noise is not None:
-        return None
-    return Numbers(
+        return None, torch.zeros(0, device="cpu")
+    numbers = Numbers(
         lambda theta: ([[1.0, 0.0, theta.sum().exp(), 0.0]], None),
         (1.0,) * likelihood.gives_probabilities,
     )
+    return numbers, _searched(numbers, _networks(parts))
+
+
+def _networks(parts: Sequence[Pushforward]) -> list[Pushforward]:
+    """Return the examples for predictions of the networks alone."""
+    return [part.without_samples() for part in parts]
 
 
 def _table(rows: Rows, like: Tensor) -> Tensor:
@@ -332,12 +333,11 @@ def most_probable(numbers: Numbers, parts: Sequence[Pushforward]) -> Tensor:
     If the network alone, with a temperature, has a higher likelihood, a second search starts near it: on a network
     that had been trained for 400 epochs the first ended at 1.18 times its NLL.
     """
-    theta, alone = _searched(numbers, parts), _temperature(parts)
+    theta, (alone, own) = _searched(numbers, parts), _temperature(parts)
     if alone is None:
         return theta
-    networks = [part.without_samples() for part in parts]
-    own = _searched(alone, networks)
-    if _log_probs(parts, *numbers.at(theta)).sum() >= _log_probs(networks, *alone.at(own)).sum():
+    reached = _log_probs(parts, *numbers.at(theta)).sum()
+    if reached >= _log_probs(_networks(parts), *alone.at(own)).sum():
         return theta
     start = torch.zeros_like(theta)  # with most of the weight on the network
     start[1 : 1 + len(own)], start[-3:] = own, start.new_tensor([-1.0, -1.0, 2.0])

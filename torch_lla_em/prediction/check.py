@@ -1,9 +1,9 @@
-"""Checks on held-out examples: coverage of sets and intervals within groups, and OOD flags of shifted copies."""
+"""Checks on held-out examples: coverage of sets and intervals within groups, and OOD flags of shifted images."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -49,30 +49,25 @@ class GroupCoverage(NamedTuple):
         return self.number >= _FEWEST and self.coverage < level - _CLEAR * error
 
 
+@dataclass(frozen=True, repr=False)
 class Check(Printed):
-    """The result of ``la.check``: coverage by group, and OOD flags; print it for a table and what to do.
-
-    Attributes:
-        level (float): The level that was requested.
-        groups (list of GroupCoverage): ``name``, ``number``, ``coverage`` and ``size`` of each group; the first
-            holds all examples.
-        shifted (dict): The AUROC with which p-values separate shifted copies of examples from the examples, by
-            the name of the shift. Empty for inputs of which no copies are made.
+    """The result of ``la.check``; print it for a table and what to do.
 
     Example:
         >>> print(la.check(x, y))  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        level: float,
-        groups: list[GroupCoverage],
-        shifted: dict[str, float],
-        prediction: Prediction,
-    ):
-        self.level, self.groups, self.shifted = level, groups, shifted
-        self._likelihood = prediction.likelihood
-        self._reference = _reference_of(prediction)
+    level: float
+    """The level that was requested."""
+
+    groups: list[GroupCoverage]
+    """``name``, ``number``, ``coverage`` and ``size`` of each group; the first holds all examples."""
+
+    shifted: dict[str, float]
+    """The AUROC with which p-values separate shifted copies of images from the images, by the name of the shift."""
+
+    prediction: Prediction
+    """The prediction of the examples."""
 
     @property
     def findings(self) -> list[str]:
@@ -94,7 +89,7 @@ class Check(Printed):
 
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
-        kinds, by = {name.split(" ")[0] for name in low}, self._reference
+        kinds, by = {name.split(" ")[0] for name in low}, _reference_of(self.prediction)
         own = {"group": by.groups is not None, "class": by.classes is not None}
         if "all" in low or any(own[kind] for kind in kinds & own.keys()):
             return (
@@ -108,7 +103,7 @@ class Check(Printed):
             )
         if "class" in kinds and by.groups is None:
             return f'{average}class, call la.calibrate(validation_loader, groups="classes").'
-        if self._likelihood.observation_noise is not None:
+        if self.prediction.likelihood.observation_noise is not None:
             return (
                 "If the noise depends on the inputs, train a network that predicts it, and fit it with "
                 'likelihood="heteroscedastic".'
@@ -116,7 +111,7 @@ class Check(Printed):
         return f"{average}quarter, pass the number of each example's part as groups= to la.calibrate and la.predict."
 
     def _table(self) -> tuple[str, Cells]:
-        size = "width" if self._likelihood.real_valued else "set size"
+        size = "width" if self.prediction.likelihood.real_valued else "set size"
         rows: Cells = [("examples", "count", "coverage", f"mean {size}")]
         for group in self.groups:
             mark = " (low)" if group.is_low(self.level) else ""
@@ -137,7 +132,7 @@ def check(
     """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
     Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
-    noise or entropy, and quarters by the features with the most extreme values. For images and tables it
+    noise or entropy, and quarters by the features with the most extreme values. For images it
     also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
 
     Args:
@@ -163,21 +158,19 @@ def check(
     stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
-        prediction = predicted(record, data)
-        reference = prediction.reference
-        by_group = reference is not None and reference.groups is not None
+        prediction, shifted = predicted(record, data), {}
+        by_group = prediction.reference is not None and prediction.reference.groups is not None
         if by_group:
             prediction = replace(prediction, stated=stated)
         found = list(_groups(prediction, data.y, x, stated.groups, level))
-        shifted = {}
-        if x is not None and x.is_floating_point() and len(x):
-            own = prediction.p_value
-            for name, copies in _copies(x[:_COPIES]):
-                if torch.equal(copies, x[:_COPIES]):  # such as a blur of small images
+        if x is not None and x.is_floating_point() and x.dim() == 4:
+            own, x = prediction.p_value, x[:_COPIES]
+            stated = stated.part(slice(len(x))) if by_group else Stated()
+            for name, copies in _copies(x):
+                if torch.equal(copies, x):  # such as a blur of small images
                     continue
-                parts = copies.split(_AT_ONCE)
-                own_groups = stated.groups[:_COPIES].split(_AT_ONCE) if by_group else (None,) * 4
-                each = [predict(record, some, groups=g) for some, g in zip(parts, own_groups)]
+                parts = [slice(start, start + _AT_ONCE) for start in range(0, len(x), _AT_ONCE)]
+                each = [predict(record, copies[i], groups=stated.part(i).groups) for i in parts]
                 shifted[name] = auroc(-torch.cat([p.p_value for p in each]), -own).item()
         return Check(level, found, shifted, prediction)
 
@@ -198,11 +191,9 @@ def _groups(
         size, noise = sets.double().sum(1), prediction.entropy
 
     def group(name: str, rows: Tensor, own: Tensor | None = None, label: int = 0) -> GroupCoverage:
-        rows = rows.to(inside.device)
-        count, references = len(inside[rows]), _effective(reference, own, label)
-        return GroupCoverage(
-            name, count, inside[rows].mean().item(), size[rows].mean().item(), references
-        )
+        some, references = inside[rows.to(inside.device)], _effective(reference, own, label)
+        mean_size = size[rows.to(inside.device)].mean().item()
+        return GroupCoverage(name, len(some), some.mean().item(), mean_size, references)
 
     def quarters(name: str, values: Tensor) -> Iterator[GroupCoverage]:
         order = values.argsort(stable=True)
@@ -229,7 +220,7 @@ def _reference_of(prediction: Prediction) -> Reference:
 
 def _effective(reference: Reference, own: Tensor | None, label: int) -> float:
     """Return the effective number of calibration examples: of all, or of those with their own label."""
-    weights: Any = reference.weights
+    weights = reference.weights
     if weights is None:
         weights = torch.ones_like(reference.unusual[:, 0])
     weights = weights if own is None else weights[own.to(weights.device) == label]
@@ -238,31 +229,13 @@ def _effective(reference: Reference, own: Tensor | None, label: int) -> float:
 
 
 def _copies(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield shifted copies of images (B, channels, H, W), or of rows of a table (B, features)."""
+    """Yield shifted copies of images (B, channels, H, W)."""
     generator = torch.Generator("cpu").manual_seed(0)
-    spread = x.std(0, correction=0) if x.dim() == 2 else x.std(correction=0)
     noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
-    if x.dim() == 2:
-        order = torch.rand(x.shape, generator=generator, device="cpu").argsort(0).to(x.device)
-        permuted = x.gather(0, order)
-        if _are_unlike(permuted, x):  # columns that are independent have the same distribution
-            yield "permuted columns", permuted
-        yield "noise of 3 standard deviations", x + 3 * spread * noise
-    elif x.dim() == 4:
-        turns = 1 if x.shape[2] == x.shape[3] else 2
-        yield f"rotation by {90 * turns}°", x.rot90(turns, (2, 3))
-        width = 2 * (min(x.shape[2:]) // 8) + 1
-        yield "blur", F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False)
-        yield "noise", x + spread * noise
-        lowest, highest = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
-        yield "inverted values", lowest + highest - x
-
-
-def _are_unlike(copies: Tensor, x: Tensor) -> bool:
-    """Return whether distances to the nearest other row of x tell copies from x, beyond chance."""
-    spread, n = x.std(0, correction=0).double(), len(x)
-    points, near = x.double() / (spread + (spread == 0)), []
-    for part in (copies.double() / (spread + (spread == 0)), points):
-        apart = torch.cdist(part, points, compute_mode="donot_use_mm_for_euclid_dist")
-        near.append(apart.fill_diagonal_(float("inf")).amin(1))
-    return auroc(*near).item() > 0.5 + _CLEAR * sqrt((2 * n + 1) / (12 * n * n))
+    turns = 1 if x.shape[2] == x.shape[3] else 2
+    yield f"rotation by {90 * turns}°", x.rot90(turns, (2, 3))
+    width = 2 * (min(x.shape[2:]) // 8) + 1
+    yield "blur", F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False)
+    yield "noise", x + x.std(correction=0) * noise
+    lowest, highest = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    yield "inverted values", lowest + highest - x

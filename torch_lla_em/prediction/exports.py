@@ -1,23 +1,44 @@
-"""Exports predictions as programs, of a posterior or of an ensemble: it is a method of both."""
+"""Predictions as programs of torch operations, which run without this library.
+
+torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore
+recorded at B and at B + 1 examples: a number that differs between the two graphs is linear in the batch
+size, and is computed from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import torch
 from torch import Tensor
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
-from torch_lla_em.data import to_device
-from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.prediction.export import Answer, program_of
+from torch_lla_em.data import map_tensors, tensors_in, to_device
+from torch_lla_em.jacobian import Network
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import at_inputs, predicted
 from torch_lla_em.prediction.pushforward import stack_members
+
+aten = torch.ops.aten
+
+Answer = Callable[[Any], dict[str, Tensor]]
+"""Maps inputs to the tensors that a program returns, by name."""
+
+_STEPS = {"prediction_set": 1.0, "p_value": 0.25}
+"""Outputs that rounding changes in steps, and by how much one example may differ."""
 
 
 def export(
@@ -30,14 +51,13 @@ def export(
 ) -> ExportedProgram:
     """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
-    The program returns a dict: "probs" (for other likelihoods "expectation"), "predictive_variance" for
-    continuous targets, and what ``level`` and ``p_value`` add. These are the names of outputs in ONNX, too.
-    The program of an ensemble contains every network and its samples.
+    The program takes any number of examples. It returns a dict: "probs" (for other likelihoods "expectation"),
+    "predictive_variance" for continuous targets, and what ``level`` and ``p_value`` add. These are the names of
+    outputs in ONNX, too. The program of an ensemble contains every network and its samples.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.export(x)`` passes it.
-        x (Tensor, tuple or dict): Example inputs. The program takes any number of examples if
-            the network allows it, which is logged otherwise.
+        x (Tensor, tuple or dict): Example inputs.
         path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
             with .onnx for ONNX. Default None: it is not saved.
         num_samples (int, optional): Number of samples to use; fewer are faster. Coverage and p-values are
@@ -52,47 +72,276 @@ def export(
     Raises:
         ValueError: If the name of the file has another ending, or ``level`` or ``p_value`` are
             requested without reference examples.
-        RuntimeError: If the program returns other values than ``la(x)``, for example because the
-            network's operations depend on values of its inputs.
+        RuntimeError: If the network cannot be recorded for any number of examples, or the program returns
+            other values than ``la(x)``, for example because the network's operations depend on values of
+            its inputs. A student can be exported instead: ``la.distil(x).export(x)``.
 
     Example:
         >>> program = la.export(x).module()  # doctest: +SKIP
     """
     known = required(la, surely=True)
     known = known if num_samples is None else known.few(num_samples)
-    posteriors = known.members
-    models = [posterior.setting.linear_model for posterior in posteriors]
+    networks = [member.setting.linear_model.network for member in known.members]
+    x = to_device(x, networks[0].device)
+    steady = [member.setting.linear_model.steady(x, by_factors=False) for member in known.members]
 
     def returned(prediction: Prediction) -> dict[str, Tensor]:
-        likelihood = prediction.likelihood
-        name = "probs" if likelihood.gives_probabilities else "expectation"
+        is_real = prediction.likelihood.real_valued
+        name = "probs" if prediction.likelihood.gives_probabilities else "expectation"
         found = {name: prediction.expectation}
-        if likelihood.real_valued:
+        if is_real:
             found["predictive_variance"] = prediction.predictive_variance
-        if level is not None and likelihood.real_valued:
+        if level is not None and is_real:
             found |= prediction.interval(level)._asdict()
         elif level is not None:
             found["prediction_set"] = prediction.prediction_set(level)
         return found | ({"p_value": prediction.p_value} if p_value else {})
 
-    def direct(x: Any) -> dict[str, Tensor]:
-        return returned(predicted(known, at_inputs(known, x)))
-
-    def answer(steady: list[LinearModel], x: Any) -> dict[str, Tensor]:
+    def recorded(x: Any) -> dict[str, Tensor]:
         each = []
-        for posterior, model in zip(posteriors, steady):
+        for posterior, model in zip(known.members, steady):
             columns = posterior.columns()
             rows = model.at(x, len(columns))
             Jw = rows.push(columns)  # f comes with it in forward mode
             each.append(posterior.of_products(rows.f, Jw, rows.f, model.network.class_dim))
         return returned(predicted(known, stack_members(each)))
 
-    def recorded() -> Iterator[Answer]:
-        # ONNX has no operations for the derivatives of convolutions and of pooling
-        by_factors = any(model.factored for model in models)
-        for factored in [True, False] if by_factors and not is_onnx else [False]:
-            yield partial(answer, [model.steady(x, factored) for model in models])
+    return program_of(
+        lambda x: returned(predicted(known, at_inputs(known, x))), recorded, networks, x, path
+    )
 
-    networks, is_onnx = [model.network for model in models], Path(path or "").suffix == ".onnx"
-    x = to_device(x, networks[0].device)
-    return program_of(direct, recorded(), networks, x, path)
+
+def program_of(
+    direct: Answer,
+    recorded: Answer,
+    networks: Sequence[Network],
+    x: Any,
+    path: str | PathLike[str] | None,
+) -> ExportedProgram:
+    """Return the program that maps any number of inputs like x to what ``direct`` returns, and save it to ``path``.
+
+    Args:
+        direct (callable): The predictions that the program is compared with.
+        recorded (callable): Computes the same by operations that can be recorded.
+        networks (sequence of Network): The networks that are called.
+        x (Tensor, tuple or dict): Example inputs, on the device of the networks.
+        path (str, optional): Name of the file, which ends with .pt2 or .onnx; None: it is not saved.
+
+    Raises:
+        ValueError: If the name of the file has another ending.
+        RuntimeError: If the network cannot be recorded, or the program returns other values than ``direct``.
+    """
+    suffix = ".pt2" if path is None else Path(path).suffix
+    if suffix not in (".pt2", ".onnx"):
+        raise ValueError(
+            f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
+        )
+    folder, x = Path(path or ".").parent.resolve(strict=True), map_tensors(Tensor.detach, x)
+    direct(x)  # an error for inputs that cannot be predicted; checks derivatives, draws rotations
+    try:
+        with _guarded(networks):
+            shapes = map_tensors(lambda t: {0: Dim("batch")} if t.dim() else None, x)
+            several = _resized(x, max(2, _size(x)))  # torch takes an axis of size 1 for a fixed one
+            graph = _for_any_size(recorded, several)
+            program = torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
+    except Exception as error:  # torch's are of many kinds
+        why = str(error).partition("\n")[0]
+        raise RuntimeError(f"These predictions cannot be exported: {why}. {_REMEDY}") from error
+    given = {"its example inputs": x}
+    given |= {f"{n} examples": _resized(x, n) for n in (1, 2 * _size(x) + 1)}
+    given |= {kind: map_tensors(change, x) for kind, change in _CHANGES.items()}
+    _check(program.module(), direct, given)
+    if path is None:
+        return program
+    buffer = BytesIO()
+    if suffix == ".onnx":
+        buffer.write(_onnx(program, direct, x))
+    else:
+        torch.export.save(program, buffer)
+    # written beside the file, so that an earlier one remains if the disk is full
+    temporary = folder / f".writing-{uuid4().hex}"
+    try:
+        temporary.write_bytes(buffer.getbuffer())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return program
+
+
+@contextmanager
+def _guarded(networks: Sequence[Network]) -> Iterator[None]:
+    """Make calls of all networks safe for torch.func, without gradients."""
+    with torch.no_grad(), ExitStack() as stack:
+        for network in networks:
+            stack.enter_context(network.guarded())
+        yield
+
+
+def _onnx(program: ExportedProgram, direct: Answer, x: Any) -> bytes:
+    """Return a program in ONNX, whose values in onnxruntime are compared with the predictions."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"Export to ONNX needs onnxscript and onnxruntime: pip install torch_lla_em[onnx] ({error})."
+        ) from error
+    due, count = list(direct(x)), len(tensors_in(x))
+    names = ["x"] if count == 1 else [f"x_{i}" for i in range(count)]
+    if isinstance(x, Mapping) and len(x) == count:
+        names = list(map(str, x))
+    program = program.run_decompositions(_PLAIN_IN_ONNX)
+    found = torch.onnx.export(
+        program, dynamo=True, input_names=names, output_names=due, verbose=False
+    )
+    content: bytes = found.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    taken = [each.name for each in session.get_inputs()]
+
+    def run(x: Any) -> dict[str, Tensor]:
+        values = [tensor.cpu().numpy() for tensor in tensors_in(x)]
+        outs = session.run(due, dict(zip(taken, values)))
+        return {name: torch.from_numpy(out) for name, out in zip(due, outs)}
+
+    _check(
+        run, direct, {"its example inputs": x}, least=1e-5
+    )  # ONNX has numbers in single precision
+    return content
+
+
+def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0.0) -> None:
+    """Raise if a program's values differ from the predictions, at inputs that the network takes."""
+    for number, (kind, some) in enumerate(inputs.items()):
+        try:
+            due = direct(some)
+        except Exception:
+            if number:
+                continue
+            raise
+        for name, found in run(some).items():
+            expected, apart = due[name], torch.tensor(torch.inf, device="cpu")
+            if found.shape == expected.shape:
+                apart = (found.to(expected.device).double() - expected.double()).abs()
+            if name in _STEPS:  # rounding may change the last class of a set, or a rank
+                is_right = bool(apart.mean() <= 0.01 + _STEPS[name] / max(1, expected.numel()))
+            else:
+                room = max(100 * torch.finfo(expected.dtype).eps ** 0.75, least)
+                is_right = bool((apart <= room * expected.abs().max()).all())
+                is_right |= found.shape == expected.shape and not expected.isfinite().all()
+            if not is_right:
+                raise RuntimeError(
+                    f"The exported program is off by {apart.max():.2g} in {name!r} at {kind}: it contains "
+                    "constants that the network computed from the example inputs, or the network "
+                    f"draws random numbers. {_REMEDY}"
+                )
+
+
+def _size(x: Any) -> int:
+    """Return the number of examples of inputs; raise an error if their tensors disagree."""
+    sizes = {len(leaf) for leaf in pytree.tree_leaves(x) if _is_batched(leaf)}
+    if len(sizes) != 1:
+        raise ValueError(f"the inputs have first axes of the sizes {sorted(sizes)}")
+    return sizes.pop()
+
+
+def _resized(x: Any, size: int) -> Any:
+    """Return inputs with so many examples, repeated if need be."""
+    at = torch.arange(size, device="cpu") % _size(x)
+    return pytree.tree_map(lambda leaf: leaf[at.to(leaf.device)] if _is_batched(leaf) else leaf, x)
+
+
+def _is_batched(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _for_any_size(function: Answer, x: Any) -> GraphModule:
+    """Return the operations of a function, derivatives among them, for any number of examples."""
+
+    def at(size: int) -> GraphModule:
+        return make_fx(function, decomposition_table=_PLAIN)(_resized(x, size))
+
+    size = _size(x)
+    graph, other = at(size), at(size + 1)
+    if _operations(graph) != _operations(other):  # from some size on torch may choose others
+        size, graph, other = size + 1, other, at(size + 2)
+    if _operations(graph) != _operations(other):
+        raise ValueError("the network runs other operations with one more example")
+    pairs = list(zip(graph.graph.nodes, other.graph.nodes))
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    batched = [_is_batched(leaf) for leaf in pytree.tree_leaves(x)]
+    with graph.graph.inserting_after(inputs[-1]):
+        count = graph.graph.call_function(aten.sym_size.int, (inputs[batched.index(True)], 0))
+    free = partial(_freed, count=count, size=size)
+    for node, its in pairs:
+        if node.op == "get_attr" and not torch.equal(
+            getattr(graph, node.target), getattr(other, its.target)
+        ):
+            raise ValueError("the network turns the batch size into constants")
+        with graph.graph.inserting_before(node):
+            node.args = pytree.tree_map(free, node.args, its.args)
+            node.kwargs = pytree.tree_map(free, node.kwargs, its.kwargs)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _operations(graph: GraphModule) -> list[tuple[str, Any]]:
+    """Return the operations of a graph in order."""
+    return [(node.op, node.target) for node in graph.graph.nodes]
+
+
+def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
+    """Return an argument, or a number that differs as a function of the batch size."""
+    if isinstance(value, Node) or value == other:
+        return value
+    if type(value) is not int or type(other) is not int:
+        raise ValueError(f"{value} becomes {other} with one more example")
+    slope = other - value
+    scaled = count.graph.call_function(operator.mul, (count, slope))
+    return count.graph.call_function(operator.add, (scaled, value - slope * size))
+
+
+def _shortened(tensor: Tensor) -> Tensor:
+    """Return tokens or a mask that are 0 from the middle on."""
+    if tensor.is_floating_point() or tensor.dim() < 2:
+        return tensor
+    return tensor * (torch.arange(tensor.shape[-1], device=tensor.device) < tensor.shape[-1] / 2)
+
+
+def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
+
+
+def _without_nan(x: Tensor, nan: float | None = None, *ends: float | None) -> Tensor:
+    return x.masked_fill(x != x, nan or 0.0)
+
+
+def _distances(x: Tensor, others: Tensor, *args: Any) -> Tensor:
+    squares = x.square().sum(1)[:, None] + others.square().sum(1)
+    return (squares - 2 * x @ others.T).clamp_min(0).sqrt()
+
+
+_REMEDY = (
+    "Exported networks must use only torch operations on values that depend on their inputs: no .item(), .tolist(), "
+    "numpy, `if`, or loop over examples. Otherwise distil a student with another network, and export it: la.distil(x, student=...)."
+)
+
+# replacements for operations that torch.export or ONNX does not know
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    aten._new_zeros_with_same_feature_meta.default: _zeros_with_axes_of,
+    aten._efficientzerotensor.default: lambda size, **kwargs: torch.zeros(size, **kwargs),
+    aten.sort.stable: lambda x, *, stable, **kwargs: torch.sort(x, **kwargs),
+}
+_PLAIN_IN_ONNX: dict[Any, Callable[..., Any]] = {
+    aten.searchsorted.Tensor: lambda known, x, **_: (known[..., None, :] < x[..., None]).sum(-1),
+    aten.nan_to_num.default: _without_nan,
+    aten._cdist_forward.default: _distances,
+}
+
+# changes of inputs by which constants of the example inputs in a program are noticed
+_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "the examples in another order": lambda x: x.roll(1, 0) if x.dim() else x,
+    "inputs of the opposite sign": lambda x: -1.5 * x if x.is_floating_point() else x,
+    "inputs flipped along their last axis": lambda x: x.flip(-1) if x.dim() > 1 else x,
+    "tokens or masks that are 0 from the middle on": _shortened,
+}

@@ -16,19 +16,16 @@ from torch_lla_em.runtime import PRECISION_BOUNDS
 LEVEL = 0.9
 """Level of the prediction intervals whose coverage is measured."""
 
-BINS = 15
-"""Number of bins of the expected calibration error, all of the same width."""
-
-# accuracy minus mean confidence on training data above which predictions are too uncertain
 _GAP = 0.2
-# γ per target above which training residuals do not determine the noise. It was chosen on seven
-# regressions with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at
-# least 80 %
-_DETERMINED = 0.3
-# smallest acceptable ratio of an output's squared residuals to the σ² that all outputs share
+"""Accuracy minus mean confidence on training data above which predictions are too uncertain."""
+
+_DETERMINED, _RESIDUALS = 0.3, 0.8
+"""γ per target above which training residuals do not determine the noise, and the smallest acceptable ratio of the
+network's squared residuals to those that σ and γ imply. The first was chosen on seven regressions with 200 and 800
+examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %."""
+
 _SHARED = 0.01
-# smallest acceptable ratio of the network's squared residuals to those that σ and γ imply
-_RESIDUALS = 0.8
+"""Smallest acceptable ratio of an output's squared residuals to the σ² that all outputs share."""
 
 
 def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
@@ -40,10 +37,9 @@ def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
 def scores(prediction: Prediction, y: Tensor, log_prob: Tensor | None = None) -> dict[str, float]:
     """Return the scores that apply, by name, of a prediction and its targets, both with the classes last.
 
-    ``log_prob`` is log p(y), (B,); None: that of the prediction, which aligns y itself.
-
-    They are the NLL; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R² (the mean over
-    outputs) and the coverage of 90 % intervals.
+    ``log_prob`` is log p(y), (B,); None: that of the prediction, which aligns y itself. The scores are the NLL; for
+    probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R² (the mean over outputs) and the coverage of 90 %
+    intervals.
     """
     likelihood = prediction.likelihood
     log_prob = prediction.log_prob(y) if log_prob is None else log_prob
@@ -76,7 +72,7 @@ def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]
     return best.values[kept], (best.indices == y)[kept]
 
 
-def calibration_error(stated: Tensor, right: Tensor, bins: int = BINS) -> Tensor:
+def calibration_error(stated: Tensor, right: Tensor, bins: int = 15) -> Tensor:
     """Return the expected calibration error (ECE) of stated probabilities, shape ()."""
     _, confidence, correct = binned(stated, right, bins)
     return (correct - confidence).abs().sum() / len(stated)
@@ -104,9 +100,8 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
     gamma, error = result.effective_dim
     gamma, error = gamma.sum().item(), error.norm().item()
     collapsed = gamma < max(4 / len(result.w_samples), 2 * error)
-    if (
-        collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any()
-    ):  # otherwise the fit has warned
+    # where all λ are at their bound the fit has warned
+    if collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any():
         scaling = "g_prior=False, " if (result.scale != 1).any() else ""
         yield (
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
@@ -123,11 +118,7 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
     elif likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
         squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
         if not collapsed:  # otherwise σ is too large
-            least = squares
-            if result.network_noise is not None:  # predictions are around the linear model
-                of_network = result.network_noise.square().mean()
-                least = torch.full_like(squares, min(squares.mean().item(), of_network.item()))
-            yield from _overfitted(least, gamma / (posterior.num_data * y[0].numel()))
+            yield from _overfitted(result, squares, gamma / (posterior.num_data * y[0].numel()))
         count = y.shape[prediction.class_dim] if y.dim() > 1 else 1
         outputs = squares.movedim(prediction.class_dim, -1).reshape(-1, count).mean(0)
         share, output = outputs.min(0)
@@ -136,6 +127,28 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
                 f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
                 f"it: its intervals are far too wide. Pass sigma_noise=torch.ones({count}) to learn one for each."
             )
+
+
+def _overfitted(result: Any, squares: Tensor, share: float) -> Iterator[str]:
+    """Yield a warning if a regression network has overfitted, so that σ is too small.
+
+    If γ of the N C targets, a ``share`` of them, are needed to determine the weights, the residuals
+    have the variance σ² (1 - γ / N C); what is learnt of σ takes this into account, but not that the
+    features were fitted to the same targets.
+    """
+    left = squares.mean().item()
+    if result.network_noise is not None:  # predictions are around the linear model
+        left = min(left, result.network_noise.square().mean().item())
+    left /= max(1 - share, 1e-9)
+    why = f"squared training residuals are {left:.0%} of what σ implies"
+    if share > _DETERMINED:
+        why = f"γ is {share:.0%} of the number of targets"
+    elif not left * (1 + 2 * (2 / squares.numel()) ** 0.5) < _RESIDUALS:
+        return
+    yield (
+        f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
+        "examples, or use more data."
+    )
 
 
 def untrained(network: Prediction, y: Tensor) -> Iterator[str]:
@@ -149,25 +162,4 @@ def untrained(network: Prediction, y: Tensor) -> Iterator[str]:
         yield (
             f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
             f"{log(classes):.3g}. The posterior is that of a trained network: train it before fit."
-        )
-
-
-def _overfitted(squares: Tensor, share: float) -> Iterator[str]:
-    """Yield a warning if a regression network has overfitted, so that σ is too small.
-
-    If γ of the N C targets, a ``share`` of them, are needed to determine the weights, the residuals
-    have the variance σ² (1 - γ / N C); what is learnt of σ takes this into account, but not that the
-    features were fitted to the same targets.
-    """
-    left = squares.mean().item() / max(1 - share, 1e-9)
-    few_residuals = left * (1 + 2 * (2 / squares.numel()) ** 0.5) < _RESIDUALS
-    if share > _DETERMINED or few_residuals:
-        why = (
-            f"γ is {share:.0%} of the number of targets"
-            if share > _DETERMINED
-            else f"squared training residuals are {left:.0%} of what σ implies"
-        )
-        yield (
-            f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
-            "examples, or use more data."
         )

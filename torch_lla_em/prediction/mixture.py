@@ -25,8 +25,7 @@ from torch_lla_em.prediction.functions import (
     redrawn,
     slots,
 )
-from torch_lla_em.prediction.ranks import NUMBERS
-from torch_lla_em.prediction.scores import GaussianTargets
+from torch_lla_em.prediction.scores import NUMBERS, GaussianTargets
 from torch_lla_em.runtime import without_autocast
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.ranks import NUMBERS
+from torch_lla_em.prediction.scores import NUMBERS
 
 _CANDIDATES = 64
 """Neighbours of a training example among which the nearest without it is looked for: of 32 samples they find
 distances to .6 % on four problems, as 32 do, and 8 to 11 %."""
 
-# largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1
 _MOST = 0.95
+"""Largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1."""
 
 
 class TrainingExamples(NamedTuple):
@@ -59,10 +59,9 @@ class TrainingExamples(NamedTuple):
             return torch.stack([relative / scale, distance / K**0.5], 1)
 
         step = max(1, NUMBERS // max(1, len(known)))
-        # one part without a number of rows, so that exported programs take any
-        parts = [points] if len(points) <= step else points.split(step)
-        each = list(map(nearest, parts))
-        return torch.cat(each) if len(each) > 1 else each[0]
+        if len(points) <= step:  # without a number of rows, so that exported programs take any
+            return nearest(points)
+        return torch.cat(list(map(nearest, points.split(step))))
 
     def distances_without(self, factors: Tensor) -> Tensor:
         """Return the distances of each of these examples to the nearest other one, (n, 2).
@@ -71,27 +70,24 @@ class TrainingExamples(NamedTuple):
         distances of new inputs. Among many others the nearest few with the example are candidates.
         """
         known, K = self._features(), self.deviations.shape[1]
-        count = min(len(known) - 1, _CANDIDATES)
+        count, C = min(len(known) - 1, _CANDIDATES), known.shape[1] // K
         if not count:
             return torch.full_like(known[:, :2], torch.inf)
         apart, sizes = torch.cdist(known, known).fill_diagonal_(torch.inf), known.norm(dim=1)
-        candidates = [
-            (apart / scale).topk(count, largest=False).indices for scale in (sizes.sqrt(), 1)
-        ]
-        near, every = torch.stack(candidates, 1), torch.arange(len(known), device=known.device)
+        scales = sizes.sqrt(), torch.ones_like(sizes)
+        near = [(apart / scale).topk(count, largest=False).indices for scale in scales]
         found = []
-        for rows in every.split(64):  # so that candidates take little memory
-            factor, C = factors[rows], known.shape[1] // K
-            # (n, K, candidates, C)
-            own, *others = (
-                (factor @ known[n].view(len(rows), -1, K, C).movedim(1, 2).flatten(2)).view(
-                    len(rows), K, -1, C
-                )
-                for n in (rows, near[rows, 0], near[rows, 1])
-            )
-            relative, distance = ((own - other).square().sum((1, 3)).sqrt() for other in others)
-            own, other = (moved.square().sum((1, 3)).sqrt() for moved in (own, others[0]))
-            relative = relative / (own * other).sqrt()
+        for rows in torch.arange(len(known), device=known.device).split(
+            64
+        ):  # to take little memory
+
+            def moved(n: Tensor, rows: Tensor = rows) -> Tensor:
+                each = known[n].view(len(rows), -1, K, C).movedim(1, 2)
+                return (factors[rows] @ each.flatten(2)).view(len(rows), K, -1, C)
+
+            own, *others = moved(rows), moved(near[0][rows]), moved(near[1][rows])
+            relative, distance = (_length(own - other) for other in others)
+            relative = relative / (_length(own) * _length(others[0])).sqrt()
             found.append(torch.stack([relative.amin(1), distance.amin(1) / K**0.5], 1))
         return torch.cat(found)
 
@@ -109,6 +105,11 @@ class TrainingExamples(NamedTuple):
     def _features(self) -> Tensor:
         # distances are differences of squares, in which float32 would lose half of its digits
         return centred(self.likelihood, self.deviations).flatten(1).double()
+
+
+def _length(values: Tensor) -> Tensor:
+    """Return norms of J w of candidates (rows, K, candidates, C) over samples and outputs."""
+    return values.square().sum((1, 3)).sqrt()
 
 
 def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from torch_lla_em.prediction.pushforward import (
     posterior_alone,
     push_forward,
 )
-from torch_lla_em.prediction.ranks import rounding
 from torch_lla_em.prediction.reference import Reference
+from torch_lla_em.prediction.scores import rounding
 
 
 class NotFittedError(RuntimeError):

@@ -10,18 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.conformal import Score, Scored, chosen, ood_scores, variance_of_error
 from torch_lla_em.prediction.distribution import Distribution
-from torch_lla_em.prediction.ranks import ROUNDING, crossed, rounding
-from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.prediction.reference import (
+    Reference,
+    Score,
+    Scored,
+    Stated,
+    chosen,
+    ood_scores,
+    variance_of_error,
+)
 from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.scores import (
+    ROUNDING,
     Interval,
     conformal_interval,
     conformal_set,
+    crossed,
     has_classes,
     has_values,
     require_share,
+    rounding,
 )
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import report

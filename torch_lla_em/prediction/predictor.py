@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import as_loader, in_order
-from torch_lla_em.prediction.conformal import Score
 from torch_lla_em.prediction.functions import redrawn
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.prediction import Prediction
@@ -23,7 +22,7 @@ from torch_lla_em.prediction.pushforward import (
     require_one_shape,
     stack_members,
 )
-from torch_lla_em.prediction.reference import Stated
+from torch_lla_em.prediction.reference import Score, Stated
 from torch_lla_em.runtime import check_choice, free_memory
 
 Mean = Literal["network", "linear"]

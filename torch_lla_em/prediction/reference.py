@@ -1,28 +1,38 @@
-"""Reference scores of a validation set, and what inputs have among them: p-values and thresholds.
+"""What inputs are compared with: scores of examples that nothing was fitted to, and their p-values and quantiles.
 
-Guarantees hold on average over all examples, or within each part of them: each group that users state,
-or each class. A part has its own reference examples (Mondrian conformal prediction). Weights of the
-examples correct for inputs whose distribution has shifted since (Tibshirani et al., 2019).
+``calibrate`` fits its numbers a second time, to one half of the validation set, and computes scores of the other
+half. A new input from the same distribution has any rank among them with the same probability. Guarantees hold on
+average over all examples, or within each part of them: each group that users state, or each class (Mondrian conformal
+prediction). Weights correct for inputs whose distribution has shifted since (Tibshirani et al., 2019).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.ranks import (
+from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.prediction.neighbours import centred
+from torch_lla_em.prediction.scores import (
+    ROUNDING,
     Masses,
+    errors_of_classes,
+    errors_of_values,
+    has_classes,
+    has_values,
+    infinite_if_nan,
     p_values,
     quantiles,
     require,
-    weighted_quantiles,
 )
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import check_choice
 
 CLASSES = "classes"
 """Stands for a group for each class."""
+
+Score = Literal["all", "epistemic", "distance"]
 
 
 class Stated(NamedTuple):
@@ -66,6 +76,13 @@ class Stated(NamedTuple):
     def part(self, examples: slice | Tensor) -> Stated:
         """Return what is stated of some examples."""
         return Stated(*(v[examples] if isinstance(v, Tensor) else v for v in self))
+
+
+def _tensor(values: Any, device: torch.device) -> Tensor | None:
+    try:
+        return torch.as_tensor(values, device=device)
+    except (TypeError, ValueError, RuntimeError):  # names, or None among them
+        return None
 
 
 class Reference(NamedTuple):
@@ -139,7 +156,7 @@ class Reference(NamedTuple):
             require(len(self.unusual[rows]), needed, asked, of)
 
     def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
-        """Return the p-values, (B,), of inputs with these scores, (B, S), and with ties as in ``ranks``.
+        """Return the p-values, (B,), of inputs with these scores, (B, S), and with ties as in ``scores``.
 
         With a reference for every class, an input is compared with each class and has the largest p-value.
         """
@@ -148,28 +165,29 @@ class Reference(NamedTuple):
             for _, rows in self._parts(inputs)
         ]
         found = torch.stack(each)
-        return found.amax(0) if self.groups is None else self._of_groups(found, inputs)
+        return found.amax(0) if self.groups is None else _of_groups(found, inputs)
 
     def quantiles(self, errors: Tensor, level: float, inputs: Stated) -> Tensor:
         """Return the conformal quantiles of errors, (n, outputs), for inputs: (1 or B, outputs)."""
-        rows: Any = slice(None)
-        parts = [("", rows)] if self.groups is None else self._parts(inputs)
-        found = [self._quantiles(errors, rows, level, inputs, of) for of, rows in parts]
+        parts = [("", slice(None))] if self.groups is None else self._parts(inputs)
+        each = [
+            quantiles(errors[rows], level, of, self._masses(rows, inputs)) for of, rows in parts
+        ]
         if self.groups is None:
-            return found[0]
+            return each[0]
         count = len(inputs.groups)
-        return self._of_groups(torch.stack([each.expand(count, -1) for each in found]), inputs)
+        return _of_groups(torch.stack([found.expand(count, -1) for found in each]), inputs)
 
     def quantiles_by_class(self, level: float, inputs: Stated, count: int) -> Tensor:
         """Return the conformal quantile for each of so many classes, (1 or B, C)."""
         errors: Any = self.errors
         if self.classes is None:
             return self.quantiles(errors, level, inputs)
-        every = {label: self.classes == label for label in range(count)}
-        each = [
-            self._quantiles(errors, rows, level, inputs, f" of class {label}")
-            for label, rows in every.items()
-        ]
+        each = []
+        for label in range(count):
+            rows = self.classes == label
+            masses = self._masses(rows, inputs)
+            each.append(quantiles(errors[rows], level, f" of class {label}", masses))
         return torch.cat(each, 1)
 
     def _parts(self, inputs: Stated) -> list[tuple[str, Any]]:
@@ -182,36 +200,21 @@ class Reference(NamedTuple):
             labels = own[:1]
         return [(f" of {word} {label}", own == label) for label in labels.unique().tolist()]
 
-    def _of_groups(self, each: Tensor, inputs: Stated) -> Tensor:
-        """Return the values (parts, B, ...) of the group of each input."""
-        if not len(inputs.groups):
-            return each[0]
-        places = inputs.groups.unique(return_inverse=True)[1]
-        return each[places, torch.arange(len(places), device=places.device)]
-
-    def _quantiles(
-        self, errors: Tensor, rows: Any, level: float, inputs: Stated, of: str
-    ) -> Tensor:
-        masses = self._masses(rows, inputs)
-        if masses is not None:
-            return weighted_quantiles(errors[rows], level, masses, of)
-        return quantiles(errors[rows].sort(0).values, level, of)[None]
-
     def _masses(self, rows: Any, inputs: Stated) -> Masses | None:
         """Return the weights of some examples and of inputs; inputs without weights have the largest."""
         if self.weights is None:
             return None
         weights = self.weights.double()
-        return Masses(
-            weights[rows], weights.max()[None] if inputs.weights is None else inputs.weights
-        )
+        own = weights.max()[None] if inputs.weights is None else inputs.weights
+        return Masses(weights[rows], own)
 
 
-def _tensor(values: Any, device: torch.device) -> Tensor | None:
-    try:
-        return torch.as_tensor(values, device=device)
-    except (TypeError, ValueError, RuntimeError):  # names, or None among them
-        return None
+def _of_groups(each: Tensor, inputs: Stated) -> Tensor:
+    """Return the values (parts, B, ...) of the group of each input."""
+    if not len(inputs.groups):
+        return each[0]
+    places = inputs.groups.unique(return_inverse=True)[1]
+    return each[places, torch.arange(len(places), device=places.device)]
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
@@ -231,23 +234,6 @@ def require_two(labels: Tensor, word: str, weights: Tensor | None) -> None:
             )
 
 
-def warn_of_few(labels: Tensor, classes: int | None) -> None:
-    """Warn if groups, or some of so many classes, have too few reference examples for a level of 0.9."""
-    sizes = dict.fromkeys(range(classes or 0), 0)
-    sizes |= dict(zip(*(part.tolist() for part in labels.unique(return_counts=True))))
-    few = [str(label) for label, count in sizes.items() if count < 9]  # that a level of 0.9 needs
-    if few:
-        word, least = "group" if classes is None else "class", min(sizes.values())
-        some = ", ".join(few[:10]) + (f" and {len(few) - 10} more" * (len(few) > 10))
-        highest = int(1000 * least / (least + 1)) / 1000  # rounded down, so that it is possible
-        report(
-            "show",
-            f"A level of 0.9 needs 9 reference examples of each {word}, half of its validation "
-            f"examples. There are fewer of {word} {some}: the smallest has {least}, for levels up to "
-            f"{highest:g}. Add examples, or calibrate without groups.",
-        )
-
-
 def is_second(labels: Tensor) -> Tensor:
     """Return which examples are every other one among those with their label, (N,), from the second on."""
     order = labels.argsort(stable=True)
@@ -255,3 +241,82 @@ def is_second(labels: Tensor) -> Tensor:
     starts = torch.searchsorted(in_order, in_order)  # the first of each label
     places = torch.arange(len(labels), device=labels.device) - starts
     return torch.zeros_like(labels, dtype=torch.bool).scatter(0, order, places % 2 == 1)
+
+
+class Scored(NamedTuple):
+    """Out-of-distribution scores of inputs, large out of distribution."""
+
+    values: Tensor
+    """(B, 2) or (B, 3), epistemic first."""
+
+    units: Tensor
+    """The scale of each score, relative to which it is rounded, (S,)."""
+
+
+def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor | None) -> Scored:
+    """Return the scores of inputs: of their predictions and, if they are known, their distances.
+
+    Args:
+        mixture (FunctionMixture): The predictive distribution.
+        distances (Tensor, optional): To the nearest training example, (B, 2).
+        unit (Tensor, optional): The scale of the second distance, ().
+    """
+    likelihood = mixture.likelihood
+    # small scores are differences of large numbers
+    double = mixture.map(lambda part: part.map(Tensor.double))
+    if likelihood.real_valued:
+        aleatoric, epistemic = double.uncertainties()
+        variance = epistemic = epistemic / aleatoric
+    else:
+        epistemic = variance = centred(likelihood, double.deviations()).square().mean(0)
+        if likelihood.gives_probabilities:
+            epistemic = double.uncertainties()[1]
+    scores = [epistemic, variance] if distances is None else [epistemic]
+    columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
+    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=mixture.f.device)
+    if distances is not None and unit is not None:
+        columns.append(distances.double())
+        units = torch.stack([units[0], torch.ones_like(units[0]), unit.double()])
+    return Scored(infinite_if_nan(torch.cat(columns, 1)), units)
+
+
+def chosen(score: Score, computed: int, known: int) -> list[int]:
+    """Return which of the computed scores are compared; of the last ones, the reference knows so many."""
+    check_choice("score", score, ("all", "epistemic", "distance"))
+    if score == "distance" and computed < 3:
+        raise ValueError(
+            'score="distance" needs distances to training examples, which regressions do not keep: their only '
+            "score is the epistemic one. Leave score out."
+        )
+    if score == "epistemic" and known < computed:
+        raise ValueError(
+            'score="epistemic" needs a reference with this score, which only calibrate of this version makes: '
+            "call la.calibrate(validation_loader)."
+        )
+    columns = range(computed - known, computed)
+    return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]
+
+
+def variance_of_error(mixture: FunctionMixture) -> Tensor:
+    """Return the expected squared error of the mean of all members, from those of the members.
+
+    Let v be the mean of the members' variances, and D the variance of their means. The squared
+    errors of the members exceed that of their mean by D on average, which leaves v - D. This is
+    v / (1 + D / v) to first order, which is positive.
+    """
+    v = torch.stack([member.variance() for member in mixture.posteriors]).mean(0)
+    means = torch.stack([member.expected() for member in mixture.posteriors])
+    return v / (1 + means.var(0, correction=0) / v)
+
+
+def errors_of(mixture: FunctionMixture, y: Tensor) -> Tensor:
+    """Return the error of each prediction, (B, outputs); no columns for other likelihoods.
+
+    For classes it is the probability of all classes that are more probable than the label, for
+    regression the residual in predictive standard deviations.
+    """
+    if has_classes(mixture.likelihood, mixture.f):
+        return errors_of_classes(mixture.expected(), y)
+    if has_values(mixture.likelihood, mixture.f):
+        return errors_of_values(mixture.expected(), mixture.variance(), y)
+    return mixture.f.new_zeros(len(y), 0).double()

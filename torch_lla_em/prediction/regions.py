@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import average
-from torch_lla_em.prediction.conformal import errors_of
 from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.prediction.reference import errors_of
 from torch_lla_em.prediction.scores import has_values
 
 

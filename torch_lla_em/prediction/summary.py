@@ -14,12 +14,11 @@ from torch_lla_em.solvers import is_accurate, relative_error
 
 Cells = list[tuple[str, ...]]
 
-# number of examples that are printed
-_SHOWN = 6
-# characters of a line of the last column
-_WIDTH = 76
-# relative error above which the number of effective parameters is reported as not well known
+_SHOWN, _WIDTH = 6, 76
+"""Number of examples that are printed, and of characters of a line of the last column."""
+
 _TOO_LARGE = 0.1
+"""Relative error above which the number of effective parameters is reported as not well known."""
 
 CALL = "Call la.calibrate(validation_loader)"
 """The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
@@ -74,9 +73,8 @@ def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
     columns = _columns(prediction.first(_SHOWN))
     if prediction.centre.dim() > 2:
         title += f", means over outputs of shape {tuple(prediction.expectation.shape)}"
-        columns = {
-            name: v.double().flatten(1).mean(1) for name, v in columns.items() if name != "class"
-        }
+        columns.pop("class", None)
+        columns = {name: v.double().flatten(1).mean(1) for name, v in columns.items()}
     rows: Cells = [("example", *columns)]
     for i in range(min(count, _SHOWN)):
         rows.append((str(i), *(_cell(values[i]) for values in columns.values())))
@@ -139,6 +137,20 @@ class Accuracy(NamedTuple):
         )
 
 
+def accuracy(la: Any) -> Accuracy | None:
+    """The numerical error of the samples, its bound and the tolerance; None before ``fit``.
+
+    Example:
+        >>> la.accuracy.is_reached
+        True
+    """
+    if la._posterior is None:
+        return None
+    result = la._posterior.result
+    error = relative_error(result.certificate, result.effective_dim.value.sum())
+    return Accuracy(error, result.certificate.max().item(), la.tolerance)
+
+
 def details(la: Any) -> Table:
     """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
 
@@ -160,42 +172,34 @@ def details(la: Any) -> Table:
 def table_of(la: Any) -> tuple[str, Cells]:
     """Return the title and the table that ``print(la)`` shows, of a posterior or an ensemble."""
     members = _members(la)
-    fitted = [one for one in members if one.accuracy is not None]
-    kinds = ", ".join(sorted({type(one.model).__name__ for one in members}))
+    missing, first = sum(one.accuracy is None for one in members), members[0]
     several = f"{len(members)} posteriors of " if members != [la] else ""
-    title = f"{type(la).__name__} of {several}{kinds}"
-    size, first = _size(members[0]), members[0]
-    rows = [("likelihood", type(first.likelihood).__name__)]
-    if len(fitted) < len(members):
-        missing = f"{len(members) - len(fitted)} of {len(members)} members are not fitted"
-        words = f"{missing}: call fit of each" if several else "none yet: call la.fit(train_loader)"
+    kinds = ", ".join(sorted({type(one.model).__name__ for one in members}))
+    title, rows = (
+        f"{type(la).__name__} of {several}{kinds}",
+        [("likelihood", type(first.likelihood).__name__)],
+    )
+    chosen, total = (
+        first._linear_model.layout.size,
+        sum(p.numel() for p in first.model.parameters()),
+    )
+    size = f"{f'all {total:,}' if chosen == total else f'{chosen:,} of {total:,}'} parameters"
+    if missing:
+        words = f"{missing} of {len(members)} members are not fitted: call fit of each"
+        words = words if several else "none yet: call la.fit(train_loader)"
         return title, [*rows, ("posterior", f"{words}; {size}")]
-    samples, counts = len(first.w_samples), sorted({one.num_data for one in members})
+    counts = sorted({one.num_data for one in members})
     seconds = [one.history[-1]["seconds"] for one in members if one.history]
-    data = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "")
-    time = f", fitted in {sum(seconds):.3g} s" if seconds else ""
+    data = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "") + " examples"
+    data += f", fitted in {sum(seconds):.3g} s" if seconds else ""
     ends = sorted({one._posterior.result.why for one in members} - {"accurate"})
-    time += f" (ended by: {', '.join(ends)})" if ends else ""
-    rows += [("posterior", f"{samples} samples of {size}{' each' if several else ''}")]
-    rows += [("training data", f"{data} examples{time}")]
+    data += f" (ended by: {', '.join(ends)})" if ends else ""
+    samples = f"{len(first.w_samples)} samples of {size}{' each' if several else ''}"
+    rows += [("posterior", samples), ("training data", data)]
     if first.sigma_noise is not None:
         sigma = torch.stack([one.sigma_noise for one in members]).squeeze(0)
         rows.append(("observation noise", f"{_several(sigma)} (standard deviation)"))
     return title, [*rows, *_reference(la.reference), *advice(la)]
-
-
-def accuracy(la: Any) -> Accuracy | None:
-    """The numerical error of the samples, its bound and the tolerance; None before ``fit``.
-
-    Example:
-        >>> la.accuracy.is_reached
-        True
-    """
-    if la._posterior is None:
-        return None
-    result = la._posterior.result
-    error = relative_error(result.certificate, result.effective_dim.value.sum())
-    return Accuracy(error, result.certificate.max().item(), la.tolerance)
 
 
 def advice(la: Any) -> Iterator[tuple[str, str]]:
@@ -203,11 +207,9 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     members, calibrated = _members(la), la.calibration is not None and la.calibration.length is None
     several = members != [la]
     worst = max(members, key=lambda one: one.accuracy.error / one.accuracy.tolerance)
+    kind, verdict = ("good", "") if worst.accuracy.is_reached else ("accuracy", "not ")
     which = " of the worst" if several else ""
-    if worst.accuracy.is_reached:
-        yield "good", f"The samples{which} are accurate: {worst.accuracy}."
-    else:
-        yield "accuracy", f"The samples{which} are not accurate: {worst.accuracy}."
+    yield kind, f"The samples{which} are {verdict}accurate: {worst.accuracy}."
     gamma, error = worst.effective_dim.sum(), worst.effective_dim_error.norm()
     if error > _TOO_LARGE * gamma:
         yield (
@@ -217,11 +219,11 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
         )
     yield from of_calibration(la.calibration)
     if several:
-        warned = [str(i) for i, one in enumerate(members) if any(warnings_in(one, calibrated))]
+        warned = [str(i) for i, one in enumerate(members) if any(_warnings_in(one, calibrated))]
         if warned:
             text = f"Members {', '.join(warned)} have warnings: print(ensemble.members[i])."
             yield "warning", text
-    found = la.messages if several else list(warnings_in(la, calibrated))
+    found = la.messages if several else list(_warnings_in(la, calibrated))
     yield from (("warning", words) for words in found)
     told = any(CALL in words for words in found)
     if not calibrated and not members[0].likelihood.is_quadratic and not told:
@@ -244,19 +246,13 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
         yield "compared", f"{found.source} {per}: {words}"
 
 
-def warnings_in(la: Any, calibrated: bool) -> Iterator[str]:
+def _warnings_in(la: Any, calibrated: bool) -> Iterator[str]:
     """Yield the warnings of a fit, without those that calibrated predictions do not have."""
     yield from (words for words in la.messages[1:] if not (calibrated and CALL in words))
 
 
 def _members(la: Any) -> list[Any]:
     return list(getattr(la, "members", [la]))
-
-
-def _size(la: Any) -> str:
-    chosen = la._linear_model.layout.size
-    total = sum(p.numel() for p in la.model.parameters())
-    return f"all {total:,} parameters" if chosen == total else f"{chosen:,} of {total:,} parameters"
 
 
 def _reference(reference: Any) -> Iterator[tuple[str, str]]:
@@ -282,8 +278,7 @@ def _numbers(la: Any) -> Iterator[tuple[str, str]]:
         yield "log evidence", f"{evidence:.6g} ± {spread:.2g}"
     if la.history:
         last = la.history[-1]
-        passes, seconds = last["data_passes"], last["seconds"]
-        yield "EM", f"{last['step']} steps, {passes} passes, {seconds:.3g} s"
+        yield "EM", f"{last['step']} steps, {last['data_passes']} passes, {last['seconds']:.3g} s"
     yield from (("memory plan", plan) for plan in la.messages[:1])
 
 

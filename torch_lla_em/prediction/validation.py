@@ -1,4 +1,4 @@
-"""Predictions of held-out data, log predictive densities, and tables of posteriors."""
+"""Held-out data: predictions of it, and tables that compare posteriors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import check_options, report
+from torch_lla_em.runtime import report
 
 _CLEAR = 2.0
 """Number of standard errors above which a difference is reported as real."""
 
 _COLUMNS = "NLL", "network NLL", "accuracy", "ECE", "RMSE", "90 % coverage"
 
-
-# number of training examples whose predictions are checked, and of values that their samples take
 _EXAMPLES, _NUMBERS = 256, 2**22
+"""Number of training examples whose predictions are checked, and of values that their samples take."""
 
 
 class PredictedData(NamedTuple):
@@ -42,6 +41,12 @@ class PredictedData(NamedTuple):
 
     posterior: Prediction
     """That of the posterior, as fitted or as calibrated."""
+
+    def gain(self) -> Tensor:
+        """Return by how much log p(y | x) of each labelled example exceeds that of the network alone."""
+        each = (p.mixture.log_prob(self.targets) for p in (self.posterior, self.network))
+        own, alone = (values.double() for values in each)
+        return (own - alone)[self.posterior.likelihood.labelled(self.targets)]
 
 
 def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
@@ -66,11 +71,8 @@ class Comparison(Printed):
     log_probs: dict[str, Tensor]
     """log p(y | x) of each validation example, (N,), by name; paired across posteriors."""
 
-    together: int
-    """Number of examples that the held-out evidence predicts jointly."""
-
-    network_log_probs: dict[str, Tensor]
-    """log p(y | x) of each validation example under the networks alone, (N,), by name."""
+    gains: dict[str, Tensor]
+    """By how much it exceeds that under the networks alone, (N,), by name."""
 
     @property
     def ranking(self) -> list[str]:
@@ -86,7 +88,7 @@ class Comparison(Printed):
         Returns:
             The mean difference per example and its paired standard error, NaN for one example.
         """
-        return _mean_and_error(self.log_probs[self.ranking[0]] - self.log_probs[name])
+        return mean_and_error(self.log_probs[self.ranking[0]] - self.log_probs[name])
 
     @property
     def findings(self) -> list[str]:
@@ -98,37 +100,28 @@ class Comparison(Printed):
             noise = "" if gap > _CLEAR * error else " (no measurable difference)"
             lines.append(f"{name!r} is worse by {gap:.2g} ± {error:.1g}{noise}.")
         for name in self.ranking:
-            gap, error = _mean_and_error(self.network_log_probs[name] - self.log_probs[name])
+            gap, error = mean_and_error(-self.gains[name])
             if gap > _CLEAR * error:
                 lines.append(
                     f"{name!r} is worse than its network alone, by {gap:.2g} ± {error:.1g}: call calibrate "
                     "with other held-out data, or predict by the network."
                 )
-        return [
-            *lines,
-            "NLL is that of each posterior, and network NLL that of its network alone: lower is better. Held-out "
-            f"evidence is the log probability of {self.together} examples together: higher is better.",
-        ]
+        return lines
 
     def _table(self) -> tuple[str, Cells]:
         count = len(self.log_probs[self.ranking[0]])
         known = [c for c in _COLUMNS if any(c in record for record in self.records.values())]
-        rows = [("", *known, "held-out evidence", "EM seconds", "parameters")]
+        rows = [("", *known, "EM seconds", "parameters")]
         for name, record in self.records.items():
             cells = [f"{record[c]:.4f}" if c in record else "" for c in known]
-            joint = f"{record['held-out evidence']:.1f} ± {record['evidence error']:.1f}"
             cost = f"{record['seconds']:.1f}" if "seconds" in record else ""
-            rows.append((name, *cells, joint, cost, f"{record['parameters']:,}"))
+            rows.append((name, *cells, cost, f"{record['parameters']:,}"))
         several = "posteriors" if len(self.records) > 1 else "posterior"
-        return f"{len(self.records)} {several} on {count:,} examples", rows
+        return f"{len(self.records)} {several} on {count:,} examples; NLL: lower is better", rows
 
 
 def compare(
-    posteriors: Sequence[Any] | Mapping[str, Any],
-    validation: Any,
-    targets: Tensor | None = None,
-    *,
-    together: int = 10,
+    posteriors: Sequence[Any] | Mapping[str, Any], validation: Any, targets: Tensor | None = None
 ) -> Comparison:
     """Compare fitted posteriors on the same held-out data, each in one pass.
 
@@ -140,8 +133,6 @@ def compare(
             ``LaplaceEnsemble`` objects, or a mapping from names to them.
         validation (DataLoader, Dataset, list of batches, or inputs): The data.
         targets (Tensor, optional): The targets, if ``validation`` are inputs.
-        together (int): Number of consecutive examples that the held-out evidence predicts jointly.
-            Default 10; 1 ignores dependence between examples.
 
     Returns:
         A ``Comparison``; print it.
@@ -154,15 +145,11 @@ def compare(
     Example:
         >>> print(compare({"wide prior": la, "narrow prior": other}, x, y))  # doctest: +SKIP
     """
-    named = (
-        dict(posteriors)
-        if isinstance(posteriors, Mapping)
-        else {f"{i}: {_name(la)}": la for i, la in enumerate(posteriors)}
-    )
-    if not named:
+    if not isinstance(posteriors, Mapping):
+        posteriors = {f"{i}: {_name(la)}": la for i, la in enumerate(posteriors)}
+    if not posteriors:
         raise ValueError("compare takes one posterior or more.")
-    check_options(together=together)
-    every = {name: required(la, surely=True) for name, la in named.items()}
+    every = {name: required(la, surely=True) for name, la in posteriors.items()}
     likelihoods = [record.likelihood for record in every.values()]
     if len({(each.real_valued, each.gives_probabilities) for each in likelihoods}) > 1:
         raise ValueError(
@@ -170,34 +157,25 @@ def compare(
             "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
         )
     loader = as_loader(paired(validation, targets))
-    records, log_probs, networks, known = {}, {}, {}, None
+    records: dict[str, dict[str, float]] = {}
+    log_probs, gains, known = {}, {}, None
     for name, record in every.items():
-        members = record.members
-        _, data = under_all(members, loader)
-        known = same_targets([data.y], known)
-        labelled = data.likelihood.labelled(data.y)
-        with torch.no_grad():
-            own, alone = predicted(record, data), data.network()
-            log_probs[name], networks[name] = (
-                p.mixture.log_prob(data.y).double()[labelled].cpu() for p in (own, alone)
-            )
-            groups = (predicted(record, some) for some in data.split(together))
-            ys = data.y.split(together)
-            joint = [p.mixture.joint_log_prob(y).double() for p, y in zip(groups, ys)]
-            mean, error = _mean_and_error(torch.stack(joint))
-            records[name] = {
-                **scores(own, data.y, own.mixture.log_prob(data.y)),
-                "network NLL": -networks[name].mean().item(),
-                "held-out evidence": len(joint) * mean,
-                "evidence error": len(joint) * error,
-                "parameters": sum(p.setting.linear_model.layout.size for p in members),
-            }
-        if all(p.history for p in members):
-            records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in members)
-    return Comparison(records, log_probs, together, networks)
+        rows = predicted_data(record, loader)
+        known = same_targets([rows.targets], known)
+        each = rows.posterior.mixture.log_prob(rows.targets)
+        log_probs[name] = each.double()[record.likelihood.labelled(rows.targets)].cpu()
+        gains[name] = rows.gain().cpu()
+        records[name] = {
+            **scores(rows.posterior, rows.targets, each),
+            "network NLL": (gains[name] - log_probs[name]).mean().item(),
+            "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
+        }
+        if all(p.history for p in record.members):
+            records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in record.members)
+    return Comparison(records, log_probs, gains)
 
 
-def _mean_and_error(gap: Tensor) -> tuple[float, float]:
+def mean_and_error(gap: Tensor) -> tuple[float, float]:
     """Return a mean over examples and its standard error, NaN for one example."""
     error = gap.std().item() / len(gap) ** 0.5 if len(gap) > 1 else nan
     return gap.mean().item(), error
@@ -211,13 +189,11 @@ def _name(la: Any) -> str:
 
 def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     """Report a warning for each sign that a fit has failed, judged by some training examples."""
-    data = problem.data
-    most = _NUMBERS // (
-        len(posterior.result.w_samples) * max(data.facts.num_outputs // data.facts.num_rows, 1)
-    )
-    if data.group.rank > 0 or not most:
+    facts, K = problem.data.facts, len(posterior.result.w_samples)
+    most = _NUMBERS // (K * max(facts.num_outputs // facts.num_rows, 1))
+    if problem.data.group.rank > 0 or not most:
         return
-    batch = next(data.first().split(min(_EXAMPLES, most)))
+    batch = next(problem.data.first().split(min(_EXAMPLES, most)))
     if len(batch.rows) > most:  # a batch that cannot be split
         return
     y = problem.sweep.aligned(batch).targets

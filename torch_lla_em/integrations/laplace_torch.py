@@ -12,42 +12,42 @@ from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, NotFittedError, Prediction
 from torch_lla_em.data import to_device
-from torch_lla_em.runtime import check_choice
 
 __all__ = ["Laplace"]
 
 _LEARN = "la.optimize_prior_precision() learns prior_precision, and sigma_noise of a regression"
 _BY_NAME = "select tensors by name in LinearisedLaplace(model, likelihood, parameters=[...])"
-_SAMPLES = "the GGN is not stored; la.posterior.w_samples are samples of the posterior"
-_REPLACED = {
-    ("gridsearch",): f"it takes a fit for every value. {_LEARN}, from the training data; "
+_INSTEAD = {
+    "gridsearch": f"it takes a fit for every value. {_LEARN}, from the training data; "
     "la.posterior.calibrate(val_loader) then uses the validation set, and la.posterior(x) predicts",
-    ("nn",): 'use "glm". The network at sampled weights is another function than its linearisation',
-    ("bridge", "bridge_norm"): 'use "probit", or "mc" with more n_samples',
-    ("feature_reduction",): "select the outputs in the forward_fn of LinearisedLaplace",
-    ("functional_variance",): "use la(x) of a regression, or la.posterior.predict(x).covariance",
-    ("n_params", "n_outputs"): "use len(la.mean), and model(x).shape[-1]",
-    ("sample",): "use la.mean + la.posterior.w_samples, weights of the linearised network",
-    ("marglik_training",): f"train the network first; then {_LEARN}",
-    ("H", "log_prob", "posterior_precision", "posterior_scale"): _SAMPLES,
-    ("posterior_covariance", "posterior_variance"): _SAMPLES,
-    ("last_layer_name", "subnetwork", "subnetwork_indices"): _BY_NAME,
+    "nn": 'use "glm". The network at sampled weights is another function than its linearisation',
+    **dict.fromkeys(("bridge", "bridge_norm"), 'use "probit", or "mc" with more n_samples'),
+    "reward_modeling": 'use LinearisedLaplace(model, BradleyTerry()), or "classification"',
+    **dict.fromkeys(("joint", "functional_variance"), "use la.posterior.predict(x).covariance"),
+    "diagonal_output": "use la.posterior.predict(x).variance",
+    "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
+    "feature_reduction": "select the outputs in the forward_fn of LinearisedLaplace",
+    "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
+    "marglik_training": f"train the network first; then {_LEARN}",
+    **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
 }
-_INSTEAD = {name: words for names, words in _REPLACED.items() for name in names}
 """What laplace-torch has and this module has not -> what to use."""
 
-_CHOICES = {
-    "likelihood": ("classification", "regression", "reward_modeling"),
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "likelihood": ("classification", "regression"),
     "subset_of_weights": ("last_layer", "all"),
     "hessian_structure": ("full", "kron", "diag", "lowrank", "gp"),
     "pred_type": ("glm",),
     "method": ("marglik",),
     "prior_structure": ("scalar", "layerwise"),
     "link_approx": ("probit", "mc"),
+    "override": (True,),
+    **dict.fromkeys(("joint", "diagonal_output"), (False,)),
+    **dict.fromkeys(("last_layer_name", "feature_reduction", "subnetwork_indices"), (None,)),
 }
 _WITHOUT_EFFECT = (
     "enable_backprop backend backend_kwargs asdl_fisher_kwargs damping n_subset independent_outputs M diagonal_kernel "
-    "functional_approximation dict_key_x n_steps lr init_prior_prec val_loader loss link_approx n_samples "
+    "functional_approximation dict_key_x n_steps lr init_prior_prec val_loader loss n_samples generator progress_bar "
     "log_prior_prec_min log_prior_prec_max log_prior_prec_base grid_size verbose"
 ).split()
 """Arguments of how laplace-torch computes what is computed in another way here."""
@@ -64,7 +64,7 @@ class Laplace:
 
     Args:
         model (nn.Module): The trained network.
-        likelihood (str): "classification", "regression" or "reward_modeling".
+        likelihood (str): "classification" or "regression".
         subset_of_weights (str): "last_layer" (default), or "all": all that require gradients.
         hessian_structure (str): Any of laplace-torch's. Default "kron". All use the full GGN.
         sigma_noise (float): Standard deviation of the observation noise. Default 1.0.
@@ -83,9 +83,6 @@ class Laplace:
         >>> probabilities = la(x, link_approx="probit")
     """
 
-    prior_precision: Any
-    sigma_noise: Any
-
     def __init__(
         self,
         model: nn.Module,
@@ -103,93 +100,74 @@ class Laplace:
         **options: Any,
     ):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
-        self.model, self.likelihood = model, _chosen("likelihood", likelihood)
-        self.subset_of_weights = _chosen("subset_of_weights", subset_of_weights)
-        self.hessian_structure = _chosen("hessian_structure", hessian_structure)
-        _check_others("Laplace", options)
+        named = {"likelihood": likelihood, "subset_of_weights": subset_of_weights}
+        chosen = _checked("Laplace", named | {"hessian_structure": hessian_structure} | options)
+        self.model, self.likelihood = model, chosen["likelihood"]
         if self.likelihood != "regression" and sigma_noise != 1:
             raise ValueError("sigma_noise is the observation noise of a regression: leave it out.")
+        self.subset_of_weights = chosen["subset_of_weights"]
+        self.sigma_noise: Any = sigma_noise
+        self.prior_precision: Any = prior_precision
         self.prior_mean, self.temperature = prior_mean, temperature
         self.dict_key_y, self.num_samples, self.seed = dict_key_y, num_samples, seed
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
         self._loader: Any = None
         self._posterior: LinearisedLaplace | None = None
+        self._fitted_at = 0, 0
         self._evidence: Tensor | None = None
-        self.sigma_noise, self.prior_precision = sigma_noise, prior_precision
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the next prediction uses another prior precision λ or noise σ."""
-        if name in ("prior_precision", "sigma_noise"):
-            value = torch.as_tensor(value, device=self._device).detach()
-            if not (value > 0).all() or (name == "sigma_noise" and value.numel() > 1):
-                one = "one positive number" if name == "sigma_noise" else "positive"
-                raise ValueError(f"{name} must be {one}, not {value.tolist()}.")
-            value = value.to(torch.promote_types(value.dtype, torch.float32))
-            value = value.reshape(() if name == "sigma_noise" else -1)
-            self._is_current = False
-        super().__setattr__(name, value)
 
     @property
     def posterior(self) -> LinearisedLaplace:
-        """The posterior at the present prior precision, which is fitted again if it has changed."""
-        if self._posterior is None:
-            raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
-        if not self._is_current:
-            self._fit(len(self.prior_precision) > 1, em_steps=0)
+        """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set after ``fit``."""
+        given = id(self.prior_precision), id(self.sigma_noise)
+        if self._posterior is None or given != self._fitted_at:
+            what = "is not fitted yet" if self._posterior is None else "has another prior or noise"
+            raise NotFittedError(f"This posterior {what}. Call la.fit(train_loader).")
         return self._posterior
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> Any:
         """The trained weights of the parameters in the posterior, (P,)."""
-        w_MAP: Tensor = self.posterior.w_MAP
-        return w_MAP
+        return self.posterior.w_MAP
 
     @property
     def n_data(self) -> int:
         """The number of training examples."""
         return int(self.posterior.num_data)
 
-    def fit(
-        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
-    ) -> None:
+    def fit(self, train_loader: Iterable[Any], **options: Any) -> None:
         """Fit the posterior at the given ``prior_precision``.
 
         Args:
             train_loader (DataLoader): Batches of inputs and targets, or dicts, which are read again later.
-            override (bool): Must be True, the default.
-            progress_bar (bool): Show a progress bar. Default False.
+            **options: ``progress_bar``, as in ``LinearisedLaplace.fit``.
         """
-        if not override:
-            raise ValueError("The GGN is not stored: call la.fit([*old_loader, *new_loader]).")
-        self._loader, self._posterior = train_loader, None
-        self._fit(len(self.prior_precision) > 1, em_steps=0, progress_bar=progress_bar)
+        self._loader, precision = train_loader, torch.as_tensor(self.prior_precision).squeeze()
+        self._fit(precision.dim() > 0, options, em_steps=0, prior_precision=precision)
 
     def optimize_prior_precision(
-        self,
-        pred_type: str = "glm",
-        method: str = "marglik",
-        prior_structure: str = "scalar",
-        progress_bar: bool = False,
-        **options: Any,
+        self, pred_type: str = "glm", method: str = "marglik", **options: Any
     ) -> None:
         """Learn λ by EM for the linear model, and σ of a regression from residuals of the network.
 
         Args:
             pred_type (str): Must be "glm", the default.
             method (str): Must be "marglik", the default.
-            prior_structure (str): "scalar" (default), or "layerwise": one for each tensor.
-            progress_bar (bool): Show a progress bar. Default False.
-            **options: Other arguments of laplace-torch, without effect.
+            **options: ``prior_structure``, "scalar" (default) or "layerwise", and ``progress_bar``. Others of
+                laplace-torch have no effect.
         """
-        _chosen("pred_type", pred_type), _chosen("method", method)
-        structure = _chosen("prior_structure", prior_structure)
-        _check_others("optimize_prior_precision", options)
-        self._fit(structure == "layerwise", progress_bar=progress_bar)
+        options |= {"pred_type": pred_type, "method": method}
+        if self._loader is None:
+            raise NotFittedError("This needs the training data: call la.fit(train_loader).")
+        if self._posterior is not None:
+            self._posterior.state_dict()  # an error if the network has changed since ``fit``
+        self._fit(_checked("fit", options).get("prior_structure") == "layerwise", options)
         if self.likelihood == "regression":
             # EM learns σ of J w, but predictions and evidence are around the network: fit again at its σ
             found = self._around_network(next(iter(self._loader)))
             self.sigma_noise = found.likelihood.observation_noise
+            self.fit(self._loader)
 
     def log_marginal_likelihood(self, *given: Any, **named: Any) -> Tensor:
         """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape ().
@@ -199,15 +177,12 @@ class Laplace:
         Raises:
             ValueError: If a value is given, or the prior has one precision per tensor.
         """
-        if any(value is not None for value in (*given, *named.values())):
-            raise ValueError(
-                f"log_marginal_likelihood has no derivatives in prior_precision and sigma_noise: {_LEARN}. "
-                "For its value elsewhere, set la.prior_precision or la.sigma_noise, and call it without arguments."
-            )
         own = self.posterior
-        if len(self.prior_precision) > 1:
+        if own.prior_precision.numel() > 1 or any(v is not None for v in (*given, *named.values())):
             raise ValueError(
-                "For one precision per tensor: la.posterior.log_marginal_likelihood(train_loader)."
+                "log_marginal_likelihood is that of one fitted prior_precision, without derivatives: set "
+                f"la.prior_precision, call la.fit(train_loader), and pass nothing. {_LEARN}. For one precision per "
+                "tensor: la.posterior.log_marginal_likelihood(train_loader)."
             )
         estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if self._evidence is None:
@@ -223,7 +198,7 @@ class Laplace:
             f, y = self._around_network(batch).mean, self._targets(batch)
             found += self.posterior.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
             if self.likelihood == "regression":  # whose constant has no temperature
-                constant += y.numel() * (self.sigma_noise.log().item() + 0.5 * log(2 * pi))
+                constant += y.numel() * (log(self.sigma_noise) + 0.5 * log(2 * pi))
         return (found + constant) / self.temperature - constant
 
     def _around_network(self, batch: Any) -> Prediction:
@@ -231,38 +206,24 @@ class Laplace:
         return self.posterior.predict(to_device(x, self._device), "network", num_samples=1)
 
     def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        joint: bool = False,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
+        self, x: Any, pred_type: str = "glm", link_approx: str = "probit", **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return probabilities (B, C), or mean and covariance of f; differentiable in x if x requires gradients.
+        """Return probabilities (B, C), or mean and covariance of f, (B, C) and (B, C, C), of a regression.
+
+        They are differentiable in x if x requires gradients.
 
         Args:
             x (Tensor or dict): Inputs, as the model takes them.
             pred_type (str): Must be "glm", the default: the linearised network.
-            joint (bool): Return the covariance (B C, B C) over all inputs. Default False: (B, C, C).
             link_approx (str): "probit" (default) or "mc".
-            n_samples (int): Number of samples if ``link_approx`` is "mc". Default 100.
-            diagonal_output (bool): Return variances (B, C). Default False.
-            generator (torch.Generator, optional): Used to draw the samples. Default None: the seed.
+            **options: ``n_samples`` and ``generator`` of "mc", as in ``functional_samples``.
         """
-        link = _chosen("link_approx", link_approx)
-        if self.likelihood == "classification" and link == "mc":
-            return self.predictive_samples(x, pred_type, n_samples, generator).mean(0)
+        _checked("la", {"link_approx": link_approx, **options})
+        if self.likelihood == "classification" and link_approx == "mc":
+            return self.predictive_samples(x, pred_type, **options).mean(0)
         mean, deviations = self._at(x, pred_type)
-        variance = deviations.square().mean(0)
         if self.likelihood == "classification":
-            return (mean / (1 + pi / 8 * variance).sqrt()).softmax(-1)
-        if joint:
-            flat = deviations.flatten(1)
-            return mean.flatten(), flat.T @ flat / len(flat)
-        if diagonal_output:
-            return mean, variance
+            return (mean / (1 + pi / 8 * deviations.square().mean(0)).sqrt()).softmax(-1)
         return mean, torch.einsum("kbi,kbj->bij", deviations, deviations) / len(deviations)
 
     def functional_samples(
@@ -283,8 +244,7 @@ class Laplace:
         mean, deviations = self._at(x, pred_type)
         drawn = deviations.new_empty(n_samples, len(deviations))
         drawn.normal_(generator=generator or self._generator)
-        combined: Tensor = torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
-        return mean + combined
+        return mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
 
     def predictive_samples(self, *args: Any, **options: Any) -> Tensor:
         """Return ``functional_samples`` after the softmax; those of a regression are unchanged."""
@@ -295,8 +255,8 @@ class Laplace:
         """Return everything that predictions and the log marginal likelihood need, as tensors."""
         state = self.posterior.state_dict()
         own = {name: getattr(self, name) for name in _KEPT}
-        if len(self.prior_precision) == 1:
-            own["log_marginal_likelihood"] = self.log_marginal_likelihood()
+        if self.prior_precision.numel() == 1:
+            own["evidence"] = self.log_marginal_likelihood()
         for name, value in own.items():
             state[f"{_PREFIX}{name}"] = torch.as_tensor(value, device=self._device).detach()
         return state
@@ -310,46 +270,40 @@ class Laplace:
         own = {k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)}
         if not own:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
-        for name in _KEPT:
-            setattr(self, name, own[name])
-        self.temperature = own["temperature"].item()
-        posterior = self._unfitted(len(self.prior_precision) > 1)
-        posterior.load_state_dict(
-            {k: v for k, v in state_dict.items() if not k.startswith(_PREFIX)}
-        )
-        self._posterior, self._loader, self._is_current = posterior, None, True
-        self._evidence = own.get("log_marginal_likelihood")
+        self.prior_mean, self.temperature = own["prior_mean"], own["temperature"].item()
+        self.sigma_noise = own["sigma_noise"]
+        posterior = self._unfitted(own["prior_precision"].numel() > 1)
+        posterior.load_state_dict({n: t for n, t in state_dict.items() if _PREFIX not in n})
+        self._take(posterior)
+        self._loader, self._evidence = None, own.get("evidence")
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that says what to use."""
-        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}.")
+        instead = _INSTEAD.get(name, "la.posterior, a LinearisedLaplace, may have it")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {instead}.")
 
-    def _fit(self, layerwise: bool, **how: Any) -> None:
-        """Fit at the present λ and σ, which ``em_steps=0`` keeps, and take them from the posterior."""
-        if self._loader is None:
-            raise NotFittedError("This needs the training data: call la.fit(train_loader).")
-        if self._posterior is not None:
-            self._posterior.state_dict()  # an error if the network has changed since ``fit``
-        posterior = self._unfitted(layerwise)
-        if "em_steps" in how:
-            how["prior_precision"] = self.prior_precision.squeeze()
-        posterior.fit(self._loader, **{"validation": False, "progress_bar": False, **how})
+    def _fit(self, layerwise: bool, options: dict[str, Any], **how: Any) -> None:
+        bar = bool(_checked("fit", options).get("progress_bar"))
+        posterior, self._posterior = self._unfitted(layerwise), None
+        self._take(posterior.fit(self._loader, validation=False, progress_bar=bar, **how))
+
+    def _take(self, posterior: LinearisedLaplace) -> None:
+        """Hold a posterior, and its λ and σ."""
+        noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
+        self.prior_precision, self.sigma_noise = posterior.prior_precision, torch.as_tensor(noise)
+        self._fitted_at = id(self.prior_precision), id(self.sigma_noise)
         self._posterior, self._evidence = posterior, None
-        self.prior_precision = posterior.prior_precision
-        self.sigma_noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
-        self._is_current = True
 
     def _unfitted(self, layerwise: bool) -> LinearisedLaplace:
-        regression = self.likelihood == "regression"
+        noise = float(self.sigma_noise) if self.likelihood == "regression" else None
         return LinearisedLaplace(
             self.model,
-            "regression" if regression else "classification",  # of the two logits of a pair
+            self.likelihood,
             prior="layerwise" if layerwise else "scalar",
             g_prior=False,
             curvature="network",
             parameters="last_layer" if self.subset_of_weights == "last_layer" else "requires_grad",
-            sigma_noise=self.sigma_noise.item() if regression else None,
+            sigma_noise=noise,
             temperature=self.temperature,
             num_samples=self.num_samples,
             seed=self.seed,
@@ -362,39 +316,34 @@ class Laplace:
 
     def _at(self, x: Any, pred_type: str) -> tuple[Tensor, Tensor]:
         """Return the mean of f, (B, C), and K samples of f less the mean, (K, B, C)."""
-        _chosen("pred_type", pred_type)
+        _checked("la", {"pred_type": pred_type})
         prediction = self.posterior.predict(x, mean="network")
-        mean, samples = prediction.mean, prediction.samples
-        if mean.dim() != 2:
+        if prediction.mean.dim() != 2:
             raise ValueError(
-                f"The network's outputs have shape {tuple(mean.shape)}, but laplace-torch's are (B, C). "
+                f"The network's outputs have shape {tuple(prediction.mean.shape)}, but laplace-torch's are (B, C). "
                 "Use LinearisedLaplace with class_dim, or la.posterior.predict(x)."
             )
-        return mean, samples - mean
+        return prediction.mean, prediction.samples - prediction.mean
 
 
-def _chosen(name: str, option: Any) -> str:
-    """Return an option of laplace-torch, a string or a member of an enum, as a string."""
-    given = str(getattr(option, "value", option))
-    if given in _INSTEAD:
-        raise ValueError(f"{name}={given!r} is not available: {_INSTEAD[given]}.")
-    check_choice(name, given, _CHOICES[name])
-    return given
-
-
-def _check_others(function: str, options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name in _INSTEAD:
-            raise ValueError(f"{name} is not available: {_INSTEAD[name]}.")
-        if name not in _WITHOUT_EFFECT:
+def _checked(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of laplace-torch, enums as strings, or raise an error that says what to use."""
+    given = {name: getattr(option, "value", option) for name, option in options.items()}
+    for name, value in given.items():
+        known = _CHOICES.get(name)
+        if known and value not in known:
+            instead = _INSTEAD.get(str(value), _INSTEAD.get(name, f"choose one of {known}"))
+            raise ValueError(f"{name}={value!r} is not available: {instead}.")
+        if not known and name not in _WITHOUT_EFFECT:
             raise TypeError(f"{function} has no argument {name!r}.")
-        logging.getLogger("torch_lla_em").info("%s has no effect here.", name)
+        if not known:
+            logging.getLogger("torch_lla_em").info("%s has no effect here.", name)
+    return given
 
 
 def __getattr__(name: str) -> Any:
     """Raise an error that says what to use in place of a name of laplace-torch."""
-    subset = "last_layer" if "LLLaplace" in name else "all"
-    of_class = f'use Laplace(model, likelihood, "{subset}", "full"), or {_BY_NAME}'
+    of_class = f'use Laplace(model, likelihood, subset_of_weights, "full"), or {_BY_NAME}'
     instead = _INSTEAD.get(name, of_class if name.endswith("Laplace") else "")
     if instead:
         raise ImportError(f"{__name__} has no {name}: {instead}.")

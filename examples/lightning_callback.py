@@ -50,7 +50,6 @@ folder = Path(tempfile.mkdtemp())
 posterior = LaplaceCallback(
     "classification",
     network="network",
-    path=folder / "posterior.pt",
     num_samples=16,
 )
 trainer = lightning.Trainer(
@@ -88,5 +87,6 @@ print(f"posterior {-posterior.la.predict(x).log_prob(y).mean():.3f}")
 # Another process needs the network and the file.
 
 # %%
+posterior.la.save(folder / "posterior.pt")
 again = LinearisedLaplace.load(folder / "posterior.pt", posterior.la.model)
 print(again.predict(x[:4]))

@@ -14,26 +14,29 @@ from torch_lla_em import LinearisedLaplace, Prediction
 __all__ = ["EstimatorNetwork", "EstimatorPosterior", "posterior"]
 
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
+_LIKELIHOODS = {
+    "identity": "regression",
+    "exp": "poisson",
+    "softmax": "classification",
+    "logistic": "bernoulli",
+}
 
 
 class EstimatorNetwork(NamedTuple):
     """The network of an estimator, and how its data become tensors.
+
+    Fields: ``module`` returns logits, log rates or means; ``likelihood`` is that of ``LinearisedLaplace``, of two classes
+    "bernoulli" if the network returns one logit; ``inputs`` returns the inputs of the network, or raises an error for
+    those that the estimator would refuse; ``classes`` are the sorted labels, None for values and for several labels.
 
     Example:
         >>> network = EstimatorNetwork(model, "classification", torch.as_tensor, np.arange(3))
     """
 
     module: nn.Module
-    """Returns logits, log rates or means."""
-
     likelihood: Any
-    """As in ``LinearisedLaplace``; of two classes "bernoulli" if the network returns one logit."""
-
     inputs: Callable[[Any], Tensor]
-    """Returns the inputs of the network, or raises an error for those that the estimator would refuse."""
-
     classes: Any = None
-    """The sorted labels, in the order of the probabilities; None for values and for several labels."""
 
 
 class EstimatorPosterior:
@@ -55,7 +58,8 @@ class EstimatorPosterior:
 
     def __init__(self, network: EstimatorNetwork, **options: Any):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
-        self.inputs, self._classes = network.inputs, network.classes
+        self.inputs, classes = network.inputs, network.classes
+        self._classes = None if classes is None else np.asarray(classes)
         self.laplace = LinearisedLaplace(network.module, network.likelihood, **options)
 
     def fit(self, X: Any, y: Any) -> EstimatorPosterior:
@@ -106,27 +110,24 @@ class EstimatorPosterior:
                 includes the observation noise. Default False.
         """
         if self._classes is not None:
-            return np.asarray(self._classes)[self.predict_proba(X).argmax(1)]
+            return self._classes[self.predict_proba(X).argmax(1)]
         prediction = self.distribution(X)
         if prediction.likelihood.gives_probabilities:  # several labels
             return (prediction.probs > 0.5).int().cpu().numpy()
         found = prediction.expectation, prediction.predictive_variance.sqrt()
-        arrays = [each.squeeze(-1).cpu().numpy() for each in found]
-        return tuple(arrays) if return_std else arrays[0]
+        mean, deviation = (each.squeeze(-1).cpu().numpy() for each in found)
+        return (mean, deviation) if return_std else mean
 
     def _pair(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets: class indices, or values of shape (N, C)."""
         x, values = self.inputs(X), np.asarray(y)
         if self._classes is not None:
-            known = np.asarray(self._classes)
-            alike = (values.dtype.kind in "USO") == (known.dtype.kind in "USO")
-            unknown = np.setdiff1d(values, known) if alike else values
-            if len(unknown):
+            known = self._classes.tolist()
+            if unknown := {*values.tolist()} - {*known}:
                 raise ValueError(
-                    f"y has labels that the estimator has not seen: {unknown[:5].tolist()}. Its labels are "
-                    f"{known[:5].tolist()}."
+                    f"y has labels that the estimator has not seen: {[*unknown][:5]}. Its labels are {known[:5]}."
                 )
-            values = np.searchsorted(known, values)
+            values = np.searchsorted(self._classes, values.astype(self._classes.dtype))
             if not self.laplace.likelihood.elementwise:
                 return x, torch.as_tensor(values, device=x.device)
         return x, torch.as_tensor(values.reshape(len(values), -1), device=x.device).to(x.dtype)
@@ -135,8 +136,8 @@ class EstimatorPosterior:
 def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """Return the posterior of a trained estimator, to be fitted to its training data.
 
-    The networks of ``MLPClassifier`` and ``MLPRegressor`` of scikit-learn are converted exactly. If the estimator is a step of a pipeline, pass the data that
-    the steps before it return: ``pipeline[:-1].transform(X)``.
+    Networks of ``MLPClassifier`` and ``MLPRegressor`` are converted exactly. For the last step of a pipeline, pass the
+    data that the others return: ``pipeline[:-1].transform(X)``.
 
     Args:
         estimator (object): The trained estimator.
@@ -178,15 +179,10 @@ def _of_perceptron(estimator: Any) -> EstimatorNetwork:
     def inputs(X: Any) -> Tensor:
         # as its predict does, with an error for other columns or another order of them
         X = validate_data(estimator, X, accept_sparse=True, reset=False)
-        return torch.tensor(
-            X.toarray() if hasattr(X, "toarray") else X, dtype=own.dtype, device="cpu"
-        )
+        X = X.toarray() if hasattr(X, "toarray") else X
+        return torch.tensor(X, dtype=own.dtype, device="cpu")
 
-    classes, last = getattr(estimator, "classes_", None), estimator.out_activation_
-    if classes is None:
-        return EstimatorNetwork(module, {"identity": "regression", "exp": "poisson"}[last], inputs)
-    if last == "softmax":
-        return EstimatorNetwork(module, "classification", inputs, classes)
-    return EstimatorNetwork(
-        module, "bernoulli", inputs, classes if estimator.n_outputs_ == 1 else None
-    )
+    likelihood = _LIKELIHOODS[estimator.out_activation_]
+    has_several = likelihood == "bernoulli" and estimator.n_outputs_ > 1
+    classes = None if has_several else getattr(estimator, "classes_", None)
+    return EstimatorNetwork(module, likelihood, inputs, classes)

@@ -5,7 +5,6 @@ Needs Lightning: ``pip install torch_lla_em[lightning]``.
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 import torch
@@ -19,7 +18,10 @@ with needs("lightning"):
 
 __all__ = ["LaplaceCallback"]
 
-_SCORES = "NLL", "network NLL", "accuracy", "ECE", "RMSE", "90 % coverage"
+_SCORES = {
+    name: name.replace(" ", "_") for name in ("NLL", "network NLL", "accuracy", "ECE", "RMSE")
+}
+_SCORES["90 % coverage"] = "coverage_90"
 
 
 class LaplaceCallback(Callback):
@@ -36,7 +38,6 @@ class LaplaceCallback(Callback):
             one without augmentation if the trainer's augments at random.
         calibrate (bool): Calibrate on the validation set after the scores were computed; logs
             "posterior/calibrated_NLL". Default True.
-        path (str, optional): File to which rank 0 saves the posterior. Default None.
         **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
     Attributes:
@@ -61,21 +62,28 @@ class LaplaceCallback(Callback):
         *,
         loader: Any = None,
         calibrate: bool = True,
-        path: str | PathLike[str] | None = None,
         **options: Any,
     ):
         """Keep the options; the class documents the arguments."""
         self.likelihood, self.network, self.loader = likelihood, network, loader
-        self.calibrate, self.path, self.options = calibrate, path, options
+        self.calibrate, self.options = calibrate, options
         self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit, log, calibrate and save."""
+        """Fit, log and calibrate."""
         loader = trainer.train_dataloader if self.loader is None else self.loader
         held_out = trainer.val_dataloaders
         if isinstance(held_out, (list, tuple)):
             held_out = next(iter(held_out), None)
-        self.la = LinearisedLaplace(self._network(pl_module), self.likelihood, **self.options)
+        network: nn.Module = pl_module
+        if self.network is not None:
+            network = pl_module.get_submodule(self.network)
+        elif type(pl_module).forward is LightningModule.forward:
+            raise TypeError(
+                f"{type(pl_module).__name__} has no forward method, which the posterior needs: define "
+                'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'
+            )
+        self.la = LinearisedLaplace(network, self.likelihood, **self.options)
         self.la.fit(loader, progress_bar=False)
         self.metrics = {
             "posterior/prior_precision": self.la.prior_precision.log().mean().exp().item(),
@@ -83,15 +91,12 @@ class LaplaceCallback(Callback):
         }
         if held_out is not None:
             (scores,) = compare([self.la], held_out).records.values()
-            for name in [name for name in _SCORES if name in scores]:  # ranks reduce in one order
+            for name in filter(scores.__contains__, _SCORES):  # ranks reduce in one order
                 value = torch.tensor(scores[name], dtype=torch.float64, device=pl_module.device)
-                key = {"90 % coverage": "coverage_90"}.get(name, name.replace(" ", "_"))
-                self.metrics[f"posterior/{key}"] = trainer.strategy.reduce(value).item()
+                self.metrics[f"posterior/{_SCORES[name]}"] = trainer.strategy.reduce(value).item()
             if self.calibrate:
                 self.la.calibrate(held_out)
                 self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
-        if self.path is not None and trainer.is_global_zero:
-            self.la.save(self.path)
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()
@@ -100,13 +105,3 @@ class LaplaceCallback(Callback):
         """Move the posterior to the CPU, where the trainer leaves the network."""
         if stage == "fit" and hasattr(self, "la"):
             self.la.to("cpu")
-
-    def _network(self, module: LightningModule) -> nn.Module:
-        if self.network is not None:
-            return module.get_submodule(self.network)
-        if type(module).forward is LightningModule.forward:
-            raise TypeError(
-                f"{type(module).__name__} has no forward method, which the posterior needs: define "
-                'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'
-            )
-        return module

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import chain, pairwise
 from numbers import Integral
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction
+from torch_lla_em import LinearisedLaplace, Prediction
 from torch_lla_em.integrations import needs
 from torch_lla_em.runtime import current_group, first, report
 
@@ -30,7 +29,6 @@ __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 _BATCH = 128
 _LEAST_HELD_OUT = 20
-_FEW = "validation_fraction={:g} holds out fewer than 20 examples: increase it, or pass more data."
 # AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was chosen
 # on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
 _DECAY = 300
@@ -39,15 +37,10 @@ _DTYPES = [np.float64, np.float32]
 _FITTING = threading.Lock()
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and int(value) >= least
-
-
 _VALID = {
     "hidden": "one or more positive whole numbers, the widths of the hidden layers",
     "epochs": "None or a positive whole number",
     "validation_fraction": "at least 0 and below 1, since the other examples train the network",
-    "ensemble": "None or a number of networks from 2",
 }
 
 
@@ -84,7 +77,6 @@ class _Estimator(BaseEstimator):
         learning_rate: float = 1e-2,
         weight_decay: float | None = None,
         validation_fraction: float = 0.1,
-        ensemble: int | None = None,
         num_samples: int = 32,
         options: dict[str, Any] | None = None,
         device: str = "cpu",
@@ -102,8 +94,6 @@ class _Estimator(BaseEstimator):
             weight_decay (float, optional): Default None: 300 / number of training examples, 1 at most.
             validation_fraction (float): Share of the examples that calibrate the posterior instead of
                 training. Default 0.1. If that is fewer than 20 examples, none are held out.
-            ensemble (int, optional): Train so many networks by ``LaplaceEnsemble.from_folds``, for a lower
-                NLL at the cost of as many fits; no other examples are held out. Default None: one.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
             options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
             device (str): Device to train and predict on. Default "cpu".
@@ -112,7 +102,7 @@ class _Estimator(BaseEstimator):
         """
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
-        self.validation_fraction, self.ensemble = validation_fraction, ensemble
+        self.validation_fraction = validation_fraction
         self.num_samples, self.options = num_samples, options
         self.device, self.random_state = device, random_state
 
@@ -124,10 +114,9 @@ class _Estimator(BaseEstimator):
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
         """
         holds = {
-            "hidden": all(_is_whole(width, 1) for width in np.atleast_1d(self.hidden)),
-            "epochs": self.epochs is None or _is_whole(self.epochs, 1),
+            "hidden": all(_counts(width) for width in np.atleast_1d(self.hidden)),
+            "epochs": self.epochs is None or _counts(self.epochs),
             "validation_fraction": 0 <= self.validation_fraction < 1,
-            "ensemble": self.ensemble is None or _is_whole(self.ensemble, 2),
         }
         for name in [name for name in holds if not holds[name]]:
             raise ValueError(f"{name} must be {_VALID[name]}, not {getattr(self, name)!r}.")
@@ -138,37 +127,31 @@ class _Estimator(BaseEstimator):
         seed = current_group().meet(own, first)  # every rank trains the same network
         how = {"num_samples": self.num_samples, "seed": seed, **self._options}
         how |= self.options or {}
-        train = partial(self._trained, outputs=outputs)
-        with _FITTING, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if self.ensemble is None:
-                self.laplace_ = self._fitted(train, x, targets, how)
-            else:
-                how |= {"folds": int(self.ensemble), "likelihood": self._likelihood}
-                self.laplace_ = LaplaceEnsemble.from_folds(
-                    train, x, targets, progress_bar=False, **how
-                )
-        return self
-
-    def _fitted(self, train: Any, x: Tensor, y: Tensor, how: dict[str, Any]) -> LinearisedLaplace:
-        """Return the posterior of one network, calibrated on examples that are held out of its training."""
         count = int(self.validation_fraction * len(x))
         if 0 < count < _LEAST_HELD_OUT:
-            few = _FEW.format(self.validation_fraction)
-            report("log", f"Predictions are not calibrated: {few}")
+            share = f"validation_fraction={self.validation_fraction:g}"
+            report(
+                "log",
+                f"Predictions are not calibrated: {share} holds out fewer than 20 examples: increase it, or pass "
+                "more data. Intervals, sets and OOD flags need them.",
+            )
             count = 0
-        out, kept = torch.randperm(len(x)).tensor_split([count])
-        la = LinearisedLaplace(train(x[kept], y[kept]), self._likelihood, **how)
-        la.fit(x[kept], y[kept], progress_bar=False)
-        return la.calibrate(x[out], y[out]) if count else la
-
-    def _trained(self, x: Tensor, y: Tensor, *, outputs: int) -> nn.Module:
-        """Return a network that was trained on these examples, in eval mode."""
-        standard = _Standardise(x)
-        network = (self.module or self._perceptron)(x.shape[1], outputs)
-        network = network.to(self.device, x.dtype)
-        self._train(network, standard(x).to(self.device), y.to(self.device))
-        return nn.Sequential(standard, network).to(self.device).eval()
+        with _FITTING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            out, kept = torch.randperm(len(x)).tensor_split([count])
+            own, y = x[kept], targets[kept]
+            standard, network = (
+                _Standardise(own),
+                (self.module or self._perceptron)(x.shape[1], outputs),
+            )
+            network = network.to(self.device, x.dtype)
+            self._train(network, standard(own).to(self.device), y.to(self.device))
+            network = nn.Sequential(standard, network).to(self.device).eval()
+            self.laplace_ = LinearisedLaplace(network, self._likelihood, **how)
+            self.laplace_.fit(own, y, progress_bar=False)
+            if count:
+                self.laplace_.calibrate(x[out], targets[out])
+        return self
 
     def _perceptron(self, features: int, outputs: int) -> nn.Module:
         widths = [features, *np.atleast_1d(self.hidden).tolist()]
@@ -196,7 +179,7 @@ class _Estimator(BaseEstimator):
         Args:
             X (array): Inputs, shape (N, D). P-values of out-of-distribution (OOD) inputs are small.
         """
-        return self._predicted(X, lambda p: p.p_value, held_out=True).numpy()
+        return self._predicted(X, lambda p: p.p_value).numpy()
 
     def is_ood(self, X: Any, rate: float = 0.05) -> np.ndarray:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (N,).
@@ -206,20 +189,13 @@ class _Estimator(BaseEstimator):
             rate (float): Largest share of false alarms among inputs like the training data. Default
                 0.05, which needs 38 held-out examples.
         """
-        return self._predicted(X, lambda p: p.is_ood(rate), held_out=True).numpy()
+        return self._predicted(X, lambda p: p.is_ood(rate)).numpy()
 
-    def _predicted(
-        self, X: Any, of: Callable[[Prediction], Tensor], held_out: bool = False
-    ) -> Tensor:
-        """Return a value of predictions, which may need a comparison with ``held_out`` examples."""
+    def _predicted(self, X: Any, of: Callable[[Prediction], Tensor]) -> Tensor:
+        """Return a value of predictions, a few examples at a time."""
         check_is_fitted(self)
-        found = self.laplace_.calibration
-        if held_out and (found is None or found.length is not None):
-            few = _FEW.format(self.validation_fraction)
-            raise ValueError(f"Error rates are guaranteed by held-out examples, but {few}")
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
-        members = getattr(self.laplace_, "members", [self.laplace_])
-        own = next(members[0].model.parameters()).dtype
+        own = next(self.laplace_.model.parameters()).dtype
         parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
         return torch.cat([of(self.laplace_.predict(rows)) for rows in parts]).cpu()
 
@@ -229,7 +205,7 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
 
     Attributes:
         classes_ (ndarray): The labels, in the order of the probabilities.
-        laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior, with its ``calibration``.
+        laplace_ (LinearisedLaplace): The posterior, with its ``calibration``.
 
     Example:
         >>> classifier = LaplaceClassifier(epochs=20, random_state=0).fit(X, labels)
@@ -272,14 +248,14 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
             X (array): Inputs, shape (N, D).
             level (float): Coverage, between 0 and 1. Default 0.9.
         """
-        return self._predicted(X, lambda p: p.prediction_set(level), held_out=True).numpy()
+        return self._predicted(X, lambda p: p.prediction_set(level)).numpy()
 
 
 class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     """A regressor with predictive standard deviations, for scikit-learn.
 
     Attributes:
-        laplace_ (LinearisedLaplace or LaplaceEnsemble): The posterior, of standardised targets.
+        laplace_ (LinearisedLaplace): The posterior, of standardised targets.
 
     Example:
         >>> regressor = LaplaceRegressor(epochs=20, random_state=0).fit(X, y)
@@ -324,13 +300,17 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
             X (array): Inputs, shape (N, D).
             level (float): Coverage of each output, between 0 and 1. Default 0.9.
         """
-        ends = self._predicted(X, lambda p: torch.stack([*p.interval(level)], 1), held_out=True)
+        ends = self._predicted(X, lambda p: torch.stack([*p.interval(level)], 1))
         lower, upper = (self._in_units(end, self._centre) for end in ends.unbind(1))
         return lower, upper
 
     def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
         array: np.ndarray = (start + self._width * values).view(len(values), *self._shape).numpy()
         return array
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, Integral) and int(value) >= 1
 
 
 def _width(values: Tensor) -> Tensor:

@@ -143,7 +143,10 @@ class Laplace:
             train_loader (DataLoader): Batches of inputs and targets, or dicts, which are read again later.
             **options: ``progress_bar``, as in ``LinearisedLaplace.fit``.
         """
-        self._loader, precision = train_loader, torch.as_tensor(self.prior_precision).squeeze()
+        self._loader, precision = (
+            train_loader,
+            torch.as_tensor(self.prior_precision, device=self._device).squeeze(),
+        )
         self._fit(precision.dim() > 0, options, em_steps=0, prior_precision=precision)
 
     def optimize_prior_precision(
@@ -290,7 +293,8 @@ class Laplace:
     def _take(self, posterior: LinearisedLaplace) -> None:
         """Hold a posterior, and its λ and σ."""
         noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
-        self.prior_precision, self.sigma_noise = posterior.prior_precision, torch.as_tensor(noise)
+        self.prior_precision = posterior.prior_precision
+        self.sigma_noise = torch.as_tensor(noise, device=self._device)
         self._fitted_at = id(self.prior_precision), id(self.sigma_noise)
         self._posterior, self._evidence = posterior, None
 

@@ -332,7 +332,6 @@ class LinearisedLaplace(Printed, nn.Module):
                 stored.refuse_other_network(state, model.network.module)
                 return fitted.loaded(self, state, setting)
             around.follow(around.plan(options, self.compute))
-            problem.data.confirm_first()
             run_em = learn_cold if is_cold(problem, options) else learn
             learnt = run_em(problem, options, around.watch, around.begin())
             around.end(learnt.why)
@@ -361,17 +360,12 @@ class LinearisedLaplace(Printed, nn.Module):
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
 
-        Raises:
-            ValueError: If the first batch has other inputs when it is read again, as by augmentation.
-
         Example:
             >>> words = str(la.plan(x, y))
         """
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
-            plan = run.timed(run.plan(self._options(), self.compute))
-        problem.data.confirm_first()
-        return plan
+            return run.timed(run.plan(self._options(), self.compute))
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

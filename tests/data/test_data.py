@@ -1,20 +1,31 @@
-"""Batches as users have them: their forms, and loaders that cannot work."""
+"""Batches as users have them: their forms, their order in every pass, and data that change."""
 
+import random
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
+import simulated_gpu
 import torch
 from models import Centred
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.data.batch import next_tokens
-from torch_lla_em.data.loader import Data
-from torch_lla_em.data.reading import Reader
+from torch_lla_em.data import Data, Identity, next_tokens
+from torch_lla_em.runtime import Group
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -44,14 +55,18 @@ def fitted(loader, model=None, em_steps=0, **options):
     return la.fit(loader, em_steps=em_steps, prior_precision=10.0, progress_bar=False)
 
 
-def case():
-    x = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return x, torch.arange(12) % 3
+def rows(count=12, width=2):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, width, dtype=torch.float64, generator=generator)
+    return x, torch.arange(count) % 3
 
 
-def batches(make):
-    x, y = case()
-    return [make(x[:7], y[:7]), make(x[7:], y[7:])]
+def cut(size, x, y):
+    return list(zip(x.split(size), y.split(size)))
+
+
+def loaded(x, y, size=5, **options):
+    return DataLoader(TensorDataset(x, y), size, **options)
 
 
 def image_of(model, batch):
@@ -79,11 +94,10 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_batch_gives_the_same_posterior(form):
     make, options = FORMS[form]
-    expected = fitted(batches(lambda x, y: (x, y)))
-    la = fitted(batches(make), **options)
+    (x, y), expected = rows(), fitted(cut(7, *rows()))
+    la = fitted([make(x[:7], y[:7]), make(x[7:], y[7:])], **options)
     assert la.num_data == 12
-    assert_close(la.w_samples, expected.w_samples)
-    assert_close(la.w_lin, expected.w_lin)
+    assert_close((la.w_samples, la.w_lin), (expected.w_samples, expected.w_lin))
 
 
 class Packed(nn.Module):
@@ -128,16 +142,14 @@ def test_inputs_that_are_no_rows_of_tensors():
 
 @pytest.mark.cuda
 def test_pinned_inputs_move_to_the_network():
-    x, y = case()
-    loader = DataLoader(TensorDataset(x, y), batch_size=5, pin_memory=True)
+    x, y = rows()
+    loader = loaded(x, y, pin_memory=True)
     la = LinearisedLaplace(Mean().cuda(), "classification", num_samples=2)
     la.fit(loader, em_steps=0, prior_precision=10.0, progress_bar=False)
-    assert la.w_lin.is_cuda
-    assert la(x).is_cuda
-    here = fitted(list(zip(x.split(5), y.split(5))))  # s² of the g-prior goes by batches
+    assert la.w_lin.is_cuda and la(x).is_cuda and la.calibrate(loader).posterior_scale.is_cuda
+    here = fitted(cut(5, x, y))  # s² of the g-prior goes by batches
     assert_close(la.w_lin.cpu(), here.w_lin, rtol=1e-3, atol=1e-4)
     assert torch.isfinite(la.joint_log_prob(x, y))
-    assert la.calibrate(loader).posterior_scale.is_cuda
 
 
 def test_causal_labels_are_shifted():
@@ -154,32 +166,15 @@ def test_causal_labels_are_shifted():
     assert len(list(Data([{"input_ids": tokens, "labels": other}], CPU))) == 1
 
 
-@pytest.mark.parametrize(
-    "loader, error, message",
-    [
-        ((b for b in []), ValueError, "exhausted"),
-        (iter([]), ValueError, "exhausted"),
-        (3, TypeError, "cannot be iterated"),
-        ([], ValueError, "empty"),
-        ([torch.zeros(3)], TypeError, "target_fn"),
-        ([{"x": torch.zeros(3)}], TypeError, "target_fn"),
-        ([(torch.zeros(3), torch.tensor(1))], ValueError, "single number"),
-        ([(torch.zeros(3), torch.zeros(2))], ValueError, "3 inputs but 2 targets"),
-    ],
-)
-def test_loaders_that_cannot_work_are_refused(loader, error, message):
-    with pytest.raises(error, match=message):
-        list(Data(loader, CPU))
-
-
-@pytest.mark.parametrize("draws", ["weighted", "fewer"])
-def test_samplers_that_draw_other_examples_are_refused(draws):
-    weighted = torch.utils.data.WeightedRandomSampler(torch.ones(12), 12)
-    fewer = torch.utils.data.RandomSampler(range(12), num_samples=6)
-    sampler = weighted if draws == "weighted" else fewer
-    loader = DataLoader(TensorDataset(*case()), 5, sampler=sampler)
-    with pytest.raises(ValueError, match=rf"{type(sampler).__name__} drew other.*weights=\.\.\."):
-        fitted(loader)
+@pytest.mark.parametrize("merged", [True, False])
+def test_examples_without_a_label_are_not_counted(merged):
+    x, y = rows()
+    y = torch.where(torch.arange(12) < 5, -100, y)
+    assert fitted(cut(12 if merged else 5, x, y), em_steps=1).num_data == 7
+    sites = torch.stack([y, y.roll(1)], 1)
+    maps = LinearisedLaplace(nn.Conv1d(1, 3, 1), "classification", num_samples=2, class_dim=1)
+    maps.fit([(torch.randn(12, 1, 2), sites)], em_steps=1, progress_bar=False)
+    assert maps.num_data == 8
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "own", "running"])
@@ -188,26 +183,59 @@ def test_examples_that_influence_each_other_are_told(kind):
     norm = nn.BatchNorm1d(4, track_running_stats=kind == "running").double()
     model = nn.Sequential(nn.Linear(2, 4), norm, nn.Linear(4, 3)).double()
     model = Centred(nn.Linear(2, 3)).double() if kind == "own" else model
-    x, y = case()
+    x, y = rows()
     x, y = x.repeat(100, 1), y.repeat(100)  # half of which have nearly the statistics of all
-    la = LinearisedLaplace(model, "classification", num_samples=2)
-    la.fit(x, y, em_steps=1, progress_bar=False)
+    la = fitted([(x, y)], model, em_steps=1)
     told = [words for words in la.messages if "other examples in its batch" in words]
     assert len(told) == (kind in ("batch norm", "own"))
     assert ("BatchNorm1d '1'" in "".join(told)) == (kind == "batch norm")
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_examples_without_a_label_are_not_counted(merged):
-    x, y = case()
-    y = torch.where(torch.arange(12) < 5, -100, y)
-    la = LinearisedLaplace(Mean(), "classification", num_samples=2)
-    loader = [(x, y)] if merged else list(zip(x.split(5), y.split(5)))
-    assert la.fit(loader, em_steps=1, progress_bar=False).num_data == 7
-    sites = torch.stack([y, y.roll(1)], 1)
-    maps = LinearisedLaplace(nn.Conv1d(1, 3, 1), "classification", num_samples=2, class_dim=1)
-    maps.fit([(torch.randn(12, 1, 2), sites)], em_steps=1, progress_bar=False)
-    assert maps.num_data == 8
+# loaders
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, row):
+        x, y = rows()
+        return x[row], int(y[row])
+
+
+def test_datasets_and_pairs_are_loaders():
+    x, y = rows()
+    arrays = x.numpy(), y.numpy()
+    for loader in [(x, y), [x, y], {"x": x, "labels": y}, TensorDataset(x, y), Rows(), arrays]:
+        data = Data(loader, CPU)
+        assert torch.equal(torch.cat([batch.targets for batch in data]), y), loader
+        assert data.facts.num_rows == 12
+
+
+@pytest.mark.parametrize(
+    "loader, error, message",
+    [
+        ((b for b in []), ValueError, "exhausted"),
+        ([], ValueError, "empty"),
+        ([(torch.zeros(0, 2), torch.zeros(0))], ValueError, "empty"),
+        ([torch.zeros(3)], TypeError, "No targets.*target_fn"),
+        ([torch.zeros(3, 2), torch.zeros(2)], TypeError, "No targets"),
+        ([{"x": torch.zeros(3)}], TypeError, "target_fn"),
+        ([(torch.zeros(3), torch.zeros(2))], ValueError, "3 inputs but 2 targets"),
+    ],
+)
+def test_loaders_that_cannot_work_are_refused(loader, error, message):
+    with pytest.raises(error, match=message):
+        Data(loader, CPU).first()
+
+
+SAMPLERS = [WeightedRandomSampler(torch.ones(12), 12), RandomSampler(range(12), num_samples=6)]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_that_draw_other_examples_are_refused(sampler):
+    with pytest.raises(ValueError, match=r"a sampler that draws other.*weights=\.\.\."):
+        fitted(loaded(*rows(), sampler=sampler))
 
 
 class Streamed(IterableDataset):
@@ -219,7 +247,7 @@ class Streamed(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
         own = slice(worker.id, None, worker.num_workers) if worker and self.shared else slice(None)
-        x, y = case()
+        x, y = rows()
         yield from zip(x[own], y[own])
 
 
@@ -235,17 +263,324 @@ def test_workers_that_all_yield_all_examples_are_refused(workers):
         list(data)
 
 
+class Ranks(Group):
+    """One of several processes, which reads only."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
 @pytest.mark.parametrize("size", [2, 3, 13])
 def test_ranks_share_tensors_by_examples(size):
     """Of R ranks, rank r has every R-th example from r on; batches are cut where there are fewer than R."""
-    x, y = case()
+    x, y = rows()
     for rank in range(size):
-        parts = list(Reader([(x, y)], CPU, num_ranks=size).begin(rank, None))
-        own = list(range(rank, 12, size))
-        assert [part.rows.tolist() for part in parts] == ([own] if own else [])
-        for part in parts:
-            assert torch.equal(part.inputs, x[own]) and torch.equal(part.targets, y[own])
-    halves = Reader([(x[:7], y[:7]), (x[7:], y[7:])], CPU, num_ranks=size)
-    cut = [[*range(1, 7, size)], [*range(8, 12, size)]]
-    rows = [part.rows.tolist() for part in halves.begin(1, None)]
-    assert rows == ([[*range(7, 12)]] if size == 2 else cut)
+        own = [*range(rank, 12, size)]
+        if not own:
+            continue
+        (part,) = Data([(x, y)], CPU, group=Ranks(rank, size))
+        assert part.rows.tolist() == own
+        assert torch.equal(part.inputs, x[own]) and torch.equal(part.targets, y[own])
+    found = [part.rows.tolist() for part in Data(cut(7, x, y), CPU, group=Ranks(1, size))]
+    assert found == (
+        [[*range(7, 12)]] if size == 2 else [[*range(1, 7, size)], [*range(8, 12, size)]]
+    )
+
+
+# joined batches
+
+
+def joined(loader, at_most=10, target_fn=None):
+    data = Data(loader, CPU, target_fn)
+    data.store(0.0, at_most)
+    return data, list(data)
+
+
+NESTED = {
+    "pairs": lambda x, y: (x, y),
+    "dicts": lambda x, y: {"x": x, "labels": y},
+    "UserDicts": lambda x, y: UserDict(x=x, labels=y),
+    "several": lambda x, y: (x, 2 * x, y),
+    "nested": lambda x, y: ([x, {"a": x}], y),
+    "arrays": lambda x, y: (x.numpy(), y.numpy()),
+}
+
+
+@pytest.mark.parametrize("form", NESTED)
+def test_joined_rows_are_those_of_the_loader(form):
+    make = NESTED[form]
+    whole, (expected,) = joined([make(*rows(23))], at_most=0)
+    data, batches = joined([make(*batch) for batch in cut(1, *rows(23))])
+    assert [len(batch.rows) for batch in batches] == [10, 10, 3]
+    assert [batch.index for batch in batches] == ["0 to 9", "10 to 19", "20 to 22"]
+    assert torch.cat([batch.rows for batch in batches]).tolist() == list(range(23))
+    assert torch.equal(torch.cat([batch.targets for batch in batches]), expected.targets)
+    assert data.identity.agrees(whole.identity)
+
+
+def test_batches_are_joined_as_far_as_they_fit():
+    sizes = [4, 4, 0, 4, 9, 1, 1]
+    data, batches = joined(list(zip(*(part.split(sizes) for part in rows(23)))))
+    assert [len(batch.rows) for batch in batches] == [8, 4, 10, 1]
+    assert [batch.index for batch in batches] == ["0 to 1", 3, "4 to 5", 6]
+    assert len(list(data.batches(in_step=True))) == 6  # steps stay the loader's
+    assert data.num_steps() == 6
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+
+    def to(self, device, **_):
+        return self
+
+
+x, y = torch.zeros(1, 2), torch.zeros(1)
+APART = {
+    "lengths": [(torch.zeros(1, n), y) for n in range(1, 6)],
+    "types": [(x.to(dtype), y) for dtype in (torch.half, torch.float, torch.double)],
+    "words": [(["a"], y)] * 3,
+    "objects": [(Graph(x), y)] * 3,
+    "nodes": [(x.new_zeros(2, 2), x, y)] * 3,
+    "sparse": [(x.to_sparse(), y)] * 3,
+    "numbers": [(torch.tensor(1.0), y)] * 3,
+    "keys": [{"x": x, "labels": y}, {"z": x, "labels": y}],
+}
+
+
+@pytest.mark.parametrize("loader", APART.values(), ids=APART)
+def test_what_does_not_go_by_rows_is_left_apart(loader):
+    target_fn = None if isinstance(loader[0], dict) else lambda batch: batch[-1]
+    _, batches = joined(loader, target_fn=target_fn)
+    assert [len(batch.rows) for batch in batches] == [1] * len(loader)
+
+
+# the order of passes, and batches that are kept
+
+
+@pytest.mark.parametrize("sampler", [None, SubsetRandomSampler(range(3, 20))])
+@pytest.mark.parametrize("size, drop_last", [(4, False), (23, False), (3, True)])
+def test_shuffled_loaders_come_in_the_order_of_their_dataset(sampler, size, drop_last):
+    x, y = rows(23)
+    before = torch.get_rng_state()
+    order = {"sampler": sampler, "shuffle": sampler is None or None, "drop_last": drop_last}
+    data = Data(loaded(x, y, size, **order), CPU)
+    for _ in range(2):
+        found = torch.cat([batch.inputs for batch in data])
+        expected = x if sampler is None else x[3:20]
+        assert torch.equal(found, expected[: len(expected) // size * size if drop_last else None])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_minibatches_of_a_loader_that_shuffles_are_random(shuffle):
+    x, y = rows(23)
+    data = Data(loaded(x, y, 4, shuffle=shuffle), CPU)
+    list(data)
+    passes = []
+    for _ in range(2):
+        batches = list(data.batches(in_step=True))
+        numbers = torch.cat([batch.rows for batch in batches])
+        assert torch.equal(torch.cat([batch.inputs for batch in batches]), x[numbers])
+        assert numbers.sort()[0].tolist() == list(range(23)) and len(batches) == 6
+        passes.append(numbers.tolist())
+    assert (passes[0] != passes[1]) == shuffle
+    assert not shuffle or passes[0] != sorted(passes[0])
+
+
+def test_a_collate_function_may_leave_out_examples():
+    def without_third(examples):
+        return torch.utils.data.default_collate(examples[:2] + examples[3:])
+
+    data = Data(loaded(*rows(23), 4, shuffle=True, collate_fn=without_third), CPU)
+    assert torch.cat([batch.rows for batch in data]).tolist() == list(range(17))
+    with pytest.raises(ValueError, match="Batch 0 has 3 examples, but was collated from 4"):
+        list(data.batches(in_step=True))
+
+
+class Refilling:
+    """A loader that fills the same memory again with every batch."""
+
+    def __init__(self, x, y, size=1):
+        self.batches, self.reads = list(zip(x.split(size), y.split(size))), 0
+        self.x, self.y = x[:size].clone(), y[:size].clone()
+
+    def __iter__(self):
+        self.reads += 1
+        for x, y in self.batches:
+            self.x[: len(x)], self.y[: len(y)] = x, y
+            yield self.x[: len(x)], self.y[: len(y)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("at_most", [0, 10])
+@pytest.mark.parametrize("room", [0.0, 250.0, 1e9])
+def test_memory_that_is_filled_again_is_copied(device, at_most, room):
+    """The first batch, and of those of all passes the first that fit into memory."""
+    loader = Refilling(*rows(23), 5)
+    if device == "cuda":
+        loader.x, loader.y = loader.x.pin_memory(), loader.y.pin_memory()
+    data = Data(loader, torch.device(device))
+    data.store(room, at_most)
+    with simulated_gpu.watched() as seen:
+        assert_close(data.first().inputs.cpu(), rows(23)[0][:5])
+        for _ in range(4):
+            found = torch.cat([batch.inputs + 0 for batch in data])
+            assert torch.equal(found.cpu(), rows(23)[0])
+    assert not any(what == "race" for what, _ in seen)
+    assert loader.reads == (2 if room > 1e3 else 5) and (data.cache is not None) == (room > 1e3)
+
+
+# data that change
+
+
+def changed_after_first_batch(change):
+    """Another thing done to all rows but those of the first batch."""
+    x, y = rows(24, 3)
+    x[5:], y[5:] = change(x[5:].clone(), y[5:].clone())
+    return x, y
+
+
+def beside_a_huge_column(x, y):
+    return torch.cat([1.7e9 + x[:, :1], x[:, 1:] + 1e-3], 1), y
+
+
+OTHERS = {
+    "labels exchanged": lambda x, y: (x, y.flip(0)),
+    "labels of equal rows": lambda x, y: (x, y.roll(1)),
+    "columns exchanged": lambda x, y: (torch.stack([x[:, 0], *x[:, 1:].flip(0).T], 1), y),
+    "two signs": lambda x, y: (x * torch.tensor([-1.0, -1.0, 1.0]), y),
+    "the last bit": lambda x, y: (torch.nextafter(x, x + 1), y),
+    "beside a huge column": beside_a_huge_column,
+}
+
+
+class Changing:
+    """A loader of other data in every pass but the first."""
+
+    def __init__(self, change):
+        self.change, self.passes = change, 0
+
+    def __iter__(self):
+        self.passes += 1
+        own = rows(24, 3)
+        return iter(cut(5, *(own if self.passes == 1 else self.change(*own))))
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_data_that_change_are_refused(change):
+    """From pass to pass, and from a checkpoint to its continuation."""
+    data = Data(Changing(lambda *_: changed_after_first_batch(change)), CPU)
+    list(data)
+    with pytest.raises(ValueError, match="returned different data.*augmentation.*pass a"):
+        list(data)
+    for load in (lambda x, y: cut(5, x, y), lambda x, y: loaded(x, y, shuffle=True)):
+        first, same = Data(load(*rows(24, 3)), CPU), Data(load(*rows(24, 3)), CPU)
+        list(first)
+        same.restore(first.state())
+        list(same)
+        other = Data(load(*changed_after_first_batch(change)), CPU)
+        other.restore(first.state())
+        with pytest.raises(ValueError, match="belongs to other data"):
+            other.confirm()
+    data = Data(Changing(lambda x, y: (x[:-1], y[:-1])), CPU)
+    list(data)
+    with pytest.raises(ValueError, match="re-iterable"):
+        list(data)
+
+
+def test_random_augmentation_is_found_at_the_first_batch_of_the_first_pass():
+    class Augmented(TensorDataset):
+        def __getitem__(self, index):
+            read.append(index)
+            x, y = super().__getitem__(index)
+            return x + torch.rand_like(x), y
+
+    read = []
+    for options in ({}, {"shuffle": True}):
+        data = Data(DataLoader(Augmented(*rows()), 5, **options), CPU)
+        data.first(), read.clear()
+        with pytest.raises(ValueError, match="random augmentation"):
+            list(data)
+        assert len(read) == 5
+
+
+def of(*parts):
+    identity = Identity()
+    for x in parts:
+        identity.add((x,))
+    return identity
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_type_is_compared_by_its_bytes(dtype, width):
+    x = (torch.randn(40, 1 + width) * 100).to(dtype)[:, 1:]
+    assert of(x).agrees(of(x.flip(0)))
+    assert of(x).least == of(functional.pad(x, (0, 5))).least  # also where zeros pad them
+    other = x.clone()
+    other[7] = ~x[7] if dtype == torch.bool else x[7] + 1
+    assert not of(x).agrees(of(other))
+
+
+def test_ranks_together_have_the_identity_of_one_process():
+    x, y = rows()
+    whole, parts = Identity(), [Identity(), Identity()]
+    whole.add((y, x))
+    for rank, own in enumerate(parts):
+        own.add((y[rank::2], x[rank::2]))
+    parts[1] = Identity(**parts[1].state())
+    together = Identity.of(parts)
+    assert together.agrees(whole) and not Identity.of([*parts, parts[1]]).agrees(whole)
+
+
+def test_words_go_with_their_rows():
+    y = torch.arange(4) % 2
+    known = Data([(["a", "b", "c", "d"], y)], CPU)
+    list(known), list(known)
+    exchanged = Data([(["b", "a", "c", "d"], y)], CPU)
+    exchanged.restore(known.state())
+    with pytest.raises(ValueError, match="other data"):
+        list(exchanged)
+
+
+def sentences(most):
+    """Sentences of several lengths up to the most allowed, and their classes."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(2 + row * 5 % 7, most) for row in range(40)]
+    words = [torch.randint(2, 20, (length,), generator=generator) for length in lengths]
+    return [(sentence, row % 3) for row, sentence in enumerate(words)]
+
+
+def collate(form, pad, examples):
+    words, classes = [row[0] for row in examples], torch.tensor([row[1] for row in examples])
+    x = pad_sequence(words, batch_first=True, padding_value=pad)
+    if form == "padded text":
+        return x, classes
+    if form == "token targets":
+        return x, torch.where(x > 1, x % 3, -100)
+    if form == "sentences":
+        return ["abcdefghij"[int(s[0]) % 10] * len(s) for s in words], classes
+    return Graph(torch.cat(words)[:, None] * torch.ones(4)), classes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", ["padded text", "token targets", "objects", "sentences"])
+@pytest.mark.parametrize("pad, most", [(0, 3), (1, 9)])  # 3: nearly all of one length
+def test_no_order_is_taken_for_a_change(form, pad, most):
+    known = sentences(most)
+
+    class InAnyOrder:
+        def __iter__(self):
+            order = drawn.sample(known, len(known))
+            for start in range(0, len(order), 5):
+                yield collate(form, pad, order[start : start + 5])
+
+    for seed in range(3):
+        drawn = random.Random(seed)
+        data = Data(InAnyOrder(), CPU)
+        data.first()
+        for _ in range(4):
+            list(data)

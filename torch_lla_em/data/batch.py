@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data.trees import (
-    copied,
-    cut,
-    is_sequence,
-    like,
-    sent,
-    tensors_in,
-)
+from torch_lla_em.data.trees import copied, cut, is_sequence, like, tensors_in, to_device
 
 TargetFn = Callable[[Any], Tensor]
 
@@ -24,7 +18,7 @@ Tally = dict[int, tuple[int, Tensor]]
 """The outputs of each piece of the first pass, and its labelled examples, (), by the number of its first one."""
 
 _IGNORED = -100
-_UNSIGNED = torch.uint16, torch.uint32, torch.uint64
+_UNSIGNED = torch.uint16, torch.uint32, torch.uint64  # for which torch has few operations
 
 
 class Batch(NamedTuple):
@@ -37,26 +31,22 @@ class Batch(NamedTuple):
     """Numbers of the examples, shape (B,), on the CPU: the keys of their random probes."""
 
     inputs: Any
-    """Inputs of the network."""
-
     targets: Tensor
-    """y."""
-
     step_rows: int = 0
     """Number of examples in the batches of all ranks, if all ranks process one batch at a time."""
 
     weights: Tensor | None = None
     """Weights of the examples, (B,), or of the targets, in their shape; None: all are 1."""
 
-    cache: Any = None
-    """The list of stored batches that contains this one; None if it is read again in every pass."""
+    is_kept: bool = False
+    """Whether every pass has this very batch, in memory."""
 
     tally: Tally | None = None
     """Where outputs and labels are noted in the first pass, in which a piece that is repeated counts once."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of the first example, and the size: for stored batches the same in every pass."""
+        """Number of the first example, and the size: for kept batches the same in every pass."""
         return int(self.rows[:1].sum()), len(self.rows)
 
     def split(self, size: int) -> Iterator[Batch]:
@@ -75,17 +65,16 @@ class Batch(NamedTuple):
             inputs=cut(self.inputs, len(self.rows), piece),
             targets=self.targets[piece],
             weights=None if self.weights is None else self.weights[piece],
-            cache=None,
+            is_kept=False,
         )
 
     def copied(self) -> Batch:
         """Return a copy of the batch."""
         return self._replace(**copied(self.tensors()))
 
-    def on(self, device: torch.device) -> tuple[Batch, Callable[[], None]]:
-        """Return the batch on a device, and a function that waits until it has arrived there."""
-        moved, wait = sent(self.tensors(), device)
-        return self._replace(**moved), wait
+    def on(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return self._replace(**to_device(self.tensors(), device))
 
     def tensors(self) -> dict[str, Any]:
         """Return the targets, the inputs and the weights, if there are any, by name."""
@@ -114,7 +103,7 @@ def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
 def default_targets(batch: Any) -> Any:
     """Return the targets of a batch (inputs, targets), (..., targets) or {"labels": ...}."""
     if isinstance(batch, Mapping) and "labels" in batch:
-        _refuse_unshifted(batch)
+        _refuse_unshifted(batch["labels"], batch.get("input_ids"))
         return batch["labels"]
     if is_sequence(batch) and len(batch) >= 2:
         return batch[-1]
@@ -127,11 +116,6 @@ def default_targets(batch: Any) -> Any:
 
 def as_targets(targets: Any) -> Tensor:
     """Return targets as a tensor: from arrays, lists of numbers and columns of pandas too."""
-    if targets is None:
-        raise TypeError(
-            "The targets are None. Batches are (inputs, targets), with at least one target per "
-            "example; a target_fn must return the targets."
-        )
     if not isinstance(targets, Tensor):
         targets = targets.to_numpy() if hasattr(targets, "to_numpy") else targets
         try:
@@ -141,7 +125,6 @@ def as_targets(targets: Any) -> Tensor:
                 f"The targets are a {type(targets).__name__} that cannot be converted to a tensor "
                 f"({error}). Pass numbers, and labels as class indices 0, 1, ..."
             ) from error
-    # torch implements few operations for these types
     return targets.long() if targets.dtype in _UNSIGNED else targets
 
 
@@ -156,17 +139,16 @@ def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
 
 
-def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
-    labels, tokens = batch["labels"], batch.get("input_ids")
-    if not isinstance(labels, Tensor) or not isinstance(tokens, Tensor):
+def _refuse_unshifted(labels: Any, tokens: Any) -> None:
+    """Raise an error for the labels of a causal language model, which shifts them inside its loss."""
+    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
         return
     if labels.dim() == 2 and labels.shape == tokens.shape:
         kept = labels != _IGNORED
         if kept.any() and torch.equal(labels[kept], tokens[kept]):
             raise ValueError(
-                'The "labels" are the "input_ids" themselves: a causal language model shifts them '
-                "inside its loss, which is not called here. Pass target_fn=next_tokens, from "
-                "torch_lla_em.data."
+                'The "labels" are the "input_ids" themselves: a causal language model shifts them inside its loss, '
+                "which is not called here. Pass target_fn=next_tokens, from torch_lla_em.data."
             )
 
 
@@ -177,8 +159,18 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
     try:
         outputs = module(*args, **named)
     except TypeError as error:
-        _explain(module, args, named, error)
-        raise
+        with suppress(TypeError):
+            signature(module.forward).bind(*args, **named)
+            if tensors_in((args, named)):
+                raise error
+        raise TypeError(
+            f"The network does not accept the inputs of a batch ({error}). Inputs are all entries of a batch but its "
+            'targets, which are the last of a tuple or the "labels" of a dict. Of arrays or lists pass torch.tensor(x), '
+            'of a table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call fit(loader, weights='
+            '"last"). If other entries are not inputs, pass target_fn=lambda batch: batch[1] and forward_fn=lambda '
+            "model, inputs: model(inputs[0]). If the network takes all inputs in one list or in one dict, pass "
+            "forward_fn=lambda model, inputs: model(inputs)."
+        ) from error
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise TypeError(
@@ -186,25 +178,3 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
             "`.logits`. Pass forward_fn=lambda model, inputs: ... that returns one tensor."
         )
     return outputs
-
-
-def _explain(module: nn.Module, args: tuple, named: Mapping[str, Any], error: TypeError) -> None:
-    """Raise an error with a remedy if a network does not accept inputs of this kind."""
-    if not tensors_in((args, named)):
-        raise TypeError(
-            f"The network does not accept these inputs, which hold no tensor ({error}): pass "
-            'torch.tensor(x), or for a table torch.tensor(x.to_numpy("float32")).'
-        ) from error
-    try:
-        signature(module.forward).bind(*args, **named)
-    except TypeError as mismatch:
-        given = ", ".join(map(str, named)) or str(len(args))
-        raise TypeError(
-            f"The network's forward method does not accept the inputs of a batch: {given} "
-            f'({mismatch}). The targets are the last entry of a tuple or the "labels" of a dict, '
-            'and all others are inputs. For batches (x, y, weight) call fit(loader, weights="last"), and '
-            "everything else, such as predict and calibrate, with x or batches (x, y). "
-            "If other entries are not inputs, pass target_fn=lambda batch: batch[1] and "
-            "forward_fn=lambda model, inputs: model(inputs[0]). If the network takes them all in "
-            "one list or in one dict, pass forward_fn=lambda model, inputs: model(inputs)."
-        ) from error

@@ -1,50 +1,74 @@
-"""Passes over a loader, with a check that every pass sees the same data."""
+"""Batches of a loader in a fixed order, with a check that every pass sees the same examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 from math import inf
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em.data.batch import Batch, Tally, TargetFn
-from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.reading import Reader, joined
-from torch_lla_em.data.trees import map_tensors
-from torch_lla_em.data.weights import Weights
-from torch_lla_em.runtime import Group, free_memory
+from torch_lla_em.data.batch import (
+    Batch,
+    Tally,
+    TargetFn,
+    as_targets,
+    default_targets,
+    inputs_of,
+)
+from torch_lla_em.data.identity import Identity, distinct
+from torch_lla_em.data.trees import is_opaque, map_leaves, map_tensors, tensors_in, to_device
+from torch_lla_em.data.weights import Weights, checked_weights, is_pair, without_weights
+from torch_lla_em.runtime import Group
 
-_EMPTY = "The loader is empty: it yielded no examples."
 _OTHER_COUNT = (
     "The loader yielded {} examples in this pass but {} in the first. Every pass must see the same "
     "data: make the loader re-iterable and finite, or pass a list of its batches."
 )
 _CHANGED = (
-    "Two passes over the loader returned different data, for example because of random augmentation or "
-    "noise. The posterior needs the same data in every pass: pass a loader of the training data with "
-    "the transforms of your test data, DataLoader(dataset_without_augmentation, batch_size=256)."
-)
-_DRAWN = (
-    "The loader's {} drew other examples in this pass than in the first, but the posterior needs "
-    "the same data in every pass. Pass a DataLoader of the dataset without this sampler (with "
-    "shuffle=True if you like). To let some examples count more than others, call fit(..., "
-    "weights=...)."
+    "Two passes over the loader returned different data, for example because of random augmentation, noise, or a "
+    "sampler that draws other examples. The posterior needs the same data in every pass: pass a loader of the training "
+    "data with the transforms of your test data, DataLoader(dataset_without_augmentation, batch_size=256). To let some "
+    "examples count more than others, call fit(..., weights=...)."
 )
 _OTHER_RANKS = (
-    "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader on "
-    "every rank, in the same order and without random augmentation: fit distributes its batches. A "
-    "DistributedSampler is allowed."
+    "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader on every rank, in the "
+    "same order and without random augmentation: fit distributes its batches. A DistributedSampler is allowed."
 )
 _OTHER_THAN_SAVED = (
     "The checkpoint belongs to other data: its fit read {} examples, and this loader yields {} "
     "examples with other content. Delete its folder, or pass another one."
 )
+_REPEATED = (
+    "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset. Split them by "
+    "torch.utils.data.get_worker_info() in the dataset's __iter__, or pass num_workers=0."
+)
+_OTHER_SIZE = (
+    "Batch {} has {} examples, but was collated from {} of the dataset. If the loader shuffles or several ranks share "
+    "it, its collate_fn must keep the number of examples. Pass a list of batches instead."
+)
 
-_SHARE = 0.25
-"""Share of the free memory in which batches are kept, if there is no plan for it."""
+# examples of a Dataset in a batch, and batches that are read to find one with two examples or more
+_EXAMPLES_AT_ONCE, _BATCHES_AHEAD = 100, 32
+
+# arguments of a DataLoader that it stores as attributes of the same name
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
 
 
 class Facts(NamedTuple):
@@ -63,39 +87,36 @@ class Facts(NamedTuple):
     """Number of examples with a label and a weight other than 0."""
 
 
-class BatchCache:
-    """Stores the batches of one pass, if they fit into a given amount of memory."""
+def as_loader(data: Any, target_fn: TargetFn | None = None) -> Any:
+    """Return an iterable of batches that can be read repeatedly, from (X, y) or a Dataset too."""
+    if isinstance(data, Iterator):
+        raise ValueError(
+            "The loader is a generator or an iterator, which is exhausted after one pass, but a "
+            "fit needs several. Pass a DataLoader, or a list of its batches."
+        )
+    if target_fn is None and (is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
+        return [data]
+    if isinstance(data, Dataset) and not isinstance(data, Iterable):
+        return DataLoader(data, _EXAMPLES_AT_ONCE)
+    return data
 
-    def __init__(self, room: float):
-        self.room = room
-        """Number of bytes that are left."""
 
-        self.size = 0.0
-        """Number of bytes of all batches, also of those that are not stored."""
+def paired(data: Any, targets: Tensor | None) -> Any:
+    """Return a loader as it is, or inputs and their targets as a list of one batch."""
+    return data if targets is None else [(data, targets)]
 
-        self._batches: list[Batch] = []
 
-    def __iter__(self) -> Iterator[Batch]:
-        return (batch._replace(cache=self) for batch in self._batches)
-
-    def add(self, batch: Batch, is_list: bool) -> None:
-        """Store a batch; drop all batches if they need more memory than allowed."""
-        size = _bytes(batch.tensors())
-        self.size += size
-        if self.room > 0:
-            self.room -= size
-            # a loader may write the next batch to the same memory
-            self._batches.append(batch if is_list or self.room <= 0 else batch.copied())
-        if self.room <= 0:
-            self._batches.clear()
+def in_order(data: Any) -> Any:
+    """Return a loader of the same batches; one that shuffles in the order of its dataset."""
+    return Data(data, torch.device("cpu")).loader
 
 
 class Data:
-    """A re-iterable loader whose passes are compared: each must see the same examples, in any order.
+    """A loader whose passes see the same examples in a fixed order, each numbered by its place in it.
 
-    Batches are (inputs, targets), longer tuples that end with the targets, mappings with
-    "labels", or anything that ``target_fn`` takes targets from. Each of several ranks reads its
-    share; counts are those of all ranks.
+    Batches are (inputs, targets), longer tuples that end with the targets, mappings with "labels", or anything that
+    ``target_fn`` takes targets from. A ``DataLoader`` that shuffles is read in the order of its dataset. Each of R ranks
+    takes every R-th batch; of a list of fewer batches, such as the tensors of ``fit(x, y)``, every R-th example.
     """
 
     def __init__(
@@ -106,36 +127,52 @@ class Data:
         group: Group = Group(),
         weights: Weights | None = None,
     ):
-        self._reader = Reader(loader, device, target_fn, group.size, weights)
-        self.is_weighted = weights is not None
+        self.loader = loader = as_loader(loader, target_fn)
         self.group, self._device = group, device
+        self._target_fn, self._weights, self.is_weighted = target_fn, weights, weights is not None
+        self._is_list = type(loader) in (list, tuple)
+        self._by_examples = self._is_list and len(loader) < group.size
+        """Whether ranks share the examples of each batch, and not the batches."""
+
+        self._order, self._shuffles = _order_of(loader, group.size)
+        """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of them at random."""
+
+        if self._order is not None:
+            self._size, count = loader.batch_size or 1, len(self._order)
+            self._num_rows = count - (count % self._size if loader.drop_last else 0)
+            self._chosen: list[list[Any]] = []  # the batches of a pass
+            options = {name: getattr(loader, name, None) for name in _OPTIONS}
+            self.loader = DataLoader(
+                loader.dataset,
+                batch_sampler=self._chosen,
+                generator=torch.Generator(device="cpu"),
+                **{name: value for name, value in options.items() if value},
+            )
+            self._choose(0, 1)
         self.identity: Identity | None = None
-        """The examples of a pass; None before the first, and if they change from pass to pass."""
+        """The examples of a pass; None before the first."""
 
         self._is_restored = False
         """Whether only an earlier run has read these examples."""
 
-        self._num_steps: int | None = None
-        self.room: float | None = None
-        """Bytes that batches may take to be kept; None: a quarter of the memory that is free at first."""
-
-        self._bytes: float | None = None
-        """Size of all batches: that of a list is known at once, others are measured in a pass."""
-
-        self.cache: BatchCache | None = None
-        """All batches, if there is room for them: those of a list from the first pass on, others once
-        two passes were the same."""
-
-        self.merge_rows = 0
-        """Size up to which batches are joined, if examples do not depend on each other; 0: never."""
-
         self.facts = Facts()
         """What the first pass has found."""
 
+        self.num_passes = 0
         self._most = 0
         """The largest number of examples of a rank in the last pass."""
 
-        self.num_passes = 0
+        self._may_keep = False
+        """Whether this pass keeps its batches: those of a list, or that are the same when they are read again."""
+
+        self._num_steps: int | None = None
+        self._first: Batch | None = None
+        self.room, self.merge_rows = 0.0, 0
+        """Bytes in which batches may be kept, and the size up to which small ones are joined; 0: never."""
+
+        self.cache: list[Batch] | None = None
+        """All batches, once a pass has kept them."""
+
         self._others_wait = False
         """Whether the other ranks wait for this one at the end of a pass."""
 
@@ -144,21 +181,17 @@ class Data:
         self.room, self.merge_rows = room, merge_rows
 
     def first(self) -> Batch:
-        """Return the first batch, or small ones joined to it, with two examples if there are two.
-
-        The next pass continues after these batches, so the loader is started only once.
-        """
-        batch = self._reader.first()
-        if batch is None:
-            raise ValueError(
-                _OTHER_COUNT.format(0, self.facts.num_rows) if self.num_passes else _EMPTY
-            )
-        return batch.on(self._device)[0]
-
-    def confirm_first(self) -> None:
-        """Read the first batch again, to refuse data that change from pass to pass without two passes."""
-        if self._reader.changes():
-            raise ValueError(_CHANGED)
+        """Return the first batch, or small ones joined to it, with two examples if there are two."""
+        if self._first is None:
+            for batch in islice(joined(self._read(0, 1), 2), _BATCHES_AHEAD):
+                if self._first is None or len(batch.rows) > 1:
+                    # others may write to the same memory again
+                    self._first = batch if self._is_list else batch.copied()
+                if len(batch.rows) > 1:
+                    break
+        if self._first is None:
+            raise ValueError("The loader is empty: it yielded no examples.")
+        return self._first.on(self._device)
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass.
@@ -173,24 +206,27 @@ class Data:
         # after the first pass each rank reads the share of another, so the sum of hashes changes
         # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-        read = self._reader.begin(share, self.num_passes if in_step else None)
-        own = Identity(self._reader.keeps_order and not (in_step and self._reader.shuffles))
-        kept, tally = self._new_cache(in_step), None if self.num_passes else Tally()
-        own_batches = read if in_step else joined(read, self.merge_rows)
-        counted = self._counted(own_batches, own, kept, tally)
+        keeps_order = self._is_list or self._order is not None
+        own = Identity(keeps_order and not (in_step and self._shuffles))
+        kept: list[Batch] = []
+        tally: Tally | None = None if self.num_passes else {}
         self._others_wait = not in_step
+        read = self._compared(self._read(share, self.group.size, self.num_passes * in_step), own)
         try:
-            yield from self._in_step(counted) if in_step else counted
+            if in_step:
+                yield from self._in_step(batch.on(self._device) for batch in read)
+            else:
+                self._may_keep = self.group.size == 1 and (
+                    self._is_list or self.identity is not None
+                )
+                yield from self._kept(joined(read, self.merge_rows), kept, tally)
         except Exception as error:
             self.fail(error)
             raise
         self._others_wait = False
-        if self.group.size == 1:
-            self._num_steps = self._reader.num_read
         whole, self._most = self.group.meet(own, _merged)
         self._end(whole, tally)
-        self._bytes = kept.size
-        if kept.room > 0:
+        if self._may_keep and not in_step:
             self.cache = kept
 
     __iter__ = batches
@@ -203,7 +239,7 @@ class Data:
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
-        return self._reader.num_batches()
+        return length_hint(self.loader) if self._order is None else -(-self._num_rows // self._size)
 
     @property
     def largest_share(self) -> float:
@@ -211,12 +247,12 @@ class Data:
         batches, size = self.num_batches(), self.group.size
         if size > 1 and self._most:
             return self._most / self.facts.num_rows
-        if self._reader.by_examples or not batches:
+        if self._by_examples or not batches:
             return 1 / size
         return -(-batches // size) / batches
 
     def num_steps(self) -> int | None:
-        """Return the number of batches per rank of the last pass; None if it is not known."""
+        """Return the number of batches per rank of the last pass in steps; None if there was none."""
         return self._num_steps
 
     def state(self) -> dict[str, Any]:
@@ -229,42 +265,118 @@ class Data:
         self.facts = Facts(**{name: state[name] for name in Facts._fields})
         self.num_passes = state["num_passes"]
         if state["identity"] is not None:
-            self.identity, self._is_restored = Identity.from_state(state["identity"]), True
+            self.identity, self._is_restored = Identity(**state["identity"]), True
 
     def confirm(self) -> None:
         """Read the data once if only an earlier run has read them, to refuse other data."""
         if self._is_restored:
-            self._read_again()
+            self.read()
 
     def numbers(self) -> Tensor:
         """Return the numbers of this rank's examples, ascending: of several ranks each reads its share."""
         if self.group.size == 1:
             return torch.arange(self.facts.num_rows, device="cpu")
-        return self._read_again().sort()[0]
+        rows = [batch.rows for batch in self]
+        return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *rows]).sort()[0]
 
     def read(self) -> Identity | None:
         """Read all examples once, of several ranks another share than before; return their identity."""
-        self._read_again()
-        self.num_passes += 1
+        for _ in self:
+            pass
         return self.identity
 
-    def _read_again(self) -> Tensor:
-        """Read the data in a pass that does not count, and return the numbers of the examples."""
-        self.room = 0.0
-        rows = [batch.rows for batch in self]
-        self.num_passes -= 1
-        return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *rows])
+    def _read(self, first: int, step: int, seed: int = 0) -> Iterator[Batch]:
+        """Yield every ``step``-th batch of the loader, with its examples' numbers."""
+        seen, parts = 0, self._choose(first, step, seed)
+        for count, raw in enumerate(self.loader):
+            place = count if parts is None else first + count * step
+            is_others = parts is None and count % step != first  # another rank's
+            if is_others and not self._by_examples:
+                raw, _ = without_weights(raw, self._weights)
+                seen += len((self._target_fn or default_targets)(raw))
+                continue
+            inputs, targets, weights = self._split(raw)
+            if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
+                raise ValueError(
+                    f"Batch {place} has {len(inputs)} inputs but {len(targets)} targets: every example needs one of each."
+                )
+            numbers = torch.arange(seen, seen + len(targets), device="cpu")
+            seen += len(targets)
+            if parts is not None and len(parts[count]) != len(numbers):
+                raise ValueError(_OTHER_SIZE.format(place, len(numbers), len(parts[count])))
+            numbers = numbers if parts is None else parts[count]
+            batch = Batch(place, numbers, inputs, targets, weights=weights)
+            if self._by_examples and step > 1:
+                can_be_cut = _form(batch) is not None
+                if not can_be_cut and is_others:
+                    continue
+                batch = batch.part(slice(first, None, step)) if can_be_cut else batch
+            if len(batch.rows):
+                yield batch
 
-    def _counted(
-        self, batches: Iterable[Batch], own: Identity, kept: BatchCache, tally: Tally | None
-    ) -> Iterator[Batch]:
-        """Yield batches on the device; count them, and store them if they may be kept."""
+    def _choose(self, first: int, step: int, seed: int = 0) -> Sequence[Tensor] | None:
+        """Choose every ``step``-th batch of a dataset from ``first`` on; return their examples' numbers.
+
+        ``seed`` selects another order, if the loader shuffles. None: all examples of the loader in its order.
+        """
+        if self._order is None:
+            return None
+        numbers = torch.arange(self._num_rows, device="cpu")
+        moved = bool(seed) and self._shuffles
+        if moved:
+            generator = torch.Generator(device="cpu").manual_seed(seed)
+            numbers = torch.randperm(self._num_rows, generator=generator, device="cpu")
+        parts = numbers.split(self._size)[first::step] if self._num_rows else ()
+        self._chosen[:] = [[self._order[number] for number in part.tolist()] for part in parts]
+        return parts if step > 1 or moved else None
+
+    def _split(self, batch: Any) -> tuple[Any, Tensor, Tensor | None]:
+        """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is called."""
+        batch, weights = without_weights(batch, self._weights)
+        given = None
+        if self._target_fn is None:
+            batch = map_tensors(lambda tensor: tensor, batch)
+            targets = as_targets(default_targets(batch))
+        else:
+            batch = to_device(batch, self._device)
+            given = self._target_fn(batch)
+            targets = as_targets(given)
+        if callable(self._weights):  # which may index a tensor on the CPU
+            weights = self._weights(targets if given is None else targets.cpu())
+        inputs = inputs_of(batch, given)
+        return inputs, targets, None if weights is None else checked_weights(weights, targets)
+
+    def _compared(self, batches: Iterable[Batch], own: Identity) -> Iterator[Batch]:
+        """Yield batches, and add them to an identity; in the first pass, compare the first with that of ``first``."""
         for batch in batches:
-            own.add(tuple(batch.tensors().values()))
-            batch, wait = batch.on(self._device)
-            kept.add(batch, self._reader.is_list)
-            yield batch._replace(cache=kept if kept.room > 0 else None, tally=tally)
-            wait()
+            parts = tuple(batch.tensors().values())
+            own.add(parts)
+            known = self._first
+            if known is not None and not self.num_passes and batch.index == known.index == 0:
+                first = Identity()
+                first.add(tuple(known.tensors().values()))
+                is_same = first.total == own.total  # which has this batch alone yet
+                if self._order is not None and not is_same:
+                    raise ValueError(_CHANGED)
+                self._may_keep = self.group.size == 1 and is_same
+            yield batch
+
+    def _kept(
+        self, batches: Iterable[Batch], kept: list[Batch], tally: Tally | None
+    ) -> Iterator[Batch]:
+        """Yield batches on the device, and store them as long as they may be kept."""
+        left = self.room
+        for batch in batches:
+            batch = batch.on(self._device)
+            left -= _bytes(batch)
+            self._may_keep = self._may_keep and left > 0
+            if self._may_keep:
+                # a loader may write the next batch to the same memory
+                batch = (batch if self._is_list else batch.copied())._replace(is_kept=True)
+                kept.append(batch)
+            else:
+                kept.clear()
+            yield batch._replace(tally=tally)
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield as many batches on every rank, with the number of examples of all ranks."""
@@ -277,33 +389,23 @@ class Data:
             steps += 1
         self._num_steps = steps
 
-    def _new_cache(self, in_step: bool) -> BatchCache:
-        """Return where the batches of a pass are stored; it has no room if they are not to be kept."""
-        if self.room is None:
-            self.room = _SHARE * free_memory(self._device)
-        if self._bytes is None and self._reader.is_list:
-            self._bytes = sum(map(_bytes, self._reader.loader))
-        keeps = self.cache is None and self.group.size == 1 and not (in_step and self.merge_rows)
-        fits = self._bytes is not None and self._bytes < self.room
-        return BatchCache(self.room if keeps and fits else 0.0)
-
     def _end(self, whole: Identity, tally: Tally | None) -> None:
         """Note what the first pass has found; refuse other data, and data that change."""
         known = self.facts.num_rows
         differ = self.identity is not None and not self.identity.agrees(whole)
+        streams = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+        workers = getattr(self.loader, "num_workers", 0) if streams else 0
         fault = None
         if differ and self._is_restored:
             fault = _OTHER_THAN_SAVED.format(known, whole.num_rows)
-        elif not known and not whole.num_rows:
-            fault = _EMPTY
-        elif differ and self._reader.drawn_by:
-            fault = _DRAWN.format(self._reader.drawn_by)
         elif differ and self.group.size > 1:
             fault = _OTHER_RANKS
-        elif whole.num_rows != (known or whole.num_rows):
-            fault = _OTHER_COUNT.format(whole.num_rows, known)
+        elif not whole.num_rows or whole.num_rows != (known or whole.num_rows):
+            fault = _OTHER_COUNT.format(whole.num_rows, known or "more")
         elif differ:
             fault = _CHANGED
+        elif workers > 1 and whole.least and distinct(whole.least, whole.num_rows) < 1.5 / workers:
+            fault = _REPEATED.format(workers)
         if fault is not None:
             raise ValueError(fault)
         if tally is not None:
@@ -312,6 +414,70 @@ class Data:
         if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_passes += 1
+
+
+def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    """Join small batches into batches of up to ``size`` examples, if all their tensors have rows of one form."""
+    waiting: list[Batch] = []
+    key: Any = None
+    for batch in batches:
+        form = _form(batch) if len(batch.rows) < size else None
+        rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
+        if waiting and (form is None or form != key or rows > size):
+            yield _concatenated(waiting)
+            waiting = []
+        if form is None:
+            yield batch
+            continue
+        key = form
+        # a loader may overwrite the memory of a batch before the batch is used
+        waiting.append(batch.copied())
+    if waiting:
+        yield _concatenated(waiting)
+
+
+def _concatenated(batches: list[Batch]) -> Batch:
+    """Concatenate batches of the same form."""
+    first, last = batches[0], batches[-1]
+    if first is last:
+        return first
+    whole = iter([torch.cat(column) for column in zip(*(tensors_in(b.tensors()) for b in batches))])
+    tensors = map_tensors(lambda _: next(whole), first.tensors())
+    return Batch(f"{first.index} to {last.index}", torch.cat([b.rows for b in batches]), **tensors)
+
+
+def _form(batch: Batch) -> Any:
+    """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
+    forms: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        whole = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+        by_rows = whole and leaf.dim() and len(leaf) == len(batch.rows)
+        forms.append((leaf.dtype, leaf.device, leaf.shape[1:]) if by_rows else None)
+        return forms[-1]
+
+    form = map_leaves(note, batch.tensors())
+    return None if None in forms else form
+
+
+def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
+    """Return a dataset's examples in a fixed order, and whether the loader shuffles; None if only it can order them."""
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if not (plain and type(loader.batch_sampler) is BatchSampler) or isinstance(
+        loader.dataset, IterableDataset
+    ):
+        return None, False
+    sampler, every = loader.batch_sampler.sampler, range(len(loader.dataset))
+    if type(sampler) is RandomSampler:
+        is_whole = not sampler.replacement and sampler.num_samples == len(every)
+        return (every, True) if is_whole else (None, False)
+    if isinstance(sampler, DistributedSampler) and num_ranks > 1:
+        return every, sampler.shuffle
+    if type(sampler) is SubsetRandomSampler:
+        return list(sampler.indices), True
+    if type(sampler) is SequentialSampler:
+        return every, False
+    return (sampler if type(sampler) in (list, tuple, range) else None), False
 
 
 def _added(every: list[list[int]]) -> list[int]:
@@ -323,12 +489,12 @@ def _merged(parts: list[Identity]) -> tuple[Identity, int]:
     return Identity.of(parts), max(part.num_rows for part in parts)
 
 
-def _bytes(tree: Any) -> float:
-    """Return the size of all tensors; that of objects such as graphs is unknown."""
-    sizes: list[float] = []
-    map_tensors(
-        lambda tensor: sizes.append(tensor.numel() * tensor.element_size()),
-        tree,
-        lambda _: sizes.append(inf),
+def _bytes(batch: Batch) -> float:
+    """Return the size of all tensors; infinity with objects such as graphs, whose size is unknown."""
+    objects: list[bool] = []
+    map_leaves(lambda leaf: objects.append(is_opaque(leaf)), batch.tensors())
+    return (
+        inf
+        if any(objects)
+        else sum(t.numel() * t.element_size() for t in tensors_in(batch.tensors()))
     )
-    return sum(sizes)

@@ -14,8 +14,8 @@ from torch_lla_em.runtime import Group
 class Share:
     """The n examples of this rank among the N of all ranks.
 
-    Of tensors with a row for every example, a rank has its own rows only. Whatever is summed over
-    examples is summed over ranks here, so that every rank has the same result, which has no such rows.
+    Of tensors with a row for every example, a rank has its own rows only. What is summed over examples is summed over
+    ranks here, so that every rank has the same result.
     """
 
     numbers: Tensor

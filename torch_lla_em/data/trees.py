@@ -10,38 +10,33 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
-def map_tensors(
-    function: Callable[[Tensor], Any], tree: Any, opaque: Callable[[Any], Any] | None = None
-) -> Any:
-    """Apply a function to every tensor in nested tuples, lists, dicts and dataclasses.
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to every leaf of nested tuples, lists, mappings and dataclasses; arrays become tensors."""
 
-    ``opaque`` is applied to objects that have a method ``to`` of their own, such as packed
-    sequences and graphs.
-    """
-    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
-        tree = torch.from_numpy(tree)
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return like(tree, {k: map_tensors(function, v, opaque) for k, v in tree.items()})
-    if is_opaque(tree):
-        return tree if opaque is None else opaque(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value, opaque) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value, opaque) for value in tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in fields(tree) if field.init]
-        return replace(
-            tree, **{name: map_tensors(function, getattr(tree, name), opaque) for name in names}
-        )
-    return tree
+    def at(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return like(leaf, {name: map_leaves(function, part) for name, part in leaf.items()})
+        if is_dataclass(leaf) and not isinstance(leaf, type) and not is_opaque(leaf):
+            names = [field.name for field in fields(leaf) if field.init]
+            parts = {name: map_leaves(function, getattr(leaf, name)) for name in names}
+            return replace(leaf, **parts)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            leaf = torch.from_numpy(leaf)
+        return function(leaf)
+
+    return function(tree) if isinstance(tree, Tensor) else tree_map(at, tree, is_leaf=is_opaque)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor of a tree, and leave everything else as it is."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return every tensor that ``map_tensors`` finds."""
+    """Return every tensor of a tree."""
     found: list[Tensor] = []
     map_tensors(found.append, tree)
     return found
@@ -49,78 +44,43 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def copied(tree: Any) -> Any:
     """Return the tree with a copy of every tensor, and of objects that have a method ``clone``."""
-
-    def clone(other: Any) -> Any:
-        own = getattr(other, "clone", None)
-        return own() if callable(own) else other
-
-    return map_tensors(torch.clone, tree, clone)
+    return map_leaves(lambda x: x.clone() if callable(getattr(x, "clone", None)) else x, tree)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Move every tensor to a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    moved, wait = sent(tree, device)
-    wait()
-    return moved
+    """Move every tensor, and objects that have a method ``to``, to a device."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf.to(device) if is_opaque(leaf) else leaf
+        # without a wait for the GPU, but from pinned memory, which a loader may fill again meanwhile
+        plain = leaf.device.type == "cpu" and leaf.layout == torch.strided
+        waits = device.type != "cuda" or (plain and leaf.is_pinned())
+        return leaf.to(device, non_blocking=not waits)
+
+    return map_leaves(move, tree)
 
 
-def sent(tree: Any, device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """Move every tensor to a device; return a function that waits until the copies are complete.
-
-    Copies from pinned memory to a GPU are asynchronous: the memory they read from must not be
-    written to before that.
-    """
-    pinned = False
-
-    def move(tensor: Tensor) -> Tensor:
-        nonlocal pinned
-        # copies to the CPU have to be complete before the CPU reads them
-        asynchronous = device.type == "cuda" and tensor.device.type == "cpu"
-        pinned = pinned or (asynchronous and tensor.layout == torch.strided and tensor.is_pinned())
-        return tensor.to(device, non_blocking=asynchronous)
-
-    moved = map_tensors(move, tree, lambda other: other.to(device))
-    if not pinned:
-        return moved, lambda: None
-    return moved, torch.cuda.current_stream(device).record_event().synchronize
-
-
-def cut(tree: Any, size: int, piece: slice) -> Any | None:
-    """Return a slice of ``size`` rows, or None if no tensor of the inputs has so many rows."""
+def cut(tree: Any, size: int, rows: slice) -> Any | None:
+    """Return some of ``size`` rows of a tree; None if nothing in it has so many."""
     found = False
 
-    def take(tensor: Tensor) -> Tensor:
+    def part(tensor: Tensor) -> Tensor:
         nonlocal found
         if tensor.layout != torch.strided or not tensor.dim() or len(tensor) != size:
             return tensor
         found = True
-        return tensor[piece]
+        return tensor[rows]
 
-    taken = map_tensors(take, tree)
+    taken = map_tensors(part, tree)
     if found:
         return taken
     # a list of sentences, for example
-    return tree[piece] if isinstance(tree, list) and len(tree) == size else None
-
-
-def row_form(tree: Any, rows: int) -> Any:
-    """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
-    if isinstance(tree, Tensor):
-        whole = tree.layout == torch.strided and tree.dim() and not tree.is_nested
-        return (tree.dtype, tree.device, tree.shape[1:]) if whole and len(tree) == rows else None
-    if isinstance(tree, Mapping):
-        parts = {key: row_form(value, rows) for key, value in tree.items()}
-        return None if not parts or None in parts.values() else parts
-    if is_sequence(tree):
-        several = [row_form(part, rows) for part in tree]
-        return None if not several or None in several else several
-    return None
+    return tree[rows] if isinstance(tree, list) and len(tree) == size else None
 
 
 def is_sequence(tree: Any) -> bool:
-    """Whether this is a plain tuple or list, not a named tuple or another subclass."""
+    """Whether this is a tuple or list without a method ``to`` of its own."""
     return isinstance(tree, (tuple, list)) and not is_opaque(tree)
 
 
@@ -130,13 +90,9 @@ def is_opaque(tree: Any) -> bool:
 
 
 def like(tree: Mapping, items: dict[Any, Any]) -> Any:
-    """Return these items as a mapping of the same kind if it is a ``UserDict``, otherwise as a dict.
-
-    The ``BatchEncoding`` of Hugging Face is a ``UserDict``, whose keys are attributes too.
-    """
+    """Return items as a ``UserDict`` of the same kind, whose keys may be attributes too, or as a dict."""
     if not isinstance(tree, UserDict):
         return items
     other = object.__new__(type(tree))
-    vars(other).update(vars(tree))
-    other.data = items
+    vars(other).update({**vars(tree), "data": items})
     return other

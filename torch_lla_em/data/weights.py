@@ -17,25 +17,20 @@ def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     """Return a loader and where its weights come from, for the ``weights`` of a user."""
     if callable(weights) or weights == "last":
         return loader, weights
-    if isinstance(weights, str):
-        raise ValueError(
-            f'weights={weights!r} is not valid: pass "last" if batches end with their weights, a '
-            "tensor together with inputs and targets, or a function of the targets."
-        )
     # fit(x, y) passes a list of one batch
     loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
-    if not is_pair(loader):
+    if isinstance(weights, str) or not is_pair(loader):
         raise TypeError(
-            "A tensor of weights needs inputs and targets that are tensors: fit(x, y, weights=w). "
-            "With a loader, let its batches be (inputs, targets, weights) and pass "
-            'weights="last".'
+            f"weights are {type(weights).__name__} {weights if isinstance(weights, str) else ''!r}: pass a tensor "
+            'together with tensors of inputs and targets, fit(x, y, weights=w); or "last" for a loader of '
+            "batches (inputs, targets, weights); or a function of the targets."
         )
     return [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
 
 
 def without_weights(batch: Any, weights: Weights | None) -> tuple[Any, Any]:
     """Return a batch of a loader without the weights at its end, and these, or None."""
-    if weights is None or callable(weights):
+    if weights != "last":
         return batch, None
     if not isinstance(batch, (tuple, list)) or len(batch) < 3:
         raise TypeError(
@@ -62,6 +57,5 @@ def is_pair(data: Any) -> bool:
     """Whether this is (X, y): a list of two batches without targets cannot be fitted."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
-    kinds = Tensor, np.ndarray
-    arrays = all(isinstance(p, kinds) or hasattr(p, "to_numpy") for p in data)
+    arrays = all(isinstance(p, Tensor | np.ndarray) or hasattr(p, "to_numpy") for p in data)
     return arrays and all(part.ndim for part in data) and len(data[0]) == len(data[1])

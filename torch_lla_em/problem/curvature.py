@@ -42,7 +42,7 @@ class Point:
         """Keep J w of a batch: for its next columns, and for later passes if there is memory."""
         self._last = rows, Jw
         held = sum(map(torch.numel, self._known.values())) + Jw.numel()
-        if batch.cache is not None and batch.cache is self._data.cache and held <= _OUTPUTS_KEPT:
+        if batch.is_kept and held <= _OUTPUTS_KEPT:
             self._known[batch.place] = Jw.clone()
 
     def outputs(self, rows: Rows, batch: Batch) -> Tensor:
@@ -53,7 +53,7 @@ class Point:
         return rows.f if known is None else known
 
     def _kept(self, batch: Batch) -> Tensor | None:
-        return None if batch.cache is None else self._known.get(batch.place)
+        return None if not batch.is_kept else self._known.get(batch.place)
 
 
 class RowSquares:

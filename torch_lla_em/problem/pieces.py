@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import LinearModel, Rows
@@ -64,15 +63,11 @@ class FactorCache:
         """The part of it that is not used."""
 
         self.known: dict[tuple[int, int], Rows] = {}
-        self._pass: Any = None
-        """The kept pass whose batches they are of."""
 
     def __call__(self, batch: Batch, columns: float, at_once: int | None) -> Rows:
         """Return the linear model at a batch, for so many columns, so many of them at once."""
-        if batch.cache is None:
+        if not batch.is_kept:
             return self._model.at(batch.inputs, columns, at_once=at_once)
-        if batch.cache is not self._pass:
-            self.known, self._pass, self._left = {}, batch.cache, self.room
         rows = self.known.get(batch.place)
         if rows is None:
             keep = self._left > 0 and bool(self._model.factored)

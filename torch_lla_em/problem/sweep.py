@@ -196,7 +196,7 @@ class Sweep:
                 self.probe(whole)
                 self._loaded = len(whole.rows)
                 for batch in [whole] if in_step else self.pieces(whole, self.limits.batch_rows):
-                    yield self.aligned(batch)._replace(cache=whole.cache)
+                    yield self.aligned(batch)._replace(is_kept=whole.is_kept)
         self.refuse_changes()
 
     def aligned(self, batch: Batch) -> Batch:

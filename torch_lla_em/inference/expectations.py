@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Share
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem import Blocks, Diagonal, Draws, Hessian, Loss, functions
+from torch_lla_em.problem import AtOutputs, Blocks, Diagonal, Draws, Hessian, Loss, functions
 
 DRAWS = 16_000
 """Draws of all examples together. With 8 of each of 2,000 the NLL was 1 % higher, with 32 the same."""
@@ -67,17 +67,18 @@ class Expectations:
     def H(self, mean: Tensor, deviations: Tensor | None) -> Hessian:
         """Return H for means (N, ..., C), averaged over deviations (S, N, ..., C)."""
         if not self.number:
-            return Draws(mean.unsqueeze(1), self.loss_of)
-        if self.many:
-            if deviations is None:
-                deviations = mean.new_zeros(1, *mean.shape).expand(self.number, *mean.shape)
-            return Draws(
-                torch.cat([mean[None], deviations]).movedim(1, 0).contiguous(), self.loss_of
-            )
-        parts = [
-            self.loss_of.part(rows).expected_hessian(f) for rows, f in functions(mean, deviations)
-        ]
+            return AtOutputs(mean, self.loss_of)
+        parts = []
+        for rows, f in functions(mean, deviations):
+            loss = self.loss_of.part(rows)
+            if self.many:
+                f = f.expand(2 * self.number, *f.shape[1:])
+                parts.append(loss.roots_of_probabilities(f))
+            else:
+                parts.append(loss.expected_hessian(f))
         values = torch.cat(parts)
+        if self.many:
+            return Draws(values)
         return Diagonal(values) if self.loss_of.likelihood.elementwise else Blocks(values)
 
     def loss(self, mean: Tensor, deviations: Tensor | None) -> float:
@@ -135,7 +136,7 @@ def draws_for(sites: float, many: bool) -> int:
 
 def takes_draws(likelihood: Likelihood, classes: int, outputs: float, memory: float) -> bool:
     """Return whether H is stored as draws, since blocks for ``outputs`` bytes of outputs take too much memory."""
-    if likelihood.elementwise or classes <= 17 or not likelihood.keeps_functions(classes):
+    if classes <= 32 or not likelihood.is_softmax:
         return False
     return COPIES * outputs * classes > memory / 2
 
@@ -144,4 +145,4 @@ def entries_of(likelihood: Likelihood, classes: int, sites: float, many: bool) -
     """Return the entries of a moving H for each output, as draws of ``many`` classes or in blocks."""
     if likelihood.elementwise:
         return 1.0
-    return draws_for(sites, many) + 1.0 if many else float(classes)
+    return 2.0 * draws_for(sites, many) if many else float(classes)

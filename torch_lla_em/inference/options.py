@@ -82,4 +82,4 @@ def choose_curvature(problem: Problem, options: FitOptions) -> str:
 
 def has_too_large_blocks(likelihood: Likelihood, classes: int) -> bool:
     """Whether H takes (C, C) blocks, and there are too many classes for them."""
-    return classes > MOST_OUTPUTS and not likelihood.keeps_functions(classes)
+    return classes > MOST_OUTPUTS and not likelihood.is_softmax

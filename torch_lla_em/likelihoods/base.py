@@ -49,6 +49,9 @@ class Likelihood:
     gives_probabilities = False
     """Whether E[y | f] is a probability, so that its logarithm is meaningful."""
 
+    is_softmax = False
+    """Whether H = diag(p) - p pᵀ for p = E[y | f], so that blocks need not be stored."""
+
     monotone = False
     """Whether each entry of E[y | f] increases with its own entry of f and depends on no other."""
 
@@ -113,21 +116,6 @@ class Likelihood:
         for one in f:
             total += self.hessian_product(one, unit.expand(C, *one.shape))
         return (total / len(f)).movedim(0, -1)
-
-    def keeps_functions(self, classes: int) -> bool:
-        """Return whether H averaged over functions can be stored as their outputs, if (C, C) blocks do not fit.
-
-        Then ``averaged_product`` and ``averaged_root`` are defined.
-        """
-        return False
-
-    def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
-        """Return H u for columns u (B, *sites, C, k), where H is the average over functions f (S, B, *sites, C)."""
-        return self.expected_hessian(f) @ u
-
-    def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
-        """Return S ε for noise (B, *sites, C, k), where S Sᵀ is the average of H over functions f."""
-        raise self._lacks("averaged_root(f, noise), as keeps_functions returns True")
 
     def variance(self, f: Tensor) -> Tensor:
         """Return Var[y | f] in the shape of f."""

@@ -33,6 +33,8 @@ class Classification(Labels):
         >>> la = LinearisedLaplace(model, Classification(ignore_index=255), class_dim=1)
     """
 
+    is_softmax = True
+
     def __init__(self, ignore_index: int = -100):
         self.ignore_index = ignore_index
 
@@ -74,30 +76,6 @@ class Classification(Labels):
         blocks.diagonal(dim1=-2, dim2=-1).zero_()
         blocks.diagonal(dim1=-2, dim2=-1).copy_(-blocks.sum(-1))
         return blocks
-
-    def keeps_functions(self, classes: int) -> bool:
-        return True
-
-    def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
-        p = _softmax(f).movedim(0, -1)
-        mean = p.mean(-1, keepdim=True)
-        # as above, relative to the likeliest class
-        likeliest = mean.argmax(-2, keepdim=True)
-        u = u - u.gather(-2, likeliest.expand(*u.shape[:-2], 1, u.shape[-1]))
-        within: Tensor = p @ (p.mT @ u / len(f))
-        return u.mul_(mean).sub_(within)
-
-    def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
-        # H = D - P Pᵀ with D = diag(mean p). With A = D^-½ P, whose S × S matrix AᵀA has eigenvalues
-        # up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
-        p = _softmax(f.double()).movedim(0, -1)
-        size = p.mean(-1, keepdim=True).sqrt()
-        A = p / (size * len(f) ** 0.5).clamp_min(torch.finfo(p.dtype).tiny)
-        values, vectors = torch.linalg.eigh(A.mT @ A)
-        inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt()).unsqueeze(-2)) @ vectors.mT
-        A, inner, size = A.to(noise), inner.to(noise), size.to(noise)
-        u: Tensor = size * (noise - A @ (inner @ (A.mT @ noise)))
-        return u - u.mean(-2, keepdim=True)  # H annihilates constants, which rounding must not
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         log_p, shape = _log_softmax(f), torch.broadcast_shapes(f.shape, noise.shape)

@@ -1,6 +1,14 @@
 """Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
-from torch_lla_em.problem.hessian import Blocks, Diagonal, Draws, Hessian, functions, root_of
+from torch_lla_em.problem.hessian import (
+    AtOutputs,
+    Blocks,
+    Diagonal,
+    Draws,
+    Hessian,
+    functions,
+    root_of,
+)
 from torch_lla_em.problem.loss import Loss
 from torch_lla_em.problem.operators import (
     Outputs,
@@ -28,6 +36,7 @@ from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
 __all__ = [
     "KEPT_OUTPUTS",
     "VECTORS",
+    "AtOutputs",
     "Blocks",
     "Diagonal",
     "Draws",

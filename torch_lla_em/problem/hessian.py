@@ -1,7 +1,7 @@
-"""H, the Hessian of the loss in the outputs, of every example of this rank: three forms with the same methods.
+"""H, the Hessian of the loss in the outputs, of every example of this rank: four forms with the same methods.
 
-``product`` multiplies by H, ``root`` by S with S Sᵀ = H, ``towards`` goes a part of the way to another H of the same form;
-``values`` has one row for every example, which is what a checkpoint stores.
+``product`` multiplies by H, ``root`` by S with S Sᵀ = H, ``towards``, if H moves, goes a part of the way to another H of the same
+form; ``values`` has one row for every example, which is what a checkpoint stores.
 """
 
 from __future__ import annotations
@@ -61,47 +61,81 @@ class Blocks(NamedTuple):
         return Blocks(self.values.lerp(other.values, share))
 
 
-class Draws(NamedTuple):
-    """H at given outputs, or averaged over draws of them and their mirror images; no block is ever computed.
-
-    Between two steps the outputs are averaged, and not H; the fixed point is the same.
-    """
+class AtOutputs(NamedTuple):
+    """H at given outputs, of any likelihood; no block is ever computed."""
 
     values: Tensor
-    """The mean and S deviations, (N, 1 + S, ..., C)."""
+    """(N, ..., C)."""
 
     loss: Loss
 
     def product(self, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
-        own, loss = self.values[rows], self.loss.part(rows)
-        found = torch.empty_like(Jw)
-        shape = len(own), *own.shape[2:], Jw.shape[1]
-        u, to = Jw.view(shape), found.view(shape)
-        for some, f in functions(own[:, 0], own[:, 1:].movedim(1, 0)):
-            if len(f) == 1:
-                to[some] = loss.part(some).product(f[0], u[some].movedim(-1, 0)).movedim(0, -1)
-            else:
-                to[some] = loss.part(some).averaged_product(f, u[some])
+        f, loss, found = self.values[rows], self.loss.part(rows), torch.empty_like(Jw)
+        u, to = Jw.view(*f.shape, Jw.shape[1]), found.view(*f.shape, Jw.shape[1])
+        for some in parts_of(len(f), f[:1].numel()):
+            product = loss.part(some).product(f[some], u[some].movedim(-1, 0))
+            to[some] = product.movedim(0, -1)
         return found
 
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         found = torch.empty_like(noise)
-        for some, f in functions(self.values[:, 0], self.values[:, 1:].movedim(1, 0)):
-            loss = self.loss.part(some)
-            if len(f) == 1:
-                found[:, some] = loss.root(f[0], noise[:, some])
-            else:
-                found[:, some] = loss.averaged_root(f, noise[:, some].movedim(0, -1)).movedim(-1, 0)
+        for some in parts_of(len(self.values), self.values[:1].numel()):
+            found[:, some] = self.loss.part(some).root(self.values[some], noise[:, some])
+        return found
+
+
+class Draws(NamedTuple):
+    """H of many classes: the average of diag(p) - p pᵀ over draws of their probabilities p.
+
+    A step to another H averages the probabilities of each draw. H is never too small on the way, as it is
+    between averaged outputs, where λ fell with it.
+    """
+
+    values: Tensor
+    """√(w / S) p, (N, ..., S, C), for an example's weight w."""
+
+    def product(self, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Return H J w for columns J w, (n C, k), of these examples."""
+        P = self.values[rows]
+        mean = diagonal_of(P)
+        u = Jw.view(*mean.shape, Jw.shape[1])
+        # H annihilates constants; relative to the likeliest class nothing cancels where p is near 1
+        likeliest = mean.argmax(-1)[..., None, None].expand(*u.shape[:-2], 1, u.shape[-1])
+        u = u - u.gather(-2, likeliest)
+        within = P.mT @ (P @ u)
+        return u.mul_(mean.unsqueeze(-1)).sub_(within).view_as(Jw)
+
+    def root(self, noise: Tensor) -> Tensor:
+        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
+        found = torch.empty_like(noise)
+        for some in parts_of(len(self.values), self.values[:1].numel()):
+            # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has eigenvalues
+            # up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
+            P = self.values[some].double()
+            size = diagonal_of(P).sqrt().unsqueeze(-1)
+            A = P.mT / size.clamp_min(torch.finfo(P.dtype).tiny)
+            values, vectors = torch.linalg.eigh(A.mT @ A)
+            inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt()).unsqueeze(-2)) @ vectors.mT
+            A, inner, size = A.to(noise), inner.to(noise), size.to(noise)
+            own = noise[:, some].movedim(0, -1)
+            u = size * (own - A @ (inner @ (A.mT @ own)))
+            # H annihilates constants, which rounding must not
+            found[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
         return found
 
     def towards(self, other: Any, share: float) -> Draws:
         """Return H after a share of the way to another one."""
-        return self._replace(values=self.values.lerp(other.values, share))
+        return Draws(self.values.lerp(other.values, share))
 
 
-Hessian = Diagonal | Blocks | Draws
+def diagonal_of(P: Tensor) -> Tensor:
+    """Return w times the mean of p, (..., C), of √(w / S) p, (..., S, C)."""
+    return (P * P.sum(-1, keepdim=True)).sum(-2)
+
+
+Hessian = Diagonal | Blocks | AtOutputs | Draws
 
 
 def functions(mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

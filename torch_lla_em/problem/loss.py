@@ -86,17 +86,11 @@ class Loss:
             H = H * (counts if self.likelihood.elementwise else counts.unsqueeze(-1)).to(H.dtype)
         return H if self.temperature == 1 else H / self.temperature
 
-    def averaged_product(self, f: Tensor, u: Tensor) -> Tensor:
-        """Return H u for columns u (B, ..., C, k), where H is averaged over functions (S, B, ..., C)."""
-        u, counts = self.likelihood.averaged_product(f, u), self.counts
-        u = u if counts is None else u * counts.unsqueeze(-1).to(u.dtype)
-        return u if self.temperature == 1 else u / self.temperature
-
-    def averaged_root(self, f: Tensor, noise: Tensor) -> Tensor:
-        """Return S ε for ε (B, ..., C, k), where S Sᵀ is H averaged over functions (S, B, ..., C)."""
-        u, counts = self.likelihood.averaged_root(f, noise), self.counts
-        u = u if counts is None else u * counts.sqrt().unsqueeze(-1).to(u.dtype)
-        return u if self.temperature == 1 else u / self.temperature**0.5
+    def roots_of_probabilities(self, f: Tensor) -> Tensor:
+        """Return √(w / (S T)) p, (B, ..., S, C), for the probabilities p of functions (S, B, ..., C)."""
+        p, counts = self.likelihood.mean(self._shifted(f)).movedim(0, -2), self.counts
+        p = p / (len(f) * self.temperature) ** 0.5
+        return p if counts is None else p * counts.sqrt().unsqueeze(-1).to(p.dtype)
 
     @property
     def counts(self) -> Tensor | None:

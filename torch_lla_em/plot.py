@@ -3,6 +3,9 @@
 ``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``, and ``loader`` a DataLoader, Dataset or list of
 batches of held-out data, or ``predicted_data(la, loader)``, which several plots can share. ``axes`` are matplotlib's;
 by default they are those of a new figure.
+
+    Example:
+        >>> axes = plot.reliability(la, loader)
 """
 
 from __future__ import annotations
@@ -37,19 +40,13 @@ _MOST = 500  # points of a plot; more are thinned evenly
 _SURE = 10  # examples from which the accuracy of a bin is shown as known
 
 
-def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int = 10) -> Axes:
+def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int = 15) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
-        bins (int): Number of bins of equal width. Default 10; fewer for small data sets.
-
-    Raises:
-        TypeError: If the likelihood has no probabilities; use ``coverage`` for regression.
-
-    Example:
-        >>> axes = plot.reliability(la, loader)
+        bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small data sets.
     """
     rows, axes = _rows(la, loader, real=False), _axes(axes, "confidence", "accuracy")
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
@@ -63,16 +60,11 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
         axes.plot(x[sure], y[sure], color=colour, linewidth=1, marker="o", label=label)
         axes.plot(x[~sure], y[~sure], "o", color=colour, markerfacecolor="none")
     axes.plot([], [], "o", color="black", markerfacecolor="none", label=f"under {_SURE} examples")
-    axes.legend(frameon=False)
-    return axes
+    return _with_legend(axes)
 
 
 def em_path(la: Any, axes: Axes | None = None) -> Axes:
-    """Plot the prior precision at each EM step, of an ensemble that of each member.
-
-    Example:
-        >>> axes = plot.em_path(la)
-    """
+    """Plot the prior precision at each EM step, of an ensemble that of each member."""
     members, axes = required(la).members, _axes(axes, "EM step", "prior precision λ")
     for posterior in members:
         path = [record["prior_precision"] for record in posterior.history]
@@ -87,12 +79,6 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
 
     Args:
         output (int): The output to plot. Default 0.
-
-    Raises:
-        TypeError: If the targets are not continuous.
-
-    Example:
-        >>> axes = plot.bands(regression, [(x, model(x).detach())])
     """
     rows = _rows(la, loader, real=True)
     x, predicted = rows.inputs, rows.posterior
@@ -115,19 +101,11 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
         bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
         axes.errorbar(mean[kept], y[kept], xerr=(high - mean)[kept], **bars)
         axes.plot(*[[min(mean.min(), y.min()), max(mean.max(), y.max())]] * 2, **_DIAGONAL)
-    axes.legend(frameon=False)
-    return axes
+    return _with_legend(axes)
 
 
 def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the coverage of prediction intervals over their nominal level, for regression.
-
-    Raises:
-        TypeError: If the targets are not continuous; use ``reliability`` for probabilities.
-
-    Example:
-        >>> axes = plot.coverage(regression, [(x, model(x).detach())])
-    """
+    """Plot the coverage of prediction intervals over their nominal level, for regression."""
     rows, axes = _rows(la, loader, real=True), _axes(axes, "level of the interval", "coverage")
     levels = np.linspace(0.02, 0.98, 49).tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
@@ -136,8 +114,7 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
         shares = [each.double().mean().item() for each in inside]
         label = "noise alone" if name == "network" else name
         axes.plot(levels, shares, color=colour, label=label)
-    axes.legend(frameon=False)
-    return axes
+    return _with_legend(axes)
 
 
 def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
@@ -147,9 +124,6 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
 
     Args:
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
-
-    Example:
-        >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
     known = required(la).compared
     by_rank = known is not None and known.errors is not None and known.groups is None
@@ -171,8 +145,7 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
-    axes.legend(frameon=False)
-    return axes
+    return _with_legend(axes)
 
 
 def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
@@ -191,6 +164,11 @@ def _axes(axes: Axes | None, x: str, y: str) -> Axes:
 
     axes = plt.subplots(layout="constrained")[1] if axes is None else axes
     axes.set(xlabel=x, ylabel=y)
+    return axes
+
+
+def _with_legend(axes: Axes) -> Axes:
+    axes.legend(frameon=False)
     return axes
 
 

@@ -35,7 +35,8 @@ _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</
 body{{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem}}
 table{{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}}
 td{{padding:.2rem .8rem .2rem 0;border-bottom:1px solid #8886;text-align:left;vertical-align:top}}
-caption{{text-align:left;font-weight:bold}}
+caption{{text-align:left;font-weight:bold}}h1+table caption{{display:none}}
+@media(min-width:40rem){{td:first-child{{white-space:nowrap}}}}
 div{{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}}
 figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85rem}}
 </style><h1>{title}</h1>{body}</html>
@@ -56,8 +57,7 @@ def report(
         loader (DataLoader, Dataset or list of batches): Held-out data with targets.
         path (str): Name of the file. Default "report.html".
         other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
-        student (Student, optional): A student of this posterior, whose error and scores are shown
-            beside those of the posterior.
+        student (Student, optional): A student of this posterior, shown beside it.
 
     Raises:
         TypeError: If ``student`` is something else.
@@ -67,7 +67,7 @@ def report(
     """
     if not isinstance(student, Student | None):
         raise TypeError(f"student must be what la.distil has returned, not {student!r}.")
-    rows = predicted_data(la, loader)
+    rows, (title, known) = predicted_data(la, loader), la._table()
     to_do = [*to_do_for(la, rows), *(student.error.warnings if student else ())]
     items = "".join(f"<li>{escape(words)}</li>" for words in to_do)
     tables = [la, *([student] if student else []), _scored(rows, student)]
@@ -79,8 +79,9 @@ def report(
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
             parts.append(la.check(loader)._repr_html_())
     parts.append(f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>")
-    parts.append(f"<h2>All numbers of the fit</h2>{la.details()._repr_html_()}")
-    page = _PAGE.format(title=escape(la._table()[0]), body="".join(parts))
+    numbers = Table("All numbers of the fit", la.details().rows[len(known) :])
+    parts.append(numbers._repr_html_())
+    page = _PAGE.format(title=escape(title), body="".join(parts))
     Path(path).write_text(page, encoding="utf-8")
 
 

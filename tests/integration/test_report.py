@@ -144,7 +144,7 @@ def test_reliability_is_of_the_network_and_of_the_posterior(name):
     assert_close(torch.tensor(axes.lines[3].get_xydata()[0]), torch.stack([said, right]))
     if name == "classification":
         rows = predicted_data(la, cut(case))
-        count = metrics.binned(*metrics.stated_and_right(rows.posterior, rows.targets), 10)[0]
+        count = metrics.binned(*metrics.stated_and_right(rows.posterior, rows.targets), 15)[0]
         axes = plot.reliability(la, cut(case))
         *_, sure, few, _ = axes.lines
         assert len(sure.get_xdata()) == (count >= 10).sum()

@@ -50,6 +50,7 @@ from torch_lla_em.prediction.scores import (
     has_classes,
     has_values,
     infinite_if_nan,
+    mean_and_error,
     p_values,
     quantiles,
     require,
@@ -62,7 +63,6 @@ from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
     compare,
-    mean_and_error,
     predicted_data,
     warn_of_collapse,
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch_lla_em.prediction.reference import (
     require_two,
 )
 from torch_lla_em.prediction.regions import joint_errors
-from torch_lla_em.prediction.scores import NUMBERS, has_classes
+from torch_lla_em.prediction.scores import NUMBERS, has_classes, mean_and_error
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -125,10 +124,9 @@ def restored(stored: list[Any] | None) -> Calibration | None:
 
 
 class Numbers(NamedTuple):
-    """The numbers that are fitted, as functions of an unconstrained vector θ."""
+    """The numbers that are fitted: from θ (zeros at the start) to a table of components and a factor of σ."""
 
     at: Callable[[Tensor], tuple[Rows, Tensor | None]]
-    """Maps θ (zeros at the start) to a table of components and a factor of σ."""
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
@@ -150,39 +148,35 @@ def calibrated(
 
     With a ``length`` the examples are moved training examples."""
     likelihood = parts[0].likelihood
-    count = sum(int(likelihood.labelled(part.y).sum()) for part in parts)
+    parts = [part.part(likelihood.labelled(part.y)) for part in parts]
+    count = sum(len(part.y) for part in parts)
     if not count:
         raise ValueError(
             "None of the validation examples has a label (all are ignored), so calibration is not "
             "possible. Pass labelled examples."
         )
-
-    def mean_and_error(values: Tensor) -> tuple[float, float]:
-        first, second = values.sum().item() / count, values.square().sum().item() / count
-        return first, (max(second - first**2, 0.0) / (count - 1)) ** 0.5 if count > 1 else nan
-
     numbers = numbers_of(likelihood)
     theta, errors = most_probable(numbers, parts), _squared_errors(parts, before)
     kept = _mean_of(before) if likelihood.observation_noise is not None else None
     if errors is not None and kept is not None:
-        moved = _squared_errors(parts, [numbers.at(theta)[0]] * len(parts))
-        fall, error = mean_and_error(errors - moved)
+        after = _squared_errors(parts, [numbers.at(theta)[0]] * len(parts))
+        fall, error = mean_and_error(errors - after)
         if not fall > _ERRORS * error:
             numbers = numbers_of(likelihood, kept)
             theta = most_probable(numbers, parts)
     table, noise = numbers.at(theta)
     old = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
     new, optimism = _log_probs(parts, table, noise), _determined(numbers, theta, parts) / count
-    (nll, _), (gain, error) = mean_and_error(-old), mean_and_error(new - old)
+    nll, (gain, error) = -old.mean().item(), mean_and_error(new - old)
     applied, rmse = gain > optimism, None
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
-    networks, (own, scaled) = _networks(parts), _temperature(parts)
+    networks, (own, scaled) = [part.without_samples() for part in parts], _temperature(parts)
     alone = _log_probs(networks, posterior_alone(scale=0.0))
-    network, temperature = -mean_and_error(alone)[0], None
+    network, temperature = -alone.mean().item(), None
     if own is not None and len(scaled):
-        temperature = -mean_and_error(_log_probs(networks, *own.at(scaled)))[0]
+        temperature = -_log_probs(networks, *own.at(scaled)).mean().item()
     masks = [(part.y, likelihood.mask(part.y)) for part in parts]
     labels = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks) / count
     compared = rmse, network, temperature, labels, length
@@ -209,20 +203,13 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     """
     kept = data.likelihood.labelled(data.y)
     data, (groups, weights) = data.part(kept), stated.part(kept)
-    if len(data.y) < 2:
-        raise ValueError(
-            "calibrate needs two labelled examples or more: half of them are the reference."
-        )
     by_class = isinstance(groups, str)
     if by_class and not has_classes(data.likelihood, data.f):
         raise TypeError(
             'groups="classes" needs one class label per example: pass integers instead.'
         )
     groups = data.y.long() if by_class else groups
-    if groups is not None:
-        require_two(groups, "class" if by_class else "group", weights)
-    elif weights is not None and not weights.any():
-        raise ValueError("All weights of labelled examples are 0: some must be positive.")
+    require_two(groups, " of class" if by_class else " of group", weights, len(data.y))
     labels = kept[kept].long() if groups is None else groups
     # each half has every other one of those that count
     second = is_second(labels if weights is None else 2 * labels + (weights > 0).long())
@@ -279,16 +266,9 @@ def _temperature(parts: Sequence[Pushforward]) -> tuple[Numbers | None, Tensor]:
     likelihood = parts[0].likelihood
     if likelihood.observation_noise is not None:
         return None, torch.zeros(0, device="cpu")
-    numbers = Numbers(
-        lambda theta: ([[1.0, 0.0, theta.sum().exp(), 0.0]], None),
-        (1.0,) * likelihood.gives_probabilities,
-    )
-    return numbers, _searched(numbers, _networks(parts))
-
-
-def _networks(parts: Sequence[Pushforward]) -> list[Pushforward]:
-    """Return the examples for predictions of the networks alone."""
-    return [part.without_samples() for part in parts]
+    deviations = (1.0,) * likelihood.gives_probabilities
+    numbers = Numbers(lambda theta: ([[1.0, 0.0, theta.sum().exp(), 0.0]], None), deviations)
+    return numbers, _searched(numbers, [part.without_samples() for part in parts])[0]
 
 
 def _table(rows: Rows, like: Tensor) -> Tensor:
@@ -333,31 +313,26 @@ def most_probable(numbers: Numbers, parts: Sequence[Pushforward]) -> Tensor:
     If the network alone, with a temperature, has a higher likelihood, a second search starts near it: on a network
     that had been trained for 400 epochs the first ended at 1.18 times its NLL.
     """
-    theta, (alone, own) = _searched(numbers, parts), _temperature(parts)
+    (theta, value), (alone, own) = _searched(numbers, parts), _temperature(parts)
     if alone is None:
         return theta
-    reached = _log_probs(parts, *numbers.at(theta)).sum()
-    if reached >= _log_probs(_networks(parts), *alone.at(own)).sum():
+    networks = [part.without_samples() for part in parts]
+    if _log_probs(parts, *numbers.at(theta)).sum() >= _log_probs(networks, *alone.at(own)).sum():
         return theta
     start = torch.zeros_like(theta)  # with most of the weight on the network
     start[1 : 1 + len(own)], start[-3:] = own, start.new_tensor([-1.0, -1.0, 2.0])
-    other, deviations = _searched(numbers, parts, start), start.new_tensor(numbers.deviations)
-
-    def density(theta: Tensor) -> Tensor:
-        prior = -0.5 * (theta / deviations).square().sum()
-        return _log_probs(parts, *numbers.at(theta)).sum() + prior
-
-    return max(theta, other, key=density)
+    other, reached = _searched(numbers, parts, start)
+    return other if reached < value else theta
 
 
 def _searched(
     numbers: Numbers, parts: Sequence[Pushforward], start: Tensor | None = None
-) -> Tensor:
-    """Return θ at a local maximum, by L-BFGS from ``start`` or from 0."""
+) -> tuple[Tensor, float]:
+    """Return θ at a local maximum, by L-BFGS from ``start`` or from 0, and the negative log density there."""
     deviations = torch.tensor(numbers.deviations, dtype=torch.float64, device=parts[0].f.device)
     theta = torch.zeros_like(deviations) if start is None else start.clone()
     if not len(theta):
-        return theta
+        return theta, 0.0
     theta.requires_grad_()
     search = torch.optim.LBFGS([theta], max_iter=100, line_search_fn="strong_wolfe")
 
@@ -372,7 +347,7 @@ def _searched(
         return total
 
     search.step(objective)
-    return theta.detach()
+    return theta.detach(), objective().item()
 
 
 def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushforward]) -> float:

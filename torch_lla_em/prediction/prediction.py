@@ -193,7 +193,7 @@ class Prediction(Printed, Distribution):
             raise TypeError(f"prediction_set is for one class label per example; {remedy}.")
         reference, prediction = self.judged("prediction_set", by_labels=True)
         probs = prediction.mixture.expected()
-        threshold = reference.quantiles_by_class(level, self.stated, probs.shape[1])
+        threshold = reference.quantiles(reference.errors, level, self.stated, probs.shape[1])
         return self._out(conformal_set(probs, threshold, self._room))
 
     def interval(self, level: float = 0.9, joint: bool = False) -> Interval:

@@ -47,11 +47,10 @@ class Stated(NamedTuple):
     def checked(self, count: int, device: torch.device) -> Stated:
         """Return groups and weights of so many examples as tensors; raise an error if they are not."""
         groups, weights = self
-        if isinstance(groups, str):
-            if groups != CLASSES:
-                raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
-        elif groups is not None:
-            groups = _tensor(groups, device)
+        if isinstance(groups, str) and groups != CLASSES:
+            raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
+        if groups is not None and not isinstance(groups, str):
+            groups = _tensor(groups, "groups", count, device)
             if groups is None or groups.is_floating_point() or groups.is_complex():
                 raise TypeError(
                     f"groups must be integers, not those of this {type(self.groups).__name__}: pass the number of "
@@ -59,18 +58,12 @@ class Stated(NamedTuple):
                 )
             groups = groups.long()
         if weights is not None:
-            weights = _tensor(weights, device)
+            weights = _tensor(weights, "weights", count, device)
             if weights is None or weights.is_complex():
                 raise TypeError("weights must be numbers, one for each example.")
             weights = weights.double()
             if not (weights.isfinite() & (weights >= 0)).all():
                 raise ValueError("weights must be finite and not negative.")
-        for name, given in (("groups", groups), ("weights", weights)):
-            if isinstance(given, Tensor) and given.shape != (count,):
-                raise ValueError(
-                    f"{name} has the shape {tuple(given.shape)}, but there are {count} examples: pass one "
-                    "value for each."
-                )
         return Stated(groups, weights)
 
     def part(self, examples: slice | Tensor) -> Stated:
@@ -78,11 +71,17 @@ class Stated(NamedTuple):
         return Stated(*(v[examples] if isinstance(v, Tensor) else v for v in self))
 
 
-def _tensor(values: Any, device: torch.device) -> Tensor | None:
+def _tensor(values: Any, name: str, count: int, device: torch.device) -> Tensor | None:
+    """Return one value for each example; None for names, or None among them."""
     try:
-        return torch.as_tensor(values, device=device)
-    except (TypeError, ValueError, RuntimeError):  # names, or None among them
+        found = torch.as_tensor(values, device=device)
+    except (TypeError, ValueError, RuntimeError):
         return None
+    if found.shape != (count,):
+        raise ValueError(
+            f"{name} has the shape {tuple(found.shape)}, but there are {count} examples: pass one value for each."
+        )
+    return found
 
 
 class Reference(NamedTuple):
@@ -167,28 +166,25 @@ class Reference(NamedTuple):
         found = torch.stack(each)
         return found.amax(0) if self.groups is None else _of_groups(found, inputs)
 
-    def quantiles(self, errors: Tensor, level: float, inputs: Stated) -> Tensor:
-        """Return the conformal quantiles of errors, (n, outputs), for inputs: (1 or B, outputs)."""
-        parts = [("", slice(None))] if self.groups is None else self._parts(inputs)
+    def quantiles(
+        self, errors: Tensor, level: float, inputs: Stated, classes: int | None = None
+    ) -> Tensor:
+        """Return the conformal quantiles of errors, (n, outputs), for inputs: (1 or B, outputs).
+
+        With a reference for every class, and errors of one column, those of so many ``classes``, (1 or B, C).
+        """
+        parts: list[tuple[str, Any]] = [("", slice(None))]
+        if self.groups is not None:
+            parts = self._parts(inputs)
+        elif self.classes is not None and classes is not None:
+            parts = [(f" of class {label}", self.classes == label) for label in range(classes)]
         each = [
             quantiles(errors[rows], level, of, self._masses(rows, inputs)) for of, rows in parts
         ]
         if self.groups is None:
-            return each[0]
+            return torch.cat(each, 1)
         count = len(inputs.groups)
         return _of_groups(torch.stack([found.expand(count, -1) for found in each]), inputs)
-
-    def quantiles_by_class(self, level: float, inputs: Stated, count: int) -> Tensor:
-        """Return the conformal quantile for each of so many classes, (1 or B, C)."""
-        errors: Any = self.errors
-        if self.classes is None:
-            return self.quantiles(errors, level, inputs)
-        each = []
-        for label in range(count):
-            rows = self.classes == label
-            masses = self._masses(rows, inputs)
-            each.append(quantiles(errors[rows], level, f" of class {label}", masses))
-        return torch.cat(each, 1)
 
     def _parts(self, inputs: Stated) -> list[tuple[str, Any]]:
         """Return the examples of each part to which inputs can belong, and its name in errors."""
@@ -221,16 +217,17 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 """The names of these fields in files."""
 
 
-def require_two(labels: Tensor, word: str, weights: Tensor | None) -> None:
-    """Raise an error if one example of a group or class, or none, has a weight: half are the reference."""
-    for label in labels.unique().tolist():
-        own = labels == label
-        count = int(own.sum() if weights is None else weights[own].count_nonzero())
-        if count < 2:
-            few, positive = "only one" if count else "no", " with a positive weight"
+def require_two(labels: Tensor | None, word: str, weights: Tensor | None, count: int) -> None:
+    """Raise an error if there is one example, or none, of all or of a group: half are the reference."""
+    weights = torch.ones(count, device="cpu") if weights is None else weights
+    each = [("", weights)]
+    if labels is not None:
+        each = [(f"{word} {label}", weights[labels == label]) for label in labels.unique().tolist()]
+    for of, own in each:
+        if own.count_nonzero() < 2:
             raise ValueError(
-                f"There is {few} validation example of {word} {label}{positive * (not count)}. Every {word} needs "
-                "examples of its own: 18 for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
+                f"There are fewer than two labelled validation examples{of} with a positive weight. Half of them are the "
+                "reference: 18 are needed for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import lgamma, log, pi
 from typing import NamedTuple
 
 import torch
@@ -32,28 +31,15 @@ class Ellipsoid(NamedTuple):
     """The radius in units of the covariance, (B,)."""
 
     def contains(self, y: Tensor) -> Tensor:
-        """Return which targets are inside, as a mask of shape (B,).
-
-        Args:
-            y (Tensor): Targets, (B, C).
-        """
+        """Return which targets y, (B, C), are inside, as a mask of shape (B,)."""
         return length(y.to(self.centre) - self.centre, self.covariance) <= self.radius
-
-    @property
-    def log_volume(self) -> Tensor:
-        """The logarithm of the volume, (B,)."""
-        C = self.centre.shape[1]
-        unit = 0.5 * C * log(pi) - lgamma(0.5 * C + 1)
-        found: Tensor = unit + C * self.radius.log() + 0.5 * torch.logdet(self.covariance)
-        return found
 
 
 def length(apart: Tensor, covariance: Tensor) -> Tensor:
     """Return (eᵀ covariance⁻¹ e)^½ of errors e (B, C), (B,)."""
     root = torch.linalg.cholesky(covariance)
     solved = torch.linalg.solve_triangular(root, apart[..., None], upper=False)
-    found: Tensor = solved.square().sum((1, 2)).sqrt()
-    return found
+    return torch.linalg.vector_norm(solved, dim=(1, 2))
 
 
 def covariance_of(mixture: FunctionMixture, variance: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.prediction.scores import require_share
+
 # thresholds that can be chosen: logits of probabilities, on an even grid
 _LEAST, _MOST, _STEPS = -16.0, 16.0, 4096
 
@@ -26,8 +28,7 @@ class RiskControl:
 
     Args:
         predict (callable): Inputs -> probabilities, such as a fitted ``LinearisedLaplace``.
-        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites). They are
-            read one by one, and nothing of their size is stored.
+        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read one by one.
         level (float): Largest expected loss. Default 0.1.
         classes (sequence of int, optional): Only pixels with these labels count, for example all but the
             background. Images without such pixels have the loss 0. Default None: all.
@@ -45,8 +46,7 @@ class RiskControl:
         >>> images, labels = torch.randn(30, 3, 4, 4), torch.randint(3, (30, 4, 4))
         >>> predict = lambda x: x.softmax(1)
         >>> control = RiskControl(predict, [(images, labels)], level=0.2)
-        >>> control.sets(predict(images)).shape
-        torch.Size([30, 3, 4, 4])
+        >>> sets = control.sets(predict(images))
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class RiskControl:
         class_dim: int = 1,
     ):
         """Choose the threshold; the class documents the arguments."""
-        if not 0 < level < 1:
-            raise ValueError(f"level must be a number between 0 and 1, not {level!r}.")
+        require_share(level)
         self._classes, self._class_dim = classes, class_dim
         total, self.num_images = torch.zeros(_STEPS, dtype=torch.float64, device="cpu"), 0
         for inputs, labels in loader:
@@ -83,23 +82,11 @@ class RiskControl:
         self.risk = total[place].item() / n if place >= 0 else 0.0
 
     def sets(self, probs: Tensor) -> Tensor:
-        """Return whether each class is in the set of its pixel.
-
-        Args:
-            probs (Tensor): Probabilities, shape (B, C, *sites) with the default ``class_dim``.
-
-        Returns:
-            True or False for every class of every pixel, in the shape of ``probs``.
-        """
+        """Return whether each class is in the set of its pixel, in the shape of the probabilities."""
         return probs.double() >= self.threshold
 
     def loss(self, probs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of every image, (B,), for example of test images.
-
-        Args:
-            probs (Tensor): Probabilities, shape (B, C, *sites) with the default ``class_dim``.
-            labels (Tensor): Labels, shape (B, *sites).
-        """
+        """Return the loss of every image, (B,), given probabilities and labels as those of ``loader``."""
         pairs = _chosen(probs, labels, self._classes, self._class_dim)
         shares = [
             (p[kept] < self.threshold).double().sum() / max(1, len(p[kept])) for p, kept in pairs

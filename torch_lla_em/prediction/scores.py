@@ -5,7 +5,7 @@ Predictions of posteriors and of students use the same ones. Outputs are last. D
 
 from __future__ import annotations
 
-from math import ceil, pi
+from math import ceil, nan, pi
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -40,11 +40,14 @@ class Masses(NamedTuple):
     inputs: Tensor
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Return the relative difference up to which scores are ties, for predictions of a dtype.
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """Return a mean over examples and its standard error, NaN for one example."""
+    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else nan
+    return values.mean().item(), error
 
-    The products of a network differ by more than one unit in the last place between batches.
-    """
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the relative difference up to which scores are ties: products differ between batches by more than eps."""
     return float(torch.finfo(dtype).eps ** 0.5)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch_lla_em.prediction.passes import same_targets, under_all
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
+from torch_lla_em.prediction.scores import mean_and_error
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import report
@@ -173,12 +173,6 @@ def compare(
         if all(p.history for p in record.members):
             records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in record.members)
     return Comparison(records, log_probs, gains)
-
-
-def mean_and_error(gap: Tensor) -> tuple[float, float]:
-    """Return a mean over examples and its standard error, NaN for one example."""
-    error = gap.std().item() / len(gap) ** 0.5 if len(gap) > 1 else nan
-    return gap.mean().item(), error
 
 
 def _name(la: Any) -> str:

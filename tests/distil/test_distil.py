@@ -21,11 +21,11 @@ from torch_lla_em import (
     Regression,
     Student,
 )
-from torch_lla_em.distil.error import Agreement, Known, StudentError
+from torch_lla_em.distil.error import Known, StudentError
 from torch_lla_em.distil.inputs import augmented, chosen_ways
 from torch_lla_em.runtime import files
 
-QUICK = {"num_inputs": 100, "steps": 40, "batch_size": 64, "progress_bar": False}
+QUICK = {"num_inputs": 100, "steps": 40, "progress_bar": False}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_a_student_learns_the_posterior(classified):
     assert torch.corrcoef(ranks)[0, 1] > 0.95
     assert_close(q.aleatoric + q.epistemic, q.entropy)
     assert_close(q.predictive_variance, q.probs * (1 - q.probs))
-    held_out, made = student.error
-    assert (held_out.number, made.number) == (30, 100) and 0 < max(held_out.kl, made.kl) < 0.02
+    error = student.error
+    assert error.number == 30 and 0 < max(error.kl, error.kl_made) < 0.02
     x = case.x.clone().requires_grad_()
     student.predict(x).epistemic.sum().backward()
     assert x.grad.abs().sum() > 0 and not student(case.x).requires_grad
@@ -123,7 +123,6 @@ def test_all_likelihoods(name):
         assert_close(variance, (one.expectation + one.epistemic)[:, 0])
     if name.startswith("regression"):
         mean, variance = student(case.x)
-        assert_close(own.credible_interval(0.5), ours.credible_interval(0.5), atol=0.5, rtol=0.5)
         assert_close(variance, own.aleatoric + own.epistemic)
         assert_close(own.aleatoric.std(0), torch.zeros(3).double(), atol=1e-9, rtol=0)
         total = Normal(mean, variance.sqrt())
@@ -163,7 +162,7 @@ def test_other_likelihoods():
         la.distil(case.x, **QUICK)
     la = posterior(case.model, Trials(), case.x, case.y)
     student = la.distil(case.x, **QUICK)
-    assert student.error.held_out.kl >= 0  # there is no density
+    assert student.error.kl >= 0  # there is no density
     with pytest.raises(TypeError, match=r"has no \.log_prob"):
         student.predict(case.x).log_prob(case.y)
 
@@ -184,7 +183,7 @@ def test_sites_and_tokens():
     tokens = torch.randint(9, (30, 5), generator=generator)
     text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 2))
     la = posterior(text, "classification", tokens, tokens[:, 0] % 2)
-    assert la.distil(tokens, **QUICK).error.held_out.kl < 0.1
+    assert la.distil(tokens, **QUICK).error.kl < 0.1
 
 
 def test_inputs_are_made_from_others():
@@ -231,13 +230,11 @@ REFUSED = {
 OF_CLASSES = {
     r"prediction_set compares .* student\.calibrate": lambda _, p: p.prediction_set(),
     r"has no \.interval\. Use \.prediction_set": lambda _, p: p.interval(),
-    r"no \.credible_interval. Use .epistemic, or la\.predict": lambda _, p: p.credible_interval(),
 }
 OF_VALUES = {
     "Regression has no .probs": lambda _, p: p.probs,
     "Regression has no .log_probs": lambda _, p: p.log_probs,
     "Regression has no .prediction_set": lambda _, p: p.prediction_set(),
-    "level must lie": lambda _, p: p.credible_interval(1),
 }
 
 
@@ -277,7 +274,6 @@ NAN = draw(30, 2).index_fill(0, torch.tensor([3]), float("nan"))
         ("augment=3 is not a way", {"augment": ["noise", 3]}),
         ("augment returned 1 inputs for", {"augment": lambda x: x[:1]}),
         ("steps must be a whole number", {"steps": 0}),
-        ("30 inputs but 7 targets", {"targets": draw(7)}),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_work(words, change, classified):
@@ -292,9 +288,9 @@ def test_the_error_in_words(caplog):
     for text in (caplog.text, " ".join(repr(student).split())):
         assert "is not close to the posterior" in text
     assert "student.calibrate(validation_loader)" in repr(student)
-    near = Agreement(50, 0.01, 0.001, 0.9, 0.4)  # of nearly equal scores, whose ranks are not shown
-    rows = dict(StudentError(near, near._replace(ood=0.95)).rows())
-    assert list(rows) == ["held-out inputs", "made inputs", "OOD scores"] and "0.4" not in str(rows)
+    rows = dict(StudentError(50, 0.01, 0.001, 0.9, 0.05, 0.95).rows())
+    assert list(rows) == ["held-out inputs", "made inputs"] and "0.95" in rows["made inputs"]
+    assert not StudentError().rows()
 
 
 def test_kl_is_that_of_torch():
@@ -368,7 +364,7 @@ def test_p_values_are_ranks_among_the_labelled_reference(student):
     numbers = prediction.expectation if is_real else prediction.epistemic
     assert len(shown) == 9 and "of 7" in shown[-1]
     assert f"{numbers[0].flatten()[0]:.3g}" in shown[2].split()
-    with pytest.raises(ValueError, match="The validation set is empty"):
+    with pytest.raises(ValueError, match="None of the validation examples has a label"):
         student.calibrate([])
     if not is_real:
         student.calibrate(x, y.index_fill(0, torch.arange(10), -100))
@@ -414,12 +410,12 @@ def assert_alike(one, other):
 def test_saved_and_loaded(student, name, tmp_path):
     case, student = student
     student.save(tmp_path / name)
-    if name == "0.4.pt":  # whose agreements have one more number at the end
+    if name == "0.4.pt":  # which had records of both kinds of inputs, and other tensors
         state = torch.load(tmp_path / name)
         record = files.from_bytes(state["student"])
-        record["error"]["held_out"].append(0.3)
-        record["error"]["made"].append(1.2)
-        record["error"]["nll"] = [0.5, 0.4, 0.42, 90, 0.01]
+        number, kl, kl_error, epistemic, kl_made, ood = student.error
+        both = [[number, kl, kl_error, epistemic, 0.4, 0.3], [9, kl_made, 0.1, 0.5, ood, 1.2]]
+        record["error"] = {"held_out": both[0], "made": both[1], "nll": [0.5, 0.4, 0.42, 90, 0.01]}
         n, scores = student.form.scores, state.pop("_extra_state")
         state |= {"reference_scores": scores[:, :n], "reference_errors": scores[:, n:-1]}
         state |= {"reference_room": scores[0, -1], "student": files.to_bytes(record)}
@@ -451,7 +447,7 @@ def test_files_that_do_not_fit(regressed, tmp_path):
     halved.save(path["half"])
     load, other = LinearisedLaplace.load, small(3).double()
     for words, use in {
-        "another architecture than the student": lambda: Student.load(path["student"], other),
+        "size mismatch for network": lambda: Student.load(path["student"], other),
         "that of LinearisedLaplace, not of Student": lambda: Student.load(
             path["posterior"], case.model
         ),
@@ -468,7 +464,7 @@ def test_files_that_do_not_fit(regressed, tmp_path):
         ),
         "your own forward_fn": lambda: Student.load(path["half"], halved.network),
     }.items():
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, RuntimeError), match=words):
             use()
     again = Student.load(path["half"], halved.network, forward_fn=half)
     assert_close(again(case.x), halved(case.x))
@@ -512,8 +508,6 @@ def test_exported(name, suffix, request, tmp_path, capfd, caplog):
             assert_close((found["lower"], found["upper"]), tuple(due.interval(0.8)))
         else:
             assert torch.equal(found["prediction_set"], due.prediction_set(0.8))
-    with pytest.raises(ValueError, match="has no known ending"):
-        student.export(case.x, tmp_path / "student.txt")
 
 
 class Random(nn.Sequential):

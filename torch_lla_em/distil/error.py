@@ -12,7 +12,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Prediction
 
 # largest mean KL, in nats, of a student that is good enough; more is accepted far from the data
-_KL = {"held-out": 0.03, "made": 0.1}
+_KL, _KL_MADE = 0.03, 0.1
 # smallest rank correlation that is good enough
 _CORRELATION = 0.8
 # part of the mean that is added to an uncertainty before the logarithm is taken
@@ -87,53 +87,45 @@ class Known(NamedTuple):
         return terms.flatten(1).mean(1) if terms.dim() > 1 else terms
 
 
-class Agreement(NamedTuple):
-    """A student and the posterior at the same inputs, which were not used in training."""
+class StudentError(NamedTuple):
+    """How far a student is from its posterior; ``print(student)`` shows it.
 
-    number: int
-    """Number of inputs."""
+    Inputs are those that were left out of the training, or made from these. OOD scores of the former are nearly
+    equal, and their ranks noise; uncertainties of the latter matter less.
+    """
 
-    kl: float
-    """Mean KL(posterior's prediction ‖ student's), in nats."""
+    number: int = 0
+    """Number of inputs that were left out."""
 
-    kl_error: float
+    kl: float = nan
+    """Mean KL(posterior's prediction ‖ student's) there, in nats."""
+
+    kl_error: float = nan
     """Its standard error."""
 
-    epistemic: float
-    """Rank correlation of the epistemic uncertainties."""
+    epistemic: float = nan
+    """Rank correlation of the epistemic uncertainties there."""
 
-    ood: float
-    """Rank correlation of the out-of-distribution scores; the smallest, if there are several."""
+    kl_made: float = nan
+    """Mean KL at inputs that were made."""
 
-    def __str__(self) -> str:
-        return (
-            f"KL {self.kl:.2g} ± {self.kl_error:.1g}, rank correlation of epistemic "
-            f"{self.epistemic:.3f} ({self.number:,} inputs)"
-        )
-
-
-class StudentError(NamedTuple):
-    """How far a student is from its posterior; ``print(student)`` shows it."""
-
-    held_out: Agreement | None = None
-    """At some of the given inputs, which were left out of the training."""
-
-    made: Agreement | None = None
-    """At inputs that were made from these."""
+    ood_made: float = nan
+    """Rank correlation of the out-of-distribution scores there; the smallest, if there are several."""
 
     @property
     def warnings(self) -> list[str]:
         """What is not good enough, and what helps."""
-        # OOD scores of held-out inputs are nearly equal, and their ranks noise: all are near the data
-        ranked = {"held-out": ("epistemic uncertainty", "epistemic"), "made": ("OOD scores", "ood")}
-        found = []
-        for name, at in {"held-out": self.held_out, "made": self.made}.items():
-            words, field = ranked[name]
-            if at is not None and not at.kl <= _KL[name]:
-                found.append(f"its mean KL from the posterior at {name} inputs is {at.kl:.2g} nats")
-            if at is not None and getattr(at, field) < _CORRELATION:
-                value = f"{getattr(at, field):.2f}"
-                found.append(f"the rank correlation of its {words} at {name} inputs is {value}")
+        found = [
+            f"its mean KL from the posterior at {name} inputs is {kl:.2g} nats"
+            for name, kl, most in (("held-out", self.kl, _KL), ("made", self.kl_made, _KL_MADE))
+            if kl > most
+        ]
+        if self.epistemic < _CORRELATION:
+            found.append(
+                f"the rank correlation of its epistemic uncertainty is {self.epistemic:.2f}"
+            )
+        if self.ood_made < _CORRELATION:
+            found.append(f"the rank correlation of its OOD scores is {self.ood_made:.2f}")
         if not found:
             return []
         return [
@@ -143,17 +135,20 @@ class StudentError(NamedTuple):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of a table."""
-        ood = self.made and f"rank correlation {self.made.ood:.3f} at made inputs"
-        named = {"held-out inputs": self.held_out, "made inputs": self.made, "OOD scores": ood}
-        rows = [(name, str(value)) for name, value in named.items() if value is not None]
-        return [*rows, *(("warning", words) for words in self.warnings)]
+        if not self.number:
+            return []
+        own = f"KL {self.kl:.2g} ± {self.kl_error:.1g}, rank correlation of epistemic {self.epistemic:.3f}"
+        rows = [("held-out inputs", f"{own} ({self.number:,} inputs)")]
+        made = f"KL {self.kl_made:.2g}, rank correlation of OOD scores {self.ood_made:.3f}"
+        return [*rows, ("made inputs", made), *(("warning", words) for words in self.warnings)]
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> StudentError:
-        """Return the error of a JSON record; those of version 0.4 have more numbers at the end, and an NLL."""
-        count = len(Agreement._fields)
-        held_out, made = (record[name] and Agreement(*record[name][:count]) for name in cls._fields)
-        return cls(held_out, made)
+        """Return the error of a JSON record, also of one of version 0.4, which has a record for each kind of inputs."""
+        if "held_out" in record:
+            own, made = (record[name] or [0, *4 * [nan]] for name in ("held_out", "made"))
+            return cls(*own[:4], made[1], made[4])
+        return cls(**record)
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:

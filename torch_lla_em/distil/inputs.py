@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import (
-    TargetFn,
-    as_loader,
-    as_targets,
-    default_targets,
-    inputs_of,
-    map_tensors,
-    tensors_in,
-    to_device,
-)
+from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_device
 
 Way = str | Callable[[Any], Any]
 """How inputs are made from others: "noise", "swap", or a function of inputs."""
@@ -28,8 +18,8 @@ Way = str | Callable[[Any], Any]
 _AT_ONCE = 250
 
 
-def gathered(inputs: Any, targets: Any, device: torch.device) -> Any:
-    """Return all inputs as one tree of tensors on a device; targets are only counted."""
+def gathered(inputs: Any, device: torch.device) -> Any:
+    """Return all inputs as one tree of tensors on a device."""
     if isinstance(inputs, Iterator):  # it is read once
         inputs = list(inputs)
     batches: Iterable[Any] = [inputs_of(inputs) if isinstance(inputs, dict) else inputs]
@@ -37,11 +27,6 @@ def gathered(inputs: Any, targets: Any, device: torch.device) -> Any:
         batches = map(inputs_of, as_loader(inputs))
     parts = [to_device(batch, device) for batch in batches]
     count = sum(map(number_of, parts))
-    if targets is not None and len(as_targets(targets)) != count:
-        raise ValueError(
-            f"There are {count} inputs but {len(targets)} targets. distil needs inputs only: "
-            "la.distil(x)."
-        )
     if count < 10:
         raise ValueError(f"distil needs at least 10 inputs, not {count}.")
     shapes = {str([tuple(t.shape[1:]) for t in tensors_in(part)]) for part in parts}
@@ -81,17 +66,6 @@ def joined(trees: Sequence[Any]) -> Any:
     return map_tensors(lambda _: torch.cat(next(parts)), trees[0])
 
 
-def labelled(loader: Any, target_fn: TargetFn | None) -> Iterator[tuple[Any, Tensor]]:
-    """Yield inputs and targets of each batch; raise an error if there is none."""
-    batch = None
-    for batch in as_loader(loader, target_fn):
-        given = None if target_fn is None else target_fn(batch)
-        y = default_targets(batch) if given is None else given
-        yield inputs_of(batch, given), as_targets(y)
-    if batch is None:
-        raise ValueError("The validation set is empty: pass a loader with labelled examples.")
-
-
 def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
     """Return the ways in which inputs are made: those asked for, or the default for their types."""
     if augment is None:
@@ -116,24 +90,22 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
             if callable(way):
                 found = way(given)
             else:
-                each = zip(tensors_in(given), spreads, tensors_in(rows_of(x, others)))
+                parts = zip(tensors_in(given), spreads, tensors_in(rows_of(x, others)))
                 new = iter(
-                    _noisy(t, spread, generator)
-                    if way == "noise"
-                    else _swapped(t, other, generator)
-                    for t, spread, other in each
+                    [
+                        _noisy(t, spread, generator)
+                        if way == "noise"
+                        else _swapped(t, o, generator)
+                        for t, spread, o in parts
+                    ]
                 )
-                found = map_tensors(partial(_next, new), given)
+                found = map_tensors(lambda _, new=new: next(new), given)
             if number_of(found) != len(some):
                 raise ValueError(
                     f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one for "
                     "each."
                 )
             yield found
-
-
-def _next(new: Iterator[Tensor], _: Tensor) -> Tensor:
-    return next(new)
 
 
 def _spread(t: Tensor) -> Tensor | None:

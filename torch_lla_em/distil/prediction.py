@@ -143,16 +143,14 @@ class StudentPrediction(Printed):
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
-        of_pixels = "RiskControl(la, validation_loader) for labels of pixels or tokens"
-        is_possible = has_classes(self.likelihood, self.centre)
-        self._require(is_possible, "prediction_set", f"interval(level), or {of_pixels}")
+        other = "interval, or RiskControl(la, validation_loader) for labels of pixels or tokens"
+        self._require(has_classes(self.likelihood, self.centre), "prediction_set", other)
         _, errors, room = self._compared("prediction_set")
         return conformal_set(self.expectation, quantiles(errors, level), room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
-        is_possible = has_values(self.likelihood, self.centre)
-        self._require(is_possible, "interval", "prediction_set(level) for classes")
+        self._require(has_values(self.likelihood, self.centre), "interval", "prediction_set")
         _, errors, room = self._compared("interval")
         size = quantiles(errors, level)
         return conformal_interval(self.expectation, self.predictive_variance, size, room)
@@ -168,7 +166,8 @@ class StudentPrediction(Printed):
         Continuous targets are Gaussian, and counts have a negative binomial distribution with the
         learnt mean and variance.
         """
-        likelihood, y = self.likelihood, self.aligned(y)
+        likelihood = self.likelihood
+        y = aligned(likelihood, y, self.centre, self.class_dim)
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
         is_known = likelihood.real_valued or isinstance(likelihood, Poisson)
@@ -184,13 +183,9 @@ class StudentPrediction(Printed):
         counts = torch.distributions.NegativeBinomial(shape, logits=logits, validate_args=False)
         return sum_rows(counts.log_prob(own.to(mean)), y)
 
-    def aligned(self, y: Tensor) -> Tensor:
-        """Return targets with the axis of the outputs last; raise an error if they do not fit."""
-        return aligned(self.likelihood, y, self.centre, self.class_dim)
-
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
-        y = self.aligned(y)
+        y = aligned(self.likelihood, y, self.centre, self.class_dim)
         kept = self.likelihood.labelled(y)
         some, y = self.part(kept), y[kept]
         errors = y.new_zeros(len(y), 0)
@@ -214,8 +209,7 @@ class StudentPrediction(Printed):
         if self.reference is None:
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this student has none. Call "
-                "student.calibrate(validation_loader) first: the reference of la.calibrate is for "
-                "the posterior's own scores."
+                "student.calibrate(validation_loader): that of la.calibrate is for the posterior's own scores."
             )
         unusual, errors, room = (part.to(self.centre.device) for part in self.reference)
         return Scores(unusual, errors, room.clamp_min(rounding(self.centre.dtype)))

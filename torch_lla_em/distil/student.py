@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from os import PathLike
 from threading import get_ident
@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import TargetFn, as_loader, default_forward, inputs_of, paired, to_device
+from torch_lla_em.data import (
+    TargetFn,
+    as_loader,
+    as_targets,
+    default_forward,
+    default_targets,
+    inputs_of,
+    paired,
+    to_device,
+)
 from torch_lla_em.distil.error import StudentError
-from torch_lla_em.distil.inputs import labelled
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
 from torch_lla_em.jacobian import ForwardFn, Network, explained
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
@@ -24,8 +32,6 @@ from torch_lla_em.runtime import files
 
 # width of the hidden layer of a head
 _HIDDEN = 64
-_REFERENCE = "reference_scores", "reference_errors", "reference_room"
-"""Names of the scores of ``calibrate`` in files."""
 
 
 class Form(NamedTuple):
@@ -52,6 +58,8 @@ class Student(Printed, nn.Module):
     head on the features of its last layer, for the logarithms of the uncertainties and of the
     out-of-distribution scores. It is always in eval mode, and its parameters do not require
     gradients. ``print`` shows how well it agrees with the posterior.
+
+    Inputs x of its methods are a tensor, tuple or dict as the model takes them, or a DataLoader or Dataset.
 
     Attributes:
         network (nn.Module): The network, whose outputs have the link of the likelihood.
@@ -86,15 +94,7 @@ class Student(Printed, nn.Module):
         return super().train(False)
 
     def forward(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what ``la(x)`` returns: probabilities or rates, or (mean, variance) of y.
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-
-        Returns:
-            Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
-            the variance of y, with the observation noise.
-        """
+        """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance of y, with noise."""
         if self.likelihood.real_valued:
             prediction = self.predict(x)
             return prediction.expectation, prediction.predictive_variance
@@ -102,14 +102,7 @@ class Student(Printed, nn.Module):
         return y if self.form.class_dim == -1 else y.movedim(-1, self.form.class_dim)
 
     def predict(self, x: Any) -> StudentPrediction:
-        """Return the predictive distribution at x, one forward pass for each batch.
-
-        Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-
-        Returns:
-            A ``StudentPrediction``. It is differentiable in x if x requires gradients.
-        """
+        """Return the predictive distribution at x, which is differentiable in x if x requires gradients."""
         parts = zip(*(self.heads(some) for some in self._batches(x)))
         f, uncertainty, scores = map(torch.cat, parts)
         return StudentPrediction(
@@ -117,34 +110,33 @@ class Student(Printed, nn.Module):
         )
 
     def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
-        """Make p-values, prediction sets and intervals from the student's own scores.
+        """Make p-values, prediction sets and intervals from the student's own scores; return the student itself.
 
-        The network is not changed, so all examples are the reference, and error rates hold whatever
-        the student's error. They are guaranteed for examples that neither ``la.calibrate`` nor
-        ``la.distil`` has seen; those of ``la.calibrate``, which fits six numbers, change them little.
-
-        Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The validation set.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
-
-        Returns:
-            The student itself.
+        The validation set is a ``loader``, a dataset, a list of batches, or inputs with their ``targets``. The network
+        is not changed, so all examples are the reference, and error rates hold whatever the student's
+        error. They are guaranteed for examples that neither ``la.calibrate`` nor ``la.distil`` has seen;
+        those of ``la.calibrate``, which fits six numbers, change them little.
 
         Raises:
             ValueError: If no example has a label.
         """
+        found = []
         with torch.no_grad():
-            pairs = labelled(paired(loader, targets), self.form.target_fn)
-            unusual, errors = map(torch.cat, zip(*(self.predict(x).scores_of(y) for x, y in pairs)))
-        if not len(unusual):
+            for batch in as_loader(paired(loader, targets), self.form.target_fn):
+                given = None if self.form.target_fn is None else self.form.target_fn(batch)
+                y = default_targets(batch) if given is None else given
+                found.append(self.predict(inputs_of(batch, given)).scores_of(as_targets(y)))
+        if not sum(len(scores) for scores, _ in found):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
+        unusual, errors = map(torch.cat, zip(*found))
         room = unusual.new_tensor(rounding(next(self.head.parameters()).dtype))
         self.reference = Scores(unusual, errors.sort(0).values, room)
         return self
 
-    def note(self, error: StudentError) -> Student:
-        """Keep the ``error`` that ``la.distil`` has measured."""
+    def note(self, error: StudentError, reference: Sequence[Tensor | None] = (None,)) -> Student:
+        """Keep the ``error`` that ``la.distil`` has measured, and a ``reference`` if there is one."""
         self.error = error
+        self.reference = self.reference if reference[0] is None else Scores(*reference)
         return self
 
     def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,11 +147,7 @@ class Student(Printed, nn.Module):
         return f, uncertainty, scores.flatten(1, -2).mean(1) if scores.dim() > 2 else scores
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the student to a file, without the code of its network.
-
-        Args:
-            path (str): Name of the file.
-        """
+        """Write the student to a file with the name ``path``, without the code of its network."""
         record = {
             **self.form._asdict(),
             "likelihood": likelihood_options(self.likelihood).get("likelihood"),
@@ -179,28 +167,18 @@ class Student(Printed, nn.Module):
         likelihood: Likelihood | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> Student:
-        """Return a saved student.
+        """Return the student that ``save`` has written to ``path``.
 
-        Args:
-            path (str): Name of the file that ``save`` has written.
-            network (nn.Module): A network with the student's architecture and any weights, such as
-                the trained network itself; it is copied.
-            likelihood (Likelihood, optional): The likelihood of the posterior, if it is your own.
-            forward_fn (callable, optional): The posterior's forward_fn, if it had one.
+        The ``network`` has its architecture and any weights, as the trained network itself; it is copied. Pass
+        ``likelihood`` and ``forward_fn`` if those of the posterior were your own.
 
         Raises:
-            ValueError: If the file is damaged or holds no student, if the network has another
-                architecture, or if the likelihood or forward_fn is missing.
+            ValueError: If the file is damaged or holds no student, or if the likelihood or forward_fn is missing.
+            RuntimeError: If the network has another architecture.
         """
         state = files.read(path, "student")
         record: dict[str, Any] = files.from_bytes(state.pop("student"))
         del state["torch_lla_em_version"]
-        own = {n: t.shape for n, t in state.items() if n.startswith("network.")}
-        if own != {f"network.{n}": t.shape for n, t in network.state_dict().items()}:
-            raise ValueError(
-                "The network has another architecture than the student: pass a network whose "
-                "parameters and buffers have the same names and shapes."
-            )
         error, name = StudentError.of(record.pop("error")), record["likelihood"]
         missing = {"likelihood": likelihood is None and name is None}
         missing["forward_fn"] = forward_fn is None and record["forward_fn"]
@@ -213,24 +191,20 @@ class Student(Printed, nn.Module):
         usual = compare if isinstance(likelihood, BradleyTerry) else default_forward
         record |= {"likelihood": likelihood, "forward_fn": forward_fn or usual}
         student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
+        # version 0.4 had three tensors of what calibrate keeps
+        former = [state.pop(f"reference_{name}", None) for name in ("scores", "errors", "room")]
+        state.setdefault("_extra_state", torch.empty(0, device="cpu"))
         student.load_state_dict(state)
-        return student.note(error).requires_grad_(False)
+        return student.note(error, former).requires_grad_(False)
 
     def export(
         self, x: Any, path: str | PathLike[str] | None = None, level: float | None = None
     ) -> ExportedProgram:
-        """Return the student as one program of torch operations with named outputs.
+        """Return the student as one program of torch operations with named outputs, for any number of inputs like x.
 
         They are "probs", or "expectation" and "predictive_variance"; "epistemic", "aleatoric" and
-        "ood_score"; after ``calibrate`` also "p_value". The program takes any number of examples and
-        runs without this library.
-
-        Args:
-            x (Tensor, tuple or dict): Example inputs.
-            path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
-                with .onnx for ONNX. Default None: it is not saved.
-            level (float, optional): Return "prediction_set" as well, or "lower" and "upper" of
-                ``interval(level)`` for continuous targets. It needs ``calibrate``.
+        "ood_score"; after ``calibrate`` also "p_value", and with a ``level`` "prediction_set", or "lower" and
+        "upper" of ``interval(level)``. A ``path`` that ends with .pt2 saves it for torch.export, .onnx for ONNX.
 
         Raises:
             ValueError: If the name of the file has another ending.
@@ -273,12 +247,11 @@ class Student(Printed, nn.Module):
 
     def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:
         """Return outputs, and the features of each site or example, (B, *sites, D)."""
-        seen: list[Tensor] = []
-        self._seen[get_ident()] = seen
+        self._seen[get_ident()] = []
         try:
             f = self._outputs(x)
         finally:
-            del self._seen[get_ident()]
+            seen = self._seen.pop(get_ident())
         h = torch.cat(seen, -1)  # the layer can be called several times
         if h.dim() == f.dim() and h.shape[:-1] == f.shape[:-1]:
             return f, h
@@ -299,9 +272,9 @@ class Student(Printed, nn.Module):
 
     def _batches(self, x: Any) -> Iterator[Any]:
         several = isinstance(x, (DataLoader, Dataset))
-        batches = as_loader(x) if several else [x]
         is_batch = several or isinstance(x, dict)  # which can have targets
-        return (to_device(inputs_of(b) if is_batch else b, self._device) for b in batches)
+        for batch in as_loader(x) if several else [x]:
+            yield to_device(inputs_of(batch) if is_batch else batch, self._device)
 
     def get_extra_state(self) -> Tensor:
         """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores, errors and their room."""
@@ -311,20 +284,11 @@ class Student(Printed, nn.Module):
         return torch.cat([unusual, errors, room.expand(len(unusual), 1)], 1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take what ``get_extra_state`` has returned."""
-        count = self.form.scores
+        """Take the ``state`` that ``get_extra_state`` has returned."""
         self.reference = None
         if state.dim() == 2:
-            unusual, errors, room = state.tensor_split((count, state.shape[1] - 1), 1)
+            unusual, errors, room = state.tensor_split((self.form.scores, state.shape[1] - 1), 1)
             self.reference = Scores(unusual, errors, room[0, 0])
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Take the three tensors in which version 0.4 had what ``calibrate`` keeps."""
-        state_dict.setdefault(f"{prefix}_extra_state", torch.empty(0, device="cpu"))
-        former = [state_dict.pop(f"{prefix}{name}", None) for name in _REFERENCE]
-        super()._load_from_state_dict(state_dict, prefix, *more)
-        if former[0] is not None:
-            self.reference = Scores(*former)
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = sum(p.numel() for p in self.parameters())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from math import cos, nan, pi
-from typing import Any, NamedTuple
+from math import cos, pi
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.distil.error import Agreement, Known, StudentError, rank_correlation
+from torch_lla_em.distil.error import Known, StudentError, rank_correlation
 from torch_lla_em.distil.inputs import (
     Way,
     augmented,
@@ -33,21 +33,13 @@ from torch_lla_em.runtime import check_options, report
 _HELD_OUT = 1000
 # bounds on the number of inputs that are made by default, one for each given input
 _FEWEST, _MOST = 12_000, 40_000
+# number of inputs in each step
+_BATCH = 256
 # weight of the squared error of the head, whose targets have variance 1, next to the KL
 _OF_HEAD = 0.3
 # largest step as a part of the mean size of the network's weights, and the share of all steps over
 # which it grows
 _STEP, _WARM_UP = 0.03, 0.05
-
-
-class Schedule(NamedTuple):
-    """Options of the training."""
-
-    steps: int
-    batch_size: int
-    lr: float | None
-    seed: int
-    progress_bar: bool
 
 
 def distil(
@@ -59,7 +51,6 @@ def distil(
     augment: Way | Sequence[Way] | None = None,
     num_inputs: int | None = None,
     steps: int = 3000,
-    batch_size: int = 256,
     lr: float | None = None,
     seed: int = 0,
     progress_bar: bool = True,
@@ -86,7 +77,6 @@ def distil(
         num_inputs (int, optional): Number of inputs to make. Default None: as many as are given,
             but at least 12,000 and at most 40,000.
         steps (int): Number of steps of the training. Default 3000.
-        batch_size (int): Number of inputs in each step. Default 256.
         lr (float, optional): Largest learning rate of Adam. Default None: 3 % of the root mean
             square of the network's weights.
         seed (int): Seed of all random numbers. Default 0.
@@ -105,12 +95,11 @@ def distil(
         >>> student = la.distil(x, steps=100, progress_bar=False)
         >>> probabilities = student(x)
     """
-    check_options(steps=steps, batch_size=batch_size, seed=seed, progress_bar=progress_bar)
-    check_options(num_inputs=num_inputs, lr=lr)
+    check_options(steps=steps, seed=seed, progress_bar=progress_bar, num_inputs=num_inputs, lr=lr)
     network = required(posterior, surely=True).members[0].setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():
-        x = gathered(inputs, targets, network.device)
+        x = gathered(inputs, network.device)
         total, ways = number_of(x), chosen_ways(x, augment)
         found = _untrained(posterior, network, student, rows_of(x, slice(2)))
         count = min(max(total, _FEWEST), _MOST) if num_inputs is None else num_inputs
@@ -121,13 +110,18 @@ def distil(
             [*augmented(part, -(-count * number_of(part) // total), ways, generator)]
             for part in (used, held)
         )
-        every = [used, *made], [held], made_too
-        learnt, *others = (_known(posterior, parts, progress_bar) for parts in every)
+        parts = [used, *made], [held], made_too
+        learnt, *others = (_known(posterior, trees, progress_bar) for trees in parts)
+    # half of the inputs of each step are drawn from those that were given, which are the first
+    size = min(_BATCH, len(learnt.scores))
+    among = torch.full((size,), float(len(learnt.scores)), device="cpu")
+    among[: round(0.5 * size)] = float(total - few)
+    shares = torch.rand(steps, size, generator=generator, device="cpu")
     with torch.inference_mode(False), torch.enable_grad():
-        _train(found, learnt, total - few, Schedule(steps, batch_size, lr, seed, progress_bar))
+        _train(found, learnt, (shares * among).long(), lr, progress_bar)
     with torch.no_grad():
-        held_out, at_made = (known and _agreement(found, known) for known in others)
-    found.note(StudentError(held_out, at_made))
+        own, made_error = (_error(found, known) for known in others)
+    found.note(own._replace(kl_made=made_error.kl, ood_made=made_error.ood_made))
     for words in found.error.warnings:
         report("log", words)
     return found
@@ -153,8 +147,8 @@ def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: An
     return student
 
 
-def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known | None:
-    """Return inputs with their predictions; None if there are none."""
+def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
+    """Return inputs with their predictions."""
     parts = [some for tree in inputs for some in pieces(tree)]
     found = []
     for x in tqdm(parts, "predicting", disable=not progress_bar or len(parts) < 2):
@@ -168,7 +162,7 @@ def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known | Non
                 "training; functions of augment must return finite inputs."
             )
         found.append(due)
-    return joined(found) if found else None
+    return joined(found)
 
 
 def _last_of(network: Network, some: Any, name: str) -> str:
@@ -184,11 +178,10 @@ def _last_of(network: Network, some: Any, name: str) -> str:
         ) from error
 
 
-def _train(student: Student, known: Known, given: int, schedule: Schedule) -> None:
-    """Train a student whose head is standardised in training, and returns logarithms at the end.
-
-    Half of the inputs of each step are drawn from those that were ``given``, which are the first.
-    """
+def _train(
+    student: Student, known: Known, order: Tensor, lr: float | None, progress_bar: bool
+) -> None:
+    """Train a student on the rows of each step; its head is standardised, and returns logarithms at the end."""
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
     logs = known.logarithms()
     moments = [_moments(each) for each in logs]
@@ -197,17 +190,11 @@ def _train(student: Student, known: Known, given: int, schedule: Schedule) -> No
     weights: list[Tensor] = [p for p in student.network.parameters() if p.requires_grad]
     if not weights:  # a user has frozen the network because its own training is over
         weights = [p.requires_grad_() for p in student.network.parameters()]
-    largest = _STEP * _size_of(weights) if schedule.lr is None else schedule.lr
+    largest = _STEP * _size_of(weights) if lr is None else lr
     weights += head.parameters()
     optimiser = torch.optim.Adam(weights, largest, fused=True)
-    generator = torch.Generator("cpu").manual_seed(schedule.seed)
-    total = len(known.scores)
-    among = torch.full((min(schedule.batch_size, total),), float(total), device="cpu")
-    among[: round(0.5 * len(among))] = float(given)
-    bar = tqdm(range(schedule.steps), "distilling", disable=not schedule.progress_bar)
-    for step in bar:
-        share = torch.rand(len(among), generator=generator, device="cpu")
-        rows = (share * among).long().to(mean.device)
+    bar = tqdm(order.to(mean.device), "distilling", disable=not progress_bar)
+    for step, rows in enumerate(bar):
         some = rows_of(known, rows)
         f, *found = student.heads(some.x)
         loss = some.divergence(likelihood, f, found[0] * size[:n] + mean[:n]).mean()
@@ -217,7 +204,7 @@ def _train(student: Student, known: Known, given: int, schedule: Schedule) -> No
         optimiser.zero_grad()
         loss.backward()
         clip_grad_norm_(weights, 1.0)
-        done = (step + 1) / schedule.steps  # the step length grows, then falls like a cosine
+        done = (step + 1) / len(order)  # the step length grows, then falls like a cosine
         for group in optimiser.param_groups:
             group["lr"] = largest * min(1.0, done / _WARM_UP) * 0.5 * (1 + cos(pi * done))
         optimiser.step()
@@ -247,7 +234,7 @@ def _size_of(weights: Iterable[Tensor]) -> float:
     return torch.stack(sizes or [w.detach().abs().mean() for w in weights]).median().item()
 
 
-def _agreement(student: Student, known: Known) -> Agreement:
+def _error(student: Student, known: Known) -> StudentError:
     """Compare a student with the posterior's predictions."""
     columns = []
     parts = 1 if student.likelihood.gives_probabilities else 2
@@ -257,10 +244,10 @@ def _agreement(student: Student, known: Known) -> Agreement:
         both = (each.chunk(parts, -1)[0].flatten() for each in (uncertainty, due.uncertainty))
         columns.append((kl, *both, scores))
     kl, own, theirs, scores = map(torch.cat, zip(*columns))
-    return Agreement(
-        len(kl),
+    mean, error, ranked = (
         kl.mean().item(),
-        kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else nan,
+        (kl.var(correction=0) / max(1, len(kl) - 1)).sqrt().item(),
         rank_correlation(own, theirs),
-        min(rank_correlation(*pair) for pair in zip(scores.T, known.log_scores().T)),
     )
+    least = min(rank_correlation(*pair) for pair in zip(scores.T, known.log_scores().T))
+    return StudentError(len(kl), mean, error, ranked, mean, least)

@@ -97,7 +97,7 @@ def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
     make, (channels, size, _), _, rows = NETWORKS[name]
     rows = 24 if args.tiny else rows
     x, y = cost.images(rows, channels, size)
-    options = {"tolerance": 1e-3, "curvature": "network"}
+    options = {"compute": Compute(tolerance=1e-3), "curvature": "network"}
     problem = cost.Problem(make(), x, y, 1 + 4000 * (not args.tiny) // rows, options)
     problem = problem.on(args.device)
     return problem, cost.train(problem)

@@ -8,7 +8,7 @@ K posterior samples solve (G + λ) w = λ w0 + Jᵀ S ε, at the λ of a default
 √(Σ ‖J (w - w*)‖²_H / Σ ‖J w*‖²_H), against a solution w* to 1e-5. CG solves each system by itself. SGD is that
 of the paper, with Nesterov momentum and a step for each batch of 100; its step size is the best of a grid for each
 number of epochs, and the search is not counted. "whole fit" has the passes of EM with default options and with
-``solver=BlockCG()``. Lines go to results/paper.jsonl.
+``Compute(solver=BlockCG())``. Lines go to results/paper.jsonl.
 
 Expected: 1 % by block CG after about 5 passes, by CG after 15, by SGD after 80.
 """
@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
-from torch_lla_em import SGD, BlockCG, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.solvers import DivergenceError, Operator, Product
 
 Point = tuple[float, float]
@@ -174,7 +174,9 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     descend(network, (x, y), args.epochs, optimiser, 50)
     batches, K, precision = list(zip(x.split(100), y.split(100))), args.num_samples, None
     for name, solver in {"default": None, "block CG": BlockCG()}.items():
-        la = LinearisedLaplace(network, "classification", num_samples=K, solver=solver)
+        la = LinearisedLaplace(
+            network, "classification", num_samples=K, compute=Compute(solver=solver)
+        )
         la.fit(batches, progress_bar=False)
         precision = precision or la.prior_precision.item()
         line = {"part": "whole fit", "solver": name, "passes": la.history[-1]["columns"] / K}

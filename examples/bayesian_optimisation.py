@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import LinearisedLaplace, Regression
 from torch_lla_em.integrations.botorch import LaplaceModel
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
@@ -52,9 +52,7 @@ def surrogate(x, y):
         optimiser.zero_grad()
         nn.functional.mse_loss(model(2 * x - 1), y).backward()
         optimiser.step()
-    la = LinearisedLaplace(
-        nn.Sequential(Centred(), model), "regression", num_samples=64, sigma_noise=0.3
-    )
+    la = LinearisedLaplace(nn.Sequential(Centred(), model), Regression(0.3), num_samples=64)
     return LaplaceModel(la.fit(x, y, progress_bar=False))
 
 

@@ -42,7 +42,7 @@ def trained(width, epochs):
 model = trained(20, 60)
 priors = {
     "g-prior, one precision": {},
-    "plain, one precision": {"g_prior": False},
+    "plain, one precision": {"prior": "isotropic"},
     "g-prior, layerwise": {"prior": "layerwise"},
 }
 fits = {}

@@ -128,7 +128,7 @@ path = torch.tensor(path)
 print(f"dense:   λ = {precision:.3f}, γ = {gamma:.2f}, m = {m.numpy().round(2)}, ", end="")
 print(f"bound {path[-1, 2]:.2f}")
 
-la = LinearisedLaplace(model, "bernoulli", num_samples=512, g_prior=False)
+la = LinearisedLaplace(model, "bernoulli", num_samples=512, prior="isotropic")
 la.fit(x, y, progress_bar=False)
 evidence = la.log_marginal_likelihood()
 print(f"library: λ = {la.prior_precision:.3f}, γ = {la.effective_dim:.2f}, ", end="")

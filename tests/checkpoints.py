@@ -46,9 +46,9 @@ READ = Compute(keep_data=False)  # in every pass, so that loaders can interrupt 
 
 def fit(solver, loader, folder, **options):
     name = options.pop("likelihood", "classification")
-    known = {"num_samples": 4, "solver": SOLVERS[solver], "curvature": "network"}
-    options = {**known, "compute": READ, **options}
-    options["compute"] = replace(options["compute"], checkpoint=folder)
+    options = {"num_samples": 4, "curvature": "network", "compute": READ, **options}
+    own = {"checkpoint": folder, "solver": SOLVERS[solver]}
+    options["compute"] = replace(options["compute"], **own)
     return LinearisedLaplace(tiny(name).model, name, **options).fit(loader, progress_bar=False)
 
 

@@ -34,13 +34,14 @@ from torch_lla_em.prediction import (
     compare,
     temperature_of_neighbours,
 )
-from torch_lla_em.runtime import Compute
+from torch_lla_em.runtime import Adapter, Compute
 from torch_lla_em.solvers import SGD, BlockCG, Newton
 
 __version__ = "0.4.0"
 
 __all__ = [
     "SGD",
+    "Adapter",
     "Bernoulli",
     "BlockCG",
     "BradleyTerry",

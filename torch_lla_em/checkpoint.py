@@ -224,9 +224,7 @@ class Folder:
         return tree_unflatten(leaves, form)
 
 
-def header_of(
-    model: LinearModel, options: Any, likelihood: Likelihood, temperature: float
-) -> dict[str, Any]:
+def header_of(model: LinearModel, options: Any, likelihood: Likelihood) -> dict[str, Any]:
     """Return what a checkpoint is compared with, by name."""
     layout, network = model.layout, model.network
     settings = {name: files.plain(value) for name, value in vars(options).items()}
@@ -238,8 +236,7 @@ def header_of(
         "likelihood": type(likelihood).__name__,
         "options of the likelihood": files.plain(vars(likelihood)),
         "class_dim": network.class_dim,
-        "forward_fn": files.plain(network.forward_fn),
-        "temperature": temperature,
+        "outputs": files.plain(network.forward_fn),
         "precision": network.precision,
         **settings,
     }

@@ -11,17 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.checkpoint import header_of
-from torch_lla_em.data import Data, TargetFn, Weights, paired, with_weights
+from torch_lla_em.data import Data, Weights, paired, with_weights
 from torch_lla_em.distil import distil as train_student
 from torch_lla_em.inference import (
     FitOptions,
-    Solver,
-    is_cold,
     learn,
-    learn_cold,
 )
 from torch_lla_em.jacobian import (
-    ForwardFn,
     LinearModel,
     Network,
     NetworkState,
@@ -34,7 +30,6 @@ from torch_lla_em.likelihoods import (
     LIKELIHOODS,
     BradleyTerry,
     Likelihood,
-    Regression,
     compare,
     preferred,
 )
@@ -55,6 +50,8 @@ from torch_lla_em.prediction import (
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import report
 from torch_lla_em.runtime import (
+    PRIORS,
+    Adapter,
     Compute,
     Group,
     check_choice,
@@ -68,6 +65,17 @@ logger = logging.getLogger("torch_lla_em")
 
 # the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
+
+_FORMER_OPTIONS = {
+    "g_prior": 'write prior="isotropic" for g_prior=False, and prior="g" for True',
+    "sigma_noise": "pass the likelihood Regression(sigma_noise)",
+    "tolerance": "pass compute=Compute(tolerance=...)",
+    "solver": "pass compute=Compute(solver=...)",
+    "temperature": "pass weights=1 / temperature to fit",
+    "forward_fn": "pass adapter=Adapter(outputs=...)",
+    "target_fn": "pass adapter=Adapter(targets=...)",
+}
+"""Arguments of ``LinearisedLaplace`` in earlier versions, and what replaces them."""
 
 _FORMER = {
     "checkpoint": "pass compute=Compute(checkpoint=folder) to LinearisedLaplace",
@@ -105,41 +113,32 @@ class LinearisedLaplace(Printed, nn.Module):
         model (nn.Module): The trained network, in any mode, on any device.
         likelihood (str or Likelihood): "classification" (outputs are logits), "regression",
             "bernoulli" (one logit per label), "poisson" (log rates), "heteroscedastic" (means, then
-            log variances), "reward_modeling", or a ``Likelihood`` of your own.
-        prior (str): "scalar" (default): one precision for all parameters. "layerwise": one per
-            tensor, at several times the cost; it can prune tensors.
-        g_prior (bool or str, optional): Prior standard deviation of a parameter, where s is the size
-            of its feature and m the mean size in its tensor. None (default): ‖w‖ m/s, where w are the
-            trained weights of its layer, so that the posterior is the same in all units of the targets.
-            True: 1/s. "half": √m/s. "tensor": m/s. "root": √(m/s). False: the same for all parameters.
+            log variances), "reward_modeling", or a ``Likelihood``, such as ``Regression(sigma_noise)``, or
+            one of your own.
+        prior (str): "scalar" (default): one precision for all parameters, whose prior standard deviations
+            are ‖w‖ m/s, for the trained weights w of their layer, the size s of their feature, and the mean m of s
+            in their tensor: the posterior is the same in all units of the targets. "g": 1/s, the g-prior.
+            "isotropic": the same for all parameters. "layerwise", "layerwise g" and "layerwise isotropic": one
+            precision per tensor, at several times the cost; it can prune tensors.
         num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
             (default): all that require gradients, except those of normalisation layers. Use
             "last_layer" for very large networks. Otherwise a pattern of names such as "*lora*", a
             list of patterns, or a predicate (name, parameter) -> bool.
-        sigma_noise (float or Tensor, optional): Standard deviation of the observation noise at
-            which EM starts, for regression. None (default): that of the network's residuals. A
-            tensor learns one per output. It is not learnt with ``weights``, or if ``em_steps`` is 0.
-        tolerance (float, optional): Numerical error of the samples in posterior standard deviations.
-            None (default): a quarter of their Monte Carlo error, 0.03 for 32 samples.
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
             the posterior; "linear": at the mode of the linear model; "network": at the network's
             outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
-            with the default ``prior`` and ``solver``, if memory allows; else "network".
-        solver (Solver, optional): BlockCG() or SGD(). None (default):
-            a span of directions for one prior precision if memory allows, else an iterative solver.
+            with one precision and the default solver, if memory allows; else "network".
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
-        forward_fn (callable, optional): (model, inputs) -> outputs, if model(inputs) does not work.
-        target_fn (callable, optional): batch -> targets, if they are not the last entry of a tuple
-            or the "labels" of a dict.
+        adapter (Adapter): How a batch becomes outputs and targets, if ``model(inputs)`` and (inputs, targets)
+            do not tell. Default Adapter().
         seed (int): Seed of all random numbers. Default 0.
-        temperature (float): Every example counts 1/temperature times: lower is narrower. Default 1.0.
-        compute (Compute): What a fit may use: precision, memory, time, processes, and a folder for checkpoints.
-            Default Compute().
+        compute (Compute): What a fit may use: accuracy, solver, memory, time, processes, and a folder for
+            checkpoints. Default Compute().
 
     Raises:
-        TypeError: If an argument has a type that is not allowed.
+        TypeError: If an argument has a type that is not allowed, or is one of an earlier version.
         ValueError: If an argument has a value that is not allowed.
 
     Example:
@@ -152,49 +151,40 @@ class LinearisedLaplace(Printed, nn.Module):
         model: nn.Module,
         likelihood: Task | Likelihood,
         *,
-        prior: Literal["scalar", "layerwise"] = "scalar",
-        g_prior: bool | Literal["root", "half", "tensor"] | None = None,
+        prior: str = "scalar",
         num_samples: int = 32,
         parameters: Selection = None,
-        sigma_noise: float | Tensor | None = None,
-        tolerance: float | None = None,
         curvature: Literal["variational", "linear", "network"] | None = None,
-        solver: Solver | None = None,
         class_dim: int = -1,
-        forward_fn: ForwardFn | None = None,
-        target_fn: TargetFn | None = None,
+        adapter: Adapter = Adapter(),
         seed: int = 0,
-        temperature: float = 1.0,
         compute: Compute = Compute(),
+        **former: Any,
     ):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
-        check_options(g_prior=g_prior, num_samples=num_samples, parameters=parameters, seed=seed)
-        check_options(sigma_noise=sigma_noise, tolerance=tolerance, solver=solver, compute=compute)
-        check_options(class_dim=class_dim, forward_fn=forward_fn, target_fn=target_fn)
-        check_options(temperature=temperature)
+        refuse_former("LinearisedLaplace", former, _FORMER_OPTIONS)
+        check_options(num_samples=num_samples, parameters=parameters, seed=seed, compute=compute)
+        check_options(class_dim=class_dim, adapter=adapter)
+        check_choice("prior", prior, tuple(PRIORS))
+        check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         super().__init__()
         # not a submodule: its weights are the user's, and not part of this state
         object.__setattr__(self, "model", model)
-        self._given_likelihood = _likelihood(likelihood, sigma_noise)
+        self._given_likelihood = _likelihood(likelihood)
         self._posterior: Posterior | None = None
-        check_choice("prior", prior, ("scalar", "layerwise"))
-        check_choice("curvature", curvature, (None, "network", "linear", "variational"))
-        if prior == "layerwise" and curvature == "variational":
+        if PRIORS[prior][0] and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        given = ("forward_fn", forward_fn), ("target_fn", target_fn)
-        self._given = [name for name, function in given if function is not None]
+        self._given = ["adapter"] if adapter.outputs is not None else []
         if isinstance(self._given_likelihood, BradleyTerry):
-            forward_fn, target_fn = forward_fn or compare, target_fn or preferred
-        network = Network(model, forward_fn, int(class_dim))
+            adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
+        network = Network(model, adapter.outputs, int(class_dim))
         network.use(compute.precision)
         self._parameters_asked = parameters
         self._base = _linear_model(network, parameters)
-        self.prior, self.g_prior, self.curvature = prior, g_prior, curvature
-        self.num_samples, self.seed, self.temperature = int(num_samples), int(seed), temperature
-        self.tolerance = _QUARTER * (2 * num_samples) ** -0.5 if tolerance is None else tolerance
-        self.solver, self.target_fn, self.compute = solver, target_fn, compute
+        self.prior, self.curvature, self.num_samples = prior, curvature, int(num_samples)
+        self.seed, self.adapter, self.compute = int(seed), adapter, compute
         self.trained_with = _Known()
 
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
@@ -253,6 +243,11 @@ class LinearisedLaplace(Printed, nn.Module):
         return self
 
     @property
+    def tolerance(self) -> float:
+        """The largest numerical error of the samples that is asked for, in posterior standard deviations."""
+        return self.compute.tolerance or _QUARTER * (2 * self.num_samples) ** -0.5
+
+    @property
     def _linear_model(self) -> LinearModel:
         return self._base if self._posterior is None else self._posterior.setting.linear_model
 
@@ -279,10 +274,11 @@ class LinearisedLaplace(Printed, nn.Module):
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
-            weights (Tensor, str or callable, optional): Weights of the examples: a tensor, if inputs
-                and targets are tensors; "last" if batches are (inputs, targets, weights); or a
-                function of the targets, such as ``lambda y: class_weights[y]``. Predictions and
-                ``calibrate`` use no weights. Default None: every example counts once.
+            weights (Tensor, str, callable or float, optional): Weights of the examples: a tensor, if inputs
+                and targets are tensors; "last" if batches are (inputs, targets, weights); a
+                function of the targets, such as ``lambda y: class_weights[y]``; or one number for all.
+                Predictions and ``calibrate`` use no weights, and σ of a regression is not learnt with them.
+                Default None: every example counts once.
 
         Returns:
             The posterior itself.
@@ -306,7 +302,7 @@ class LinearisedLaplace(Printed, nn.Module):
         if validation is not None and validation is not False:
             ranks = group_of(self.compute.shard).joined()
             unseen = Data(
-                validation, self._linear_model.network.device, self.target_fn, ranks
+                validation, self._linear_model.network.device, self.adapter.targets, ranks
             ).read()
         found = self._fit(data, weights, options, Run(self.compute, progress_bar, unseen))
         if unseen is not None:
@@ -323,17 +319,16 @@ class LinearisedLaplace(Printed, nn.Module):
         """Return the posterior by one scaling of the prior; this object is not changed."""
         problem = self._problem(loader, group_of(self.compute.shard).joined(), weights)
         model = problem.linear_model
-        given = self._given_likelihood, self.temperature
-        session = Session(problem, header_of(model, options, *given), run)
-        setting = Setting(model, NetworkState(model.network), self.target_fn, self.compute.shard)
+        session = Session(problem, header_of(model, options, self._given_likelihood), run)
+        state = NetworkState(model.network)
+        setting = Setting(model, state, self.adapter.targets, self.compute.shard)
         with session.running() as around:
-            state = around.finished()
-            if state is not None:
-                stored.refuse_other_network(state, model.network.module)
-                return fitted.loaded(self, state, setting)
+            known = around.finished()
+            if known is not None:
+                stored.refuse_other_network(known, model.network.module)
+                return fitted.loaded(self, known, setting)
             around.follow(around.plan(options, self.compute))
-            run_em = learn_cold if is_cold(problem, options) else learn
-            learnt = run_em(problem, options, around.watch, around.begin())
+            learnt = learn(problem, options, around.watch, around.begin())
             around.end(learnt.why)
             facts: dict[str, Any] = {"history": tuple(around.history)}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
@@ -347,11 +342,12 @@ class LinearisedLaplace(Printed, nn.Module):
 
     def _options(self, **of_fit: Any) -> FitOptions:
         """Return the options of a fit."""
-        names = "num_samples", "seed", "solver", "tolerance", "g_prior"
-        own = {name: getattr(self, name) for name in names}
-        layerwise = self.prior == "layerwise"
-        own |= {"span_memory": self.compute.span_memory, "curvature": self.curvature}
-        return FitOptions(**own, layerwise=layerwise, **of_fit)
+        own = {
+            name: getattr(self, name) for name in ("num_samples", "seed", "curvature", "tolerance")
+        }
+        own |= {name: getattr(self.compute, name) for name in ("span_memory", "solver")}
+        layerwise, scaling = PRIORS[self.prior]
+        return FitOptions(**own, layerwise=layerwise, g_prior=scaling, **of_fit)
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan`` of the time and memory of ``fit`` for these data; print it to read it.
@@ -370,7 +366,7 @@ class LinearisedLaplace(Printed, nn.Module):
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
         data, model = (
-            Data(loader, self._linear_model.network.device, self.target_fn, group, weights),
+            Data(loader, self._linear_model.network.device, self.adapter.targets, group, weights),
             self._linear_model,
         )
         if self._parameters_asked == "last_layer":
@@ -378,7 +374,7 @@ class LinearisedLaplace(Printed, nn.Module):
             network = model.network
             last = called_last(network, data.first().inputs)
             model = _linear_model(network, "last_layer", last)
-        return Problem(model, self._given_likelihood, data, self.temperature)
+        return Problem(model, self._given_likelihood, data)
 
 
 def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:
@@ -395,8 +391,8 @@ def _start(asked: float | Tensor | None, em_steps: int) -> Tensor | None:
     return torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
 
 
-def _likelihood(likelihood: Task | Likelihood, sigma_noise: float | Tensor | None) -> Likelihood:
+def _likelihood(likelihood: Task | Likelihood) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
-    return Regression(sigma_noise) if likelihood == "regression" else LIKELIHOODS[likelihood]()
+    return LIKELIHOODS[likelihood]()

@@ -3,7 +3,7 @@
     pip install "torch_lla_em[transformers]"
     python examples/recipes/language_answers.py
 
-``answers(tokenizer, ["A", "B", "C"])`` is the ``forward_fn`` of a ``LinearisedLaplace``. The targets, "labels" of a
+``answers(tokenizer, ["A", "B", "C"])`` is the outputs of an ``Adapter``. The targets, "labels" of a
 batch, are the numbers of the right answers. ``parameters="*lora*"`` selects the adapters of peft.
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torch_lla_em import Adapter
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Answers:
 
 
 def answers(tokenizer: Any, choices: Sequence[str]) -> Answers:
-    """Return the ``forward_fn`` for answers that are a single token each."""
+    """Return the outputs of an ``Adapter`` for answers that are a single token each."""
     tokens = []
     for choice in choices:
         ids = list(tokenizer(choice, add_special_tokens=False)["input_ids"])
@@ -100,7 +102,11 @@ if __name__ == "__main__":
         nn.functional.cross_entropy(forward(model, train), train["labels"]).backward()
         optimiser.step()
     la = LinearisedLaplace(
-        model, "classification", parameters="*lora*", forward_fn=forward, num_samples=8
+        model,
+        "classification",
+        parameters="*lora*",
+        adapter=Adapter(outputs=forward),
+        num_samples=8,
     )
     la.fit([train], validation=[questions(60, 3)], progress_bar=False)
     prediction = la.predict(test)

@@ -78,7 +78,7 @@ class LinearOperatorRegression(Regression):
         if expected > f[0].numel():
             raise ValueError(
                 f"There are {expected} measurements of {f[0].numel()} outputs, but at most one per "
-                'output is possible: let forward_fn return A f, with likelihood="regression".'
+                'output is possible: let the outputs of an Adapter be A f, with likelihood="regression".'
             )
         if y.is_complex() or not y.isfinite().all():
             raise ValueError("The measurements are complex, NaN or infinite: pass real numbers.")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace, Newton
+from torch_lla_em import Adapter, Compute, LinearisedLaplace, Newton, Regression
 
 
 def network(outputs=3):
@@ -63,9 +63,15 @@ def test_bad_data_are_refused(case):
 def test_infinite_outputs_name_the_batch():
     far = torch.full((5, 2), 1e38)
     with pytest.raises((ValueError, FloatingPointError), match="batch 0"):
-        fit("regression", [(1e38 * torch.sign(X), REAL)], 1, parameters=["2.*"], forward_fn=_exp)
+        fit(
+            "regression",
+            [(1e38 * torch.sign(X), REAL)],
+            1,
+            parameters=["2.*"],
+            adapter=Adapter(_exp),
+        )
     with pytest.raises(FloatingPointError, match="batch 0 to 1"):
-        fit("regression", [(X, REAL), (far, REAL[:5])], 1, forward_fn=_exp)
+        fit("regression", [(X, REAL), (far, REAL[:5])], 1, adapter=Adapter(_exp))
 
 
 def _exp(model, x):
@@ -75,16 +81,14 @@ def _exp(model, x):
 HOW_TO_CHOOSE = "a list of them .names from model.named_parameters"
 OPTIONS = {
     "half a sample": ({"num_samples": 2.5}, "num_samples must be a whole number"),
-    "a name for a solver": ({"solver": "cg"}, "solver must be None, or BlockCG"),
-    "a solver of modes": ({"solver": Newton()}, "solver must be None, or BlockCG"),
     "a dict for Compute": ({"compute": {}}, "a Compute object"),
-    "no target_fn": ({"target_fn": "y"}, "a function batch -> targets"),
+    "no adapter": ({"adapter": _exp}, "an Adapter object"),
     "parameters themselves": ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
-    "word for g_prior": ({"g_prior": "no"}, "g_prior must be None, or True, False"),
+    "former scaling": ({"g_prior": False}, 'write prior="isotropic"'),
+    "former noise": ({"sigma_noise": 1.0}, r"pass the likelihood Regression\(sigma_noise\)"),
     "class_dim": ({"class_dim": None}, "the axis of the outputs"),
-    "nan tolerance": ({"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
-    "nan temperature": ({"temperature": float("nan")}, "temperature must be a positive number"),
-    "negative noise": ({"sigma_noise": -1.0}, "sigma_noise"),
+    "former temperature": ({"temperature": 0.5}, "pass weights=1 / temperature to fit"),
+    "unknown": ({"num_sample": 3}, "unexpected keyword argument 'num_sample'"),
     "no likelihood": ({"likelihood": "softmax"}, "choose one of"),
     "prior": ({"prior": "kron"}, "scalar"),
 }
@@ -95,6 +99,25 @@ def test_bad_options_are_refused(case):
     options, message = OPTIONS[case]
     with pytest.raises((TypeError, ValueError), match=message):
         LinearisedLaplace(network(), **{"likelihood": "classification", **options})
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (Compute, {"solver": "cg"}, "solver must be None, or BlockCG"),
+        (Compute, {"solver": Newton()}, "solver must be None, or BlockCG"),
+        (Compute, {"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
+        (Compute, {"tolerance": 0.0}, "tolerance"),
+        (Adapter, {"outputs": 3}, "a function .model, inputs. -> outputs"),
+        (Adapter, {"targets": "y"}, "a function batch -> targets"),
+        (Regression, {"sigma_noise": 1 + 1j}, "a positive real number"),
+        (Regression, {"sigma_noise": float("nan")}, "a positive real number"),
+        (Regression, {"sigma_noise": -1.0}, "sigma_noise"),
+    ],
+)
+def test_bad_options_of_objects_are_refused(kind, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kind(**options)
 
 
 def test_integers_of_numpy_are_integers(tmp_path):
@@ -153,9 +176,9 @@ UNUSABLE = {
     "lists": ((X.tolist(), LABELS.tolist()), TypeError, r"pass torch.tensor\(x\)"),
     "a table": ((FRAME, LABELS), TypeError, "to_numpy"),
     "no targets": (([(X, None)],), TypeError, "targets are a NoneType"),
-    "inputs alone": (([X],), TypeError, r"construct the posterior with target_fn=.* fit\(x, y\)"),
+    "inputs alone": (([X],), TypeError, r"construct the posterior with adapter=.* fit\(x, y\)"),
     "words as targets": ((X, ["cat"] * 10), TypeError, "class indices"),
-    "weights": (([(X, LABELS, torch.ones(10))],), TypeError, r"target_fn=lambda batch: batch\[1\]"),
+    "weights": (([(X, LABELS, torch.ones(10))],), TypeError, r"lambda batch: batch\[1\]"),
     "used up": ((), ValueError, "make the loader re-iterable"),
     "one-hot": ((X, nn.functional.one_hot(LABELS)), ValueError, r"y.argmax\(-1\)"),
     "one-hot floats": ((X, nn.functional.one_hot(LABELS).float()), TypeError, r"y.argmax\(-1\)"),
@@ -179,7 +202,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_networks_of_one_collection_need_a_forward_fn(kind):
+def test_networks_of_one_collection_need_an_adapter(kind):
     make, message = WHOLE[kind]
 
     class Joined(nn.Module):
@@ -191,11 +214,9 @@ def test_networks_of_one_collection_need_a_forward_fn(kind):
             return self.inner(torch.cat(list(parts.values() if kind == "a dict" else parts), 1))
 
     x, options = make((X[:, :1], X[:, 1:])), {"num_samples": 2}
-    with pytest.raises(
-        TypeError, match=f"{message}.*forward_fn=lambda model, inputs: model.inputs"
-    ):
+    with pytest.raises(TypeError, match=f"{message}.*lambda model, inputs: model.inputs"):
         LinearisedLaplace(Joined(), "classification", **options).fit([(x, LABELS)])
-    options["forward_fn"] = lambda model, inputs: model(inputs)
+    options["adapter"] = Adapter(lambda model, inputs: model(inputs))
     la = LinearisedLaplace(Joined(), "classification", **options).fit([(x, LABELS)])
     assert_close(la(x), fit("classification", [(X, LABELS)], em_steps=20)(X))
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Adapter, LinearisedLaplace
 from torch_lla_em.data import Data, Identity, next_tokens
 from torch_lla_em.runtime import Group
 
@@ -78,16 +78,19 @@ FORMS = {
     "three": (lambda x, y: (x, torch.zeros_like(x), y), {}),
     "numpy": (lambda x, y: (x.numpy(), y.numpy()), {}),
     "dict": (lambda x, y: {"image": x, "labels": y}, {}),
-    "other keys": (lambda x, y: {"image": x, "label": y}, {"target_fn": lambda b: b["label"]}),
-    "label first": (lambda x, y: (y, x), {"target_fn": lambda b: b[0]}),
+    "other keys": (
+        lambda x, y: {"image": x, "label": y},
+        {"adapter": Adapter(targets=lambda b: b["label"])},
+    ),
+    "label first": (lambda x, y: (y, x), {"adapter": Adapter(targets=lambda b: b[0])}),
     "one-hot": (
         lambda x, y: (x, functional.one_hot(y, 3)),
-        {"target_fn": lambda b: b[1].argmax(1)},
+        {"adapter": Adapter(targets=lambda b: b[1].argmax(1))},
     ),
     "UserDict": (lambda x, y: UserDict(image=x, labels=y), {}),
     "namedtuple": (Pair, {}),
-    "namedtuple by name": (Pair, {"forward_fn": image_of, "target_fn": lambda b: b.label}),
-    "dataclass": (Sample, {"forward_fn": image_of, "target_fn": lambda b: b.label}),
+    "namedtuple by name": (Pair, {"adapter": Adapter(outputs=image_of, targets=lambda b: b.label)}),
+    "dataclass": (Sample, {"adapter": Adapter(outputs=image_of, targets=lambda b: b.label)}),
 }
 
 
@@ -131,7 +134,7 @@ def test_inputs_that_are_no_rows_of_tensors():
         return model(torch.tensor([words[s] for s in sentences], dtype=torch.float64))
 
     y = torch.arange(40) % 2
-    la = fitted([(["good", "bad"] * 20, y)], forward_fn=read)
+    la = fitted([(["good", "bad"] * 20, y)], adapter=Adapter(outputs=read))
     assert la.num_data == 40 and la(["good"]).shape == (1, 3)
     pieces = [torch.randn(2 + n % 3, 1) for n in range(40)]
     packed = nn.utils.rnn.pack_sequence(pieces, enforce_sorted=False)
@@ -218,9 +221,9 @@ def test_datasets_and_pairs_are_loaders():
         ((b for b in []), ValueError, "exhausted"),
         ([], ValueError, "empty"),
         ([(torch.zeros(0, 2), torch.zeros(0))], ValueError, "empty"),
-        ([torch.zeros(3)], TypeError, "No targets.*target_fn"),
+        ([torch.zeros(3)], TypeError, "No targets.*Adapter"),
         ([torch.zeros(3, 2), torch.zeros(2)], TypeError, "No targets"),
-        ([{"x": torch.zeros(3)}], TypeError, "target_fn"),
+        ([{"x": torch.zeros(3)}], TypeError, "Adapter"),
         ([(torch.zeros(3), torch.zeros(2))], ValueError, "3 inputs but 2 targets"),
     ],
 )

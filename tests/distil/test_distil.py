@@ -14,6 +14,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 from torch.testing import assert_close
 
 from torch_lla_em import (
+    Adapter,
     BradleyTerry,
     HeteroscedasticRegression,
     LaplaceEnsemble,
@@ -443,7 +444,7 @@ def test_files_that_do_not_fit(regressed, tmp_path):
     la.save(path["posterior"])
     ensemble = LaplaceEnsemble([la, la])
     ensemble.save(path["ensemble"])
-    halved = fitted(forward_fn=half)[1].distil(case.x, **QUICK)
+    halved = fitted(adapter=Adapter(outputs=half))[1].distil(case.x, **QUICK)
     halved.save(path["half"])
     load, other = LinearisedLaplace.load, small(3).double()
     for words, use in {

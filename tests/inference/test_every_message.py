@@ -54,7 +54,7 @@ def test_no_message_in_the_source_is_long():
     assert not {place: len(words) for place, words in found.items() if len(words) > MOST}
 
 
-NAMES = """untrained|untrained regression|overfitted|without noise|cold|random labels|no memory|few passes|stagnates
+NAMES = """untrained|untrained regression|overfitted|without noise|random labels|no memory|few passes|stagnates
 few steps|no time|no prior|wide""".replace("\n", "|").split("|")
 
 
@@ -75,7 +75,6 @@ def odd():
         "untrained regression": (net(1), "regression", x, 9 + real, {}, {}),
         "overfitted": (overfitted, "regression", x, real, {}, {}),
         "without noise": (nn.Linear(3, 1), "regression", x, x[:, :1] + 7, {}, {}),
-        "cold": (overfitted, "regression", x, x[:, :1], {"temperature": 0.5}, {}),
         "random labels": (fitted, "classification", x, random, {}, {}),
         "no memory": (
             fitted,
@@ -85,13 +84,20 @@ def odd():
             {"compute": Compute(span_memory=1000)},
             {},
         ),
-        "few passes": (fitted, "classification", x, label, {"solver": BlockCG(max_passes=1)}, {}),
+        "few passes": (
+            fitted,
+            "classification",
+            x,
+            label,
+            {"compute": Compute(solver=BlockCG(max_passes=1))},
+            {},
+        ),
         "stagnates": (
             fitted,
             "classification",
             x,
             label,
-            {"solver": BlockCG(), "tolerance": 1e-9},
+            {"compute": Compute(solver=BlockCG(), tolerance=1e-9)},
             {},
         ),
         "few steps": (fitted, "classification", x, label, {}, {"em_steps": 1}),

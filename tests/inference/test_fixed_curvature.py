@@ -8,7 +8,7 @@ from tiny import basis_noise, fitted, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, LinearisedLaplace, Regression
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace, Regression
 from torch_lla_em.inference.quadrature import Spectrum, log_dets, log_evidences
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
@@ -111,7 +111,12 @@ def test_examples_of_several_shapes_take_solves(caplog):
 def test_an_effective_dimension_far_below_one_is_not_lost_to_rounding(precision, solver):
     case = tiny("classification")
     dense = case.exact()
-    options = {"num_samples": 64, "g_prior": False, "curvature": "network", "solver": solver}
+    options = {
+        "num_samples": 64,
+        "prior": "isotropic",
+        "curvature": "network",
+        "compute": Compute(solver=solver),
+    }
     fit = {"em_steps": 0, "prior_precision": precision}
     _, la = fitted(loader=[(case.x.float(), case.y)], model=case.model.float(), **fit, **options)
     truth = dense.effective_dims(torch.tensor(precision).double()).sum().item()
@@ -127,7 +132,11 @@ def test_fits_by_a_solver_compute_the_evidence_when_asked(name, curvature):
     found = []
     for own in (solver, None):
         la = LinearisedLaplace(
-            case.model, name, num_samples=8, curvature=curvature, solver=own, tolerance=1e-6
+            case.model,
+            name,
+            num_samples=8,
+            curvature=curvature,
+            compute=Compute(solver=own, tolerance=1e-6),
         ).fit(case.x, case.y, **how)
         found.append(la)
     by_solver, by_span = found

@@ -8,7 +8,7 @@ from tiny import draw
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import LinearisedLaplace, Regression
 
 TARGETS = {
     "regression": lambda f: f + 0.1 * draw(*f.shape, seed=3),
@@ -59,10 +59,8 @@ def test_the_last_layer_has_learnt_another_unit(unit, sigma):
     other = copy.deepcopy(model)
     other[2].weight.data *= unit
     other[2].bias.data *= unit
-    known = fit_of(model, "regression", x, y, sigma_noise=sigma)
-    found = fit_of(
-        other, "regression", x, unit * y, sigma_noise=None if sigma is None else unit * sigma
-    )
+    known = fit_of(model, Regression(sigma), x, y)
+    found = fit_of(other, Regression(None if sigma is None else unit * sigma), x, unit * y)
     assert_close(found[0].prior_precision, known[0].prior_precision, rtol=1e-4, atol=0)
     assert_close(found[0].sigma_noise / unit, known[0].sigma_noise, rtol=1e-4, atol=0)
     for value, expected in zip(found[1:], known[1:]):

@@ -7,7 +7,7 @@ from direct import Direct
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace, Regression
 
 NOISE = 0.4
 
@@ -43,7 +43,8 @@ def in_units(unit, dtype, outputs=1, sigma_noise=None, weighted=False, em_steps=
     unit = torch.as_tensor(unit, dtype=torch.float64)
     model, x, y = InUnits(model, unit).to(dtype), x.to(dtype), (unit * y).to(dtype)
     sigma = None if sigma_noise is None else (unit * sigma_noise).squeeze()
-    la = LinearisedLaplace(model, "regression", sigma_noise=sigma, num_samples=8, **options)
+    options = {"likelihood": Regression(sigma), **options}
+    la = LinearisedLaplace(model, num_samples=8, **options)
     fit = {"weights": torch.ones(100) if weighted else None, "em_steps": em_steps}
     la.fit(x, y, progress_bar=False, **fit)
     mean, variance = la(x)
@@ -53,17 +54,15 @@ def in_units(unit, dtype, outputs=1, sigma_noise=None, weighted=False, em_steps=
 
 KINDS = {
     "default": {},
-    "plain prior": {"g_prior": False},
+    "plain prior": {"prior": "isotropic"},
     "linear": {"curvature": "linear"},
     "krylov": {"compute": Compute(span_memory=1e6)},
-    "cg": {"solver": BlockCG()},
-    "function space": {"solver": Direct()},
+    "cg": {"compute": Compute(solver=BlockCG())},
+    "function space": {"compute": Compute(solver=Direct())},
     # later the precision of a tensor without effect grows to its bound, where rounding decides
-    "layerwise": {"prior": "layerwise", "em_steps": 8, "solver": Direct()},
+    "layerwise": {"prior": "layerwise", "em_steps": 8, "compute": Compute(solver=Direct())},
     "sigma": {"sigma_noise": 0.1},
     "weights": {"sigma_noise": 0.1, "weighted": True},
-    "temperature": {"temperature": 0.5},
-    "temperature and sigma": {"sigma_noise": 0.1, "temperature": 0.5},
 }
 SHARP = [("default", 1e5, torch.float32), ("weights", 1e4, torch.float64)]
 UNITS = (1e-6, torch.float32), (30.0, torch.float64), (1e7, torch.float32)
@@ -113,7 +112,10 @@ SHARP_SHIFTS = [("default", 1e6, torch.float64), ("weights", 1e2, torch.float32)
 
 @pytest.mark.parametrize(("kind", "shift", "dtype"), daily(*SHARP_SHIFTS, rest=SHIFTS))
 def test_results_do_not_depend_on_the_mean_of_the_targets(kind, shift, dtype):
-    found, known = shifted(shift, dtype, **KINDS[kind]), shifted(0.0, **KINDS[kind])
+    options = dict(KINDS[kind])
+    if "sigma_noise" in options:
+        options["likelihood"] = Regression(options.pop("sigma_noise"))
+    found, known = shifted(shift, dtype, **options), shifted(0.0, **options)
     for value, expected in zip(found, known):
         assert_close(value, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
@@ -123,7 +125,10 @@ def test_every_output_has_its_own_mean_also_when_loaded(kind, tmp_path):
     options = {"outputs": 2, "likelihood": kind}
     if kind == "a noise per output":  # random probes are drawn again when σ changes
         sigma = torch.tensor([0.1, 0.2]).double()
-        options |= {"likelihood": "regression", "sigma_noise": sigma, "tolerance": 1e-4}
+        options |= {
+            "likelihood": Regression(sigma),
+            "compute": Compute(tolerance=1e-4),
+        }
         options |= {"em_steps": 4}
     known = shifted(0.0, **options)
     found = shifted([-1e3, 20.0], save=tmp_path / "la.pt", **options)
@@ -134,7 +139,7 @@ def test_every_output_has_its_own_mean_also_when_loaded(kind, tmp_path):
 def test_the_constant_of_the_linear_model_is_the_weighted_mean_of_the_targets():
     model, x, y = trained()
     weights = torch.linspace(0.0, 2.0, 100).double()
-    la = LinearisedLaplace(model, "regression", sigma_noise=0.1, num_samples=2)
+    la = LinearisedLaplace(model, Regression(0.1), num_samples=2)
     la.fit(x, y + 5, weights=weights, progress_bar=False, prior_precision=1e15, em_steps=0)
     mean = la.predict(x[:1], mean="linear").mean.item()
     assert mean == pytest.approx(5 + (weights * y[:, 0]).sum().item() / 100, abs=1e-6)
@@ -143,7 +148,7 @@ def test_the_constant_of_the_linear_model_is_the_weighted_mean_of_the_targets():
 def test_few_targets_have_no_mean_of_their_own():
     torch.manual_seed(0)
     model, x, y = nn.Linear(2, 40), torch.randn(4, 2), torch.randn(4, 40)
-    la = LinearisedLaplace(model, "regression", sigma_noise=1.0, num_samples=2)
+    la = LinearisedLaplace(model, Regression(1.0), num_samples=2)
     la.fit(x, y, prior_precision=1e8, progress_bar=False, em_steps=0)
     assert la.predict(x, mean="linear").mean.abs().max() < 1e-3
 
@@ -161,7 +166,7 @@ def test_outputs_may_have_different_units(dtype):
 def test_a_prior_that_is_too_narrow_counts_as_converged_only_without_signal():
     model, x, y = trained()
     options = {"prior_precision": 1e11, "progress_bar": False, "em_steps": 2}
-    la = LinearisedLaplace(model, "regression", sigma_noise=0.1, num_samples=8)
+    la = LinearisedLaplace(model, Regression(0.1), num_samples=8)
     la.fit(x, y, weights=torch.ones(100), **options)
     assert la.effective_dim < 1e-2
     assert "not converged after 2 EM steps" in "".join(la.messages)
@@ -191,16 +196,16 @@ def scaled(scale, dtype, outputs=1, offset=0.0):
     return model.to(dtype), x.to(dtype), y.to(dtype)
 
 
-def learnt(model, x, y, **options):
-    la = LinearisedLaplace(model, "regression", **options).fit(x, y, progress_bar=False)
-    return la.sigma_noise
+def learnt(model, x, y, sigma=None, **options):
+    options = {"likelihood": Regression(sigma), **options}
+    return LinearisedLaplace(model, **options).fit(x, y, progress_bar=False).sigma_noise
 
 
 OPTIONS = (
     {},
-    {"solver": BlockCG()},
-    {"sigma_noise": 1.0},
-    {"g_prior": False},
+    {"compute": Compute(solver=BlockCG())},
+    {"sigma": 1.0},
+    {"prior": "isotropic"},
     {"prior": "layerwise"},
 )
 SCALES = (1e-6, torch.float32), (5e-4, torch.float64), (1e6, torch.float32)
@@ -217,7 +222,7 @@ def test_sigma_follows_the_scale_of_the_targets(scale, dtype, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_sigma_of_every_output_follows_its_scale(scale, dtype):
-    sigma = learnt(*scaled(scale, dtype, outputs=2), sigma_noise=torch.ones(2))
+    sigma = learnt(*scaled(scale, dtype, outputs=2), sigma=torch.ones(2))
     assert ((sigma / scale / NOISE - 1).abs() < 5 / 800**0.5).all()
 
 

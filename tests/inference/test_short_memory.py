@@ -8,7 +8,7 @@ from models import trained
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.inference.expectations import COPIES
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
@@ -49,8 +49,8 @@ def fit(monkeypatch):
 
 
 def test_fewer_directions_find_the_same_posterior(fit):
-    whole, expected = fit(10_000, tolerance=0.01)
-    la, found = fit(5 * K + 5, tolerance=0.01)
+    whole, expected = fit(10_000, compute=Compute(tolerance=0.01))
+    la, found = fit(5 * K + 5, compute=Compute(tolerance=0.01))
     assert whole.restarts == 0 < la.restarts and not la.messages[1:]
     assert len(la.w_samples) == K and la.mean == "linear"
     log_ratio = (la.prior_precision / whole.prior_precision).log().abs()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em import Classification, Compute, LinearisedLaplace
 from torch_lla_em.data import Batch
 from torch_lla_em.problem import sites
 from torch_lla_em.problem.sites import Sites
@@ -44,7 +44,12 @@ def in_rows(model, x, y):
 
 def fit(model, x, y, **options):
     la = LinearisedLaplace(
-        model, Classification(), num_samples=6, g_prior=False, tolerance=0.02, **options
+        model,
+        Classification(),
+        num_samples=6,
+        prior="isotropic",
+        compute=Compute(tolerance=0.02),
+        **options,
     )
     return la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False)
 

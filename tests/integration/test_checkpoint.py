@@ -20,7 +20,7 @@ from tiny import tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import SGD, Adapter, BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
 from torch_lla_em.inference.quadrature import Spectrum
@@ -32,13 +32,12 @@ CASES = {
     "krylov": ("classification", {}),
     "krylov, regression": ("regression", {}),
     "linear": ("classification", {"curvature": "linear"}),
-    "cold": ("regression", {"temperature": 0.5}),
     "no room for a span": ("classification", {"compute": replace(READ, span_memory=2000)}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
     "cg, a noise per output": ("regression", {"sigma_noise": NOISES}),
-    "block CG": ("classification", {"solver": BlockCG()}),
-    "function space": ("classification", {"solver": Direct()}),
-    "sgd": ("classification", {"solver": SGD(epochs=3), "tolerance": 9.0}),
+    "block CG": ("classification", {"compute": Compute(solver=BlockCG())}),
+    "function space": ("classification", {"compute": Compute(solver=Direct())}),
+    "sgd": ("classification", {"compute": Compute(solver=SGD(epochs=3), tolerance=9.0)}),
 }
 
 
@@ -157,7 +156,12 @@ def test_other_data_and_settings_are_refused_by_name(finished, whole, tmp_path):
         ([(case.x + torch.eye(2)[0], case.y)], "krylov", {}, "belongs to other data"),
         (loader, "krylov", {"seed": 1}, "its seed is '0', but here it is '1'"),
         (loader, "cg", {}, "its solver"),
-        (loader, "krylov", {"forward_fn": lambda model, x: model(2 * x)}, "its forward_fn"),
+        (
+            loader,
+            "krylov",
+            {"adapter": Adapter(outputs=lambda model, x: model(2 * x))},
+            "its outputs",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             fit(solver, data, tmp_path, **options)

@@ -70,7 +70,9 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
 
 def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeypatch, caplog):
     x, y, model = torch.randn(64, 20), torch.arange(64) % 3, network(20, 1500, 30)
-    la = LinearisedLaplace(model, "classification", num_samples=8, solver=BlockCG())
+    la = LinearisedLaplace(
+        model, "classification", num_samples=8, compute=Compute(solver=BlockCG())
+    )
     plan, logged, draws = la.plan(x, y), [], Problem.noise_features
 
     def noted(self, *args, **options):
@@ -141,8 +143,12 @@ def test_ranks_share_a_device_and_keep_neither_batches_nor_factors(monkeypatch):
 @pytest.mark.parametrize("length", [True, False])
 def test_the_bar_shows_the_stage_and_the_time_that_is_left(curvature, length, capsys, monkeypatch):
     monkeypatch.setattr("torch_lla_em.session._SECONDS_BETWEEN_UPDATES", 0.0)
-    case, compute = tiny("classification"), Compute(keep_data=False, rows=5)
-    options = {"curvature": curvature, "compute": compute, "tolerance": 1e-4, "num_samples": 4}
+    case, compute = tiny("classification"), Compute(keep_data=False, rows=5, tolerance=1e-4)
+    options = {
+        "curvature": curvature,
+        "compute": compute,
+        "num_samples": 4,
+    }
     la = LinearisedLaplace(case.model, "classification", **options)
     loader = list(zip(case.x.split(5), case.y.split(5)))
     whole = la.fit(loader, progress_bar=False).w_samples
@@ -177,7 +183,7 @@ def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():
 @pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
 def test_pieces_change_nothing(name, means):
     # s² of the g-prior is an average over groups of rows, whose size is one of the means
-    data, options = batches(tiny(name)), {"g_prior": "rows" not in means}
+    data, options = batches(tiny(name)), {"prior": "isotropic" if "rows" in means else "g"}
     _, whole = fitted(name, data, **options)
     _, parts = fitted(name, data, compute=Compute(**means), **options)
     assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
@@ -200,14 +206,14 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:The prior precision reached")  # of a tensor that is pruned
-@pytest.mark.parametrize("prior", daily("scalar", rest=["layerwise"]))
+@pytest.mark.parametrize("prior", daily("isotropic", rest=["layerwise isotropic"]))
 def test_bfloat16_products_log_their_error(prior, caplog):
     caplog.set_level(logging.INFO)
     fits, x = [], images()[0][0]
     for precision in ("float32", "bfloat16"):
         # squared features without factors, as in bfloat16, have a Monte Carlo error of their own
         means = {"compute": Compute(precision=precision), "prior": prior, "num_samples": 16}
-        la = LinearisedLaplace(small_cnn(), "classification", g_prior=False, **means)
+        la = LinearisedLaplace(small_cnn(), "classification", **means)
         fits.append(la.fit(images(), progress_bar=False))
     error = fits[1]._linear_model.precision_error
     assert 1e-4 < error < 0.05 and "In bfloat16, the relative error of J w" in caplog.text
@@ -307,7 +313,7 @@ KINDS = {
     "variational": ("classification", {}),
     "fixed": ("classification", {"curvature": "network"}),
     "noise": ("regression", {}),
-    "solves": ("classification", {"solver": BlockCG()}),
+    "solves": ("classification", {"compute": Compute(solver=BlockCG())}),
     "linear": ("classification", {"curvature": "linear"}),
 }
 

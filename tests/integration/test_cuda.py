@@ -35,8 +35,14 @@ GPU, K = torch.device("cuda"), 16
 
 
 def fit(model, likelihood, data, em_steps=3, folder=None, **options):
-    options = {"num_samples": 3, "tolerance": 1e-4, "compute": Compute(), **options}
-    options["compute"] = replace(options["compute"], checkpoint=folder)
+    options = {
+        "num_samples": 3,
+        "compute": Compute(tolerance=1e-4),
+        **options,
+    }
+    given = options["compute"]
+    tolerance = given.tolerance or (1e-4 if folder is None else None)
+    options["compute"] = replace(given, checkpoint=folder, tolerance=tolerance)
     la = LinearisedLaplace(model, likelihood, **options)
     start = {"progress_bar": False, "em_steps": em_steps}
     return la.fit(data, **start, **({} if em_steps else {"prior_precision": 3.0}))
@@ -109,19 +115,18 @@ CASES = {
     **{name: {"name": name} for name in LIKELIHOODS},
     "layerwise": {"prior": "layerwise"},
     "layerwise, a noise per output": {"name": "regression per output", "prior": "layerwise"},
-    "plain prior": {"g_prior": False},
-    "block CG": {"solver": BlockCG()},
-    "SGD": {"solver": SGD(epochs=8, tolerance=0.5), "tolerance": 0.5},
+    "plain prior": {"prior": "isotropic"},
+    "block CG": {"compute": Compute(solver=BlockCG())},
+    "SGD": {"compute": Compute(solver=SGD(epochs=8, tolerance=0.5), tolerance=0.5)},
     "linear curvature": {"curvature": "linear"},
     "variational curvature": {"curvature": "variational"},
     "last layer": {"parameters": "last_layer"},
-    "tempered": {"temperature": 0.3},
     "vectors on the CPU": {"compute": Compute(vectors="cpu")},
     "one column, five rows at once": {"compute": Compute(columns=1, rows=5)},
     "data from the loader": {"compute": Compute(keep_data=False)},
     **{make.__name__: {"name": make, "curvature": "network"} for make in OWN},
 }  # fmt: skip
-CASES["predicted_noise"] |= {"em_steps": 1, "tolerance": 0.1}
+CASES["predicted_noise"] |= {"em_steps": 1, "compute": Compute(tolerance=0.1)}
 LOOSE = {name: {"rtol": 1e-3, "atol": 1e-4} for name in ("SGD", "predicted_noise")}
 # over a complete span the iteration ends within 2e-3 of its fixed point
 LOOSE["poisson"] = {"rtol": 1e-3, "atol": 2e-3}
@@ -176,7 +181,10 @@ def test_predictions_equal_those_of_the_cpu(tmp_path):
 @pytest.mark.parametrize("curvature", ["variational", "network"])
 def test_a_fit_continues_on_another_device(curvature, tmp_path):
     case = tiny("classification")
-    options = {"curvature": curvature, "loader": [(case.x, case.y)], "tolerance": None}
+    options = {
+        "curvature": curvature,
+        "loader": [(case.x, case.y)],
+    }
     for start, end in (("cpu", GPU), (GPU, "cpu")):
         folder = tmp_path / str(start)
         with pytest.raises(InterruptedError), dying_after(2):
@@ -198,11 +206,11 @@ def test_recurrent_networks_predict_after_a_move(kind, tmp_path):
 
     x, loose = draw(12, 4, 2).float(), {"rtol": 1e-3, "atol": 1e-4}
     data = [(x, torch.arange(12) % 2)]
-    here = fit(made(), "classification", data, tolerance=0.1)
+    here = fit(made(), "classification", data, compute=Compute(tolerance=0.1))
     expected = here(x)
     here.save(tmp_path / "la.pt")
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", made().cuda())
-    there = fit(made().cuda(), "classification", data, tolerance=0.1)
+    there = fit(made().cuda(), "classification", data, compute=Compute(tolerance=0.1))
     for la in (loaded, here.cuda(), there):
         the_same(la(x.cuda()), expected, **loose)
 
@@ -248,7 +256,7 @@ def test_a_restart_with_an_order_drawn_on_a_gpu_equals_the_unbroken_fit(tmp_path
         case = tiny("classification")
         loader = DataLoader(list(zip(case.x, case.y)), sampler=Permuted(), batch_size=5)
         options = {"curvature": "network", "compute": Compute(keep_data=False)}
-        return of_tiny("cpu", loader, em_steps=2, folder=folder, tolerance=None, **options)
+        return of_tiny("cpu", loader, em_steps=2, folder=folder, **options)
 
     whole, (la, deaths) = run(None), until_done(lambda: run(tmp_path))
     assert deaths > 1
@@ -290,7 +298,12 @@ def test_products_in_bfloat16():
     las, compute = [], Compute(precision="bfloat16")
     for device in ("cpu", GPU):
         case = tiny("classification")
-        options = {"em_steps": 0, "tolerance": 0.3, "curvature": "network", "g_prior": True}
+        options = {
+            "em_steps": 0,
+            "compute": Compute(tolerance=0.3),
+            "curvature": "network",
+            "prior": "g",
+        }
         data = [(case.x.float(), case.y)]
         model = case.model.float().to(device)
         las.append(fit(model, "classification", data, compute=compute, **options))
@@ -319,7 +332,7 @@ def test_tf32_is_off_unless_requested():
 def test_a_small_share_of_the_memory_suffices(caplog):
     caplog.set_level(logging.WARNING)
     # without a Krylov basis, whose size follows from the free memory that the driver reports
-    options = {"tolerance": 5e-3, "solver": BlockCG()}
+    options = {"compute": Compute(solver=BlockCG(), tolerance=5e-3)}
     width = 3000 if simulated_gpu.absent else 300
     whole = fixed(wide(width).cuda(), rows(1000), **options).w_samples.cpu()
     gc.collect()
@@ -340,10 +353,10 @@ def test_a_small_share_of_the_memory_suffices(caplog):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_out_of_memory_once_changes_nothing(count, simulated):
-    whole, model = fixed(wide(), rows(), tolerance=1e-2), wide().cuda()
+    whole, model = fixed(wide(), rows(), compute=Compute(tolerance=1e-2)), wide().cuda()
     torch.cuda.empty_cache()
     simulated.fail_at_malloc(count)
-    short = fixed(model, rows(), tolerance=1e-2)
+    short = fixed(model, rows(), compute=Compute(tolerance=1e-2))
     assert not simulated.fail_at_malloc(0)
     assert_close(short.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
 

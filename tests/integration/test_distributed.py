@@ -61,7 +61,7 @@ def weighted(case):
     return list(zip(case.x.split(7), case.y.split(7), w.split(7)))
 
 
-CG, SPACE = {"solver": BlockCG()}, {"solver": Direct()}
+CG, SPACE = {"compute": Compute(solver=BlockCG())}, {"compute": Compute(solver=Direct())}
 VARIATIONAL, LAST = {"curvature": "variational"}, {"parameters": "last_layer"}
 SITES = {"class_dim": 1, "model": of_sites(), **VARIATIONAL}
 # name: (likelihood, loader, options of the posterior and of the fit)
@@ -69,7 +69,7 @@ CASES = {
     "krylov": ("classification", batches, {}),
     "krylov, linear curvature": ("classification", batches, {"curvature": "linear"}),
     "krylov, regression": ("regression", batches, {}),
-    "krylov, poisson": ("poisson", in_order, {"g_prior": False}),
+    "krylov, poisson": ("poisson", in_order, {"prior": "isotropic"}),
     "krylov, bernoulli": ("bernoulli", batches, {}),
     "variational": ("classification", batches, VARIATIONAL),
     "variational, one batch": ("classification", in_one_batch, VARIATIONAL),
@@ -84,7 +84,7 @@ CASES = {
     "function space, regression": ("regression", in_one_batch, SPACE),
     "last layer": ("classification", in_one_batch, LAST),
     "last layer, variational": ("classification", batches, {**VARIATIONAL, **LAST}),
-    "sampler": ("classification", sampled, {"g_prior": False}),
+    "sampler": ("classification", sampled, {"prior": "isotropic"}),
     "shuffled": ("regression", shuffled, {}),
 }  # fmt: skip
 # cases whose shares differ where a rank is neither the first nor the last
@@ -123,7 +123,10 @@ def one_pass(loader):
 
 
 def by_sgd(loader):
-    options = {"solver": SGD(epochs=4, tolerance=9.0), "tolerance": 9.0, "g_prior": False}
+    options = {
+        "compute": Compute(solver=SGD(epochs=4, tolerance=9.0), tolerance=9.0),
+        "prior": "isotropic",
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return facts(fitted(loader=loader, em_steps=0, prior_precision=10.0, **options)[1])
@@ -228,7 +231,7 @@ OTHER_DATA = "A rank has other data than rank 0"
 DIFFERENCES = {
     "the model": (other_model, "another network weights than rank 0"),
     "the seed": (lambda r: fit(seed=r), "Rank 1 has another seed than rank 0: '1' against '0'"),
-    "the solver": (lambda r: fit(solver=BlockCG() if r else None), "Rank 1 has another solver"),
+    "the solver": (lambda r: fit(compute=Compute(solver=BlockCG() if r else None)), "Rank 1 has another solver"),
     "the data": (lambda r: fit([(X + r, Y)]), OTHER_DATA),
     "labels of a later batch": (lambda r: fit([(X[:10], Y[:10]), (X[10:], Y[10:].roll(r))]), OTHER_DATA),
     "the dataset": (lambda r: fit(whole(X + r, Y)), OTHER_DATA),

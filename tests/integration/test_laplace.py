@@ -17,10 +17,10 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_lla_em
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace, Regression
+from torch_lla_em import Adapter, BlockCG, Compute, LinearisedLaplace, Regression
 
 FIXED = {"em_steps": 0, "prior_precision": 3.0}
-EXACT = {"num_samples": 6, "tolerance": 1e-8, "curvature": "network"}
+EXACT = {"num_samples": 6, "compute": Compute(tolerance=1e-8), "curvature": "network"}
 
 
 def fitted(name="classification", loader=None, **options):
@@ -36,9 +36,9 @@ KINDS = loaders.batches, loaders.in_order, dropping_none, loaders.shuffled, load
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_neither_batch_size_nor_order_changes_the_posterior(name):
-    case, whole = fitted(name, g_prior=False)
+    case, whole = fitted(name, prior="isotropic")
     for loader in KINDS:
-        _, batched = fitted(name, loader(case), g_prior=False)
+        _, batched = fitted(name, loader(case), prior="isotropic")
         assert batched.num_data == 30
         for key in ("prior_precision", "w_lin", "w_samples", "effective_dim"):
             assert_close(getattr(batched, key), getattr(whole, key), rtol=1e-5, atol=1e-7)
@@ -46,7 +46,7 @@ def test_neither_batch_size_nor_order_changes_the_posterior(name):
 
 def test_only_seed_and_arguments_decide_a_fit(tmp_path):
     """Neither earlier fits nor the global generator do, nor changes of what was passed in."""
-    case, la = fitted("regression", sigma_noise=0.4, em_steps=3, seed=3)
+    case, la = fitted("regression", likelihood=Regression(0.4), em_steps=3, seed=3)
     names = "scale", "prior_precision", "sigma_noise", "w_lin", "w_samples"
     first, state = {name: getattr(la, name) for name in names}, torch.get_rng_state()
     # the scale is in units of the noise at which it was drawn: that given, not that learnt
@@ -56,7 +56,7 @@ def test_only_seed_and_arguments_decide_a_fit(tmp_path):
     assert la.num_data == 30 and torch.equal(torch.get_rng_state(), state)
     for name in names:
         assert torch.equal(getattr(la, name), first[name]), name
-    _, other = fitted("regression", sigma_noise=0.4, em_steps=3, seed=4)
+    _, other = fitted("regression", likelihood=Regression(0.4), em_steps=3, seed=4)
     assert not torch.equal(other.w_samples, la.w_samples)
     la.save(tmp_path / "posterior.pt")
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
@@ -91,7 +91,7 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
 
 @pytest.mark.parametrize("solver", [None, BlockCG(), Direct()])
 def test_history_records_the_steps(solver):
-    _, la = fitted(solver=solver)
+    _, la = fitted(compute=Compute(solver=solver))
     last = la.history[-1]
     # the last step of log λ is below its Monte Carlo error, which 6 samples leave
     allowed = (6 * last["effective_dim"]) ** -0.5
@@ -107,7 +107,7 @@ def test_subclasses_of_regression_stay_and_linear_curvature_is_of_the_last_mode(
 
     _, la = fitted("regression", likelihood=Shifted(0.4))
     assert type(la.likelihood) is Shifted and la.likelihood.sigma_noise == la.sigma_noise
-    options = {"curvature": "linear", "num_samples": 32, "tolerance": 1e-6}
+    options = {"curvature": "linear", "num_samples": 32, "compute": Compute(tolerance=1e-6)}
     _, la = fitted(**options)
     _, again = fitted(em_steps=0, prior_precision=la.prior_precision, **options)
     assert_close(again.effective_dim, la.effective_dim, rtol=0.03, atol=0)
@@ -246,9 +246,9 @@ def test_a_loaded_posterior_is_probed_where_it_is_used(tmp_path):
 def test_probabilities_are_refused_and_their_logarithms_are_logits():
     case = tiny.tiny("classification")
     model = nn.Sequential(case.model, nn.Softmax(-1))
-    with pytest.raises(ValueError, match="Leave out the last softmax, or pass forward_fn"):
+    with pytest.raises(ValueError, match="Leave out the last softmax, or pass adapter"):
         fit(model=model)
-    la = fit(model=model, forward_fn=lambda model, x: model(x).log())
+    la = fit(model=model, adapter=Adapter(outputs=lambda model, x: model(x).log()))
     assert_close(la.predict(case.x, mean="network").mean.exp(), model(case.x).detach())
 
 
@@ -286,7 +286,7 @@ def test_a_network_that_is_certain_of_every_example_has_the_prior():
     x, model = torch.cat([torch.eye(3)] * 10).double(), nn.Sequential(nn.Linear(3, 3)).double()
     model[0].weight.data.copy_(40 * torch.eye(3))
     model[0].bias.data.zero_()
-    options = {"em_steps": 0, "prior_precision": 4.0, "curvature": "network", "g_prior": False}
+    options = {"em_steps": 0, "prior_precision": 4.0, "curvature": "network", "prior": "isotropic"}
     la = fit([(x, torch.arange(30) % 3)], model, num_samples=200, **options)
     assert la.effective_dim <= 5 * la.effective_dim_error + 1e-6
     assert torch.isfinite(la.w_samples).all()

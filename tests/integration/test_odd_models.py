@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em import Adapter, BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.problem import Loss
 
@@ -64,9 +64,14 @@ def test_the_posterior_is_the_dense_one(name):
     torch.manual_seed(0)
     case = CASES[name]
     model, x, y, allowed = case.get("make", mlp)(), case["x"], case["y"], case.get("allowed", 1e-6)
-    own = {"num_samples": 3, "g_prior": False, "curvature": "network", **case.get("options", {})}
+    own = {
+        "num_samples": 3,
+        "prior": "isotropic",
+        "curvature": "network",
+        **case.get("options", {}),
+    }
     likelihood = likelihood_of(case["likelihood"])
-    la = LinearisedLaplace(model, likelihood, tolerance=allowed / 5, **own)
+    la = LinearisedLaplace(model, likelihood, compute=Compute(tolerance=allowed / 5), **own)
     data = [(x.to(next(model.parameters()).dtype), y)]
     la.fit(data, em_steps=0, prior_precision=LAMBDA, progress_bar=False)
     problem = problem_of(model, likelihood, data, own.get("parameters"))
@@ -117,7 +122,12 @@ def dense(case, w):
 
 
 def fit(case, data, la=None, **options):
-    own = {"curvature": "network", "g_prior": False, "num_samples": 16, "tolerance": 1e-8}
+    own = {
+        "curvature": "network",
+        "prior": "isotropic",
+        "num_samples": 16,
+        "compute": Compute(tolerance=1e-8),
+    }
     posterior = LinearisedLaplace(case.model, likelihood_of(case.name), **{**own, **(la or {})})
     return posterior.fit(*data, **{**FIT, **options})
 
@@ -145,10 +155,12 @@ def test_products_and_fits_use_the_weights(name):
             assert abs(la.effective_dim - gamma) < 5 * la.effective_dim_error
 
 
-OPTIONS = [{"g_prior": False}, {"g_prior": True}]
-OPTIONS = [{"curvature": "network", **own} for own in (*OPTIONS, {"solver": BlockCG()})]
+OPTIONS = [{"prior": "isotropic"}, {"prior": "g"}]
+OPTIONS = [
+    {"curvature": "network", **own} for own in (*OPTIONS, {"compute": Compute(solver=BlockCG())})
+]
 OPTIONS += [
-    {"curvature": "variational", "tolerance": None, "g_prior": own} for own in (False, True)
+    {"curvature": "variational", "compute": Compute(), "prior": own} for own in ("isotropic", "g")
 ]
 
 
@@ -168,8 +180,7 @@ def test_integer_weights_equal_repeated_examples(options):
 
 @pytest.mark.parametrize("sites", [(), (2, 3)])
 @pytest.mark.parametrize("name", ["classification", "bernoulli", "regression"])
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_the_loss_and_its_derivatives_belong_together(name, sites, temperature):
+def test_the_loss_and_its_derivatives_belong_together(name, sites):
     """Weights of examples or of sites: gradient, H and S Sᵀ are those of the value."""
     likelihood, generator = likelihood_of(name), torch.Generator().manual_seed(0)
     f = torch.randn(4, *sites, 3, generator=generator).double()
@@ -183,7 +194,7 @@ def test_the_loss_and_its_derivatives_belong_together(name, sites, temperature):
     if likelihood.elementwise:  # one weight for all outputs of an example
         of_sites = of_examples.view(4, *(1,) * (y.dim() - 1)).expand_as(y)
     for w in (None, of_examples, of_sites):
-        loss = Loss(likelihood, y, w, temperature)
+        loss = Loss(likelihood, y, w)
         gradient, hessian = (d(loss.value)(f) for d in (torch.func.grad, torch.func.hessian))
         hessian, unit = hessian.view(f.numel(), -1), torch.eye(f.numel()).view(-1, *f.shape).to(f)
         assert_close(loss.gradient(f), gradient)
@@ -205,7 +216,7 @@ def test_weights_come_in_three_ways_and_with_outputs_of_any_shape():
     batches, by_class = [(case.x, case.y, w)], lambda y: OF_CLASSES[y]
     for data, weights, la in (
         (batches, "last", {}),
-        (batches, "last", {"target_fn": lambda batch: batch[1]}),
+        (batches, "last", {"adapter": Adapter(targets=lambda batch: batch[1])}),
         ([(case.x, case.y)], by_class, {}),
         (DataLoader(TensorDataset(case.x, case.y, w), 7, shuffle=True), "last", {}),
     ):
@@ -215,7 +226,7 @@ def test_weights_come_in_three_ways_and_with_outputs_of_any_shape():
     torch.manual_seed(0)
     case = tiny("bernoulli")
     w, x, y, column = weights_of(case), case.x, case.y[:, :1], linear(2, 1)
-    options = {"curvature": "variational", "g_prior": False, "num_samples": 8}
+    options = {"curvature": "variational", "prior": "isotropic", "num_samples": 8}
     one, other = (
         LinearisedLaplace(net, "bernoulli", **options).fit(x, t, weights=w, **FIT)
         for net, t in ((column, y), (nn.Sequential(column, nn.Flatten(0)), y[:, 0]))
@@ -232,7 +243,12 @@ def test_labels_of_pixels_have_their_own_weights():
     x, y = draw(4, 2, 3, 3), torch.randint(3, (4, 3, 3))
     y[0, 0] = -100
     kept = y != -100
-    options = {"num_samples": 4, "curvature": "network", "g_prior": False, "tolerance": 1e-8}
+    options = {
+        "num_samples": 4,
+        "curvature": "network",
+        "prior": "isotropic",
+        "compute": Compute(tolerance=1e-8),
+    }
     la = LinearisedLaplace(maps, "classification", class_dim=1, **options)
     la.fit(x, y, weights=lambda y: OF_CLASSES[y.clamp(0)], **FIT)
     other = LinearisedLaplace(pixels, "classification", **options)
@@ -251,7 +267,7 @@ def test_invalid_weights_raise():
         (ValueError, "not negative", data, -ones),
         (ValueError, "finite", data, ones * torch.nan),
         (ValueError, r"shape \(5,\), but the targets \(30,\)", data, ones[:5]),
-        (ValueError, 'pass "last"', data, "first"),
+        (TypeError, 'or "last" for a loader', data, "first"),
         (ValueError, none, data, 0 * ones),
         (ValueError, none, (case.x, torch.full_like(case.y, -100)), None),
         (TypeError, "weights=w", (loader,), ones),

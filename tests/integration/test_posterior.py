@@ -12,7 +12,7 @@ from steps import complete_span
 from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import SGD, BlockCG, LinearisedLaplace, Newton, Regression
+from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace, Newton, Regression
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import e_step
 from torch_lla_em.inference.linear_mode import optimise_MAP
@@ -185,7 +185,12 @@ def test_updates_are_their_formulas_within_their_bounds():
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_a_whole_fit_is_the_dense_posterior(name, prior):
-    options = {"prior": prior, "num_samples": 64, "tolerance": 1e-5, "curvature": "network"}
+    options = {
+        "prior": prior,
+        "num_samples": 64,
+        "compute": Compute(tolerance=1e-5),
+        "curvature": "network",
+    }
     case, la = fitted(name, **options)
     precision, layout, gamma = la.prior_precision, la._linear_model.layout, la.effective_dim
     total = layout.block_sums if precision.dim() else torch.sum
@@ -210,8 +215,18 @@ def test_a_whole_fit_is_the_dense_posterior(name, prior):
 @pytest.mark.parametrize("g_prior", [False, True])
 def test_functions_of_random_samples_have_the_dense_covariance(name, g_prior, count=2000):
     """What is truly random, once."""
-    options = {"num_samples": count, "tolerance": 1e-8, "curvature": "network", "em_steps": 0}
-    case, la = fitted(name, g_prior=g_prior, prior_precision=30.0 if g_prior else 2.0, **options)
+    options = {
+        "num_samples": count,
+        "compute": Compute(tolerance=1e-8),
+        "curvature": "network",
+        "em_steps": 0,
+    }
+    case, la = fitted(
+        name,
+        prior="g" if g_prior else "isotropic",
+        prior_precision=30.0 if g_prior else 2.0,
+        **options,
+    )
     exact = case.exact(la.scale)
     covariance = exact.covariance(la.prior_precision)
     J = exact.J[:4].flatten(0, 1)  # four inputs, jointly

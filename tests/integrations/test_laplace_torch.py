@@ -205,7 +205,7 @@ def test_one_prior_precision_per_tensor_gives_the_layerwise_posterior():
     model, _, loader = case_of("classification")
     precision = torch.tensor([0.5, 1.0, 2.0, 4.0]).double()
     la = fitted(model, "classification", "all", prior_precision=precision, loader=loader)
-    plain = {"prior": "layerwise", "g_prior": False, "curvature": "network"}
+    plain = {"prior": "layerwise isotropic", "curvature": "network"}
     ours = LinearisedLaplace(model, "classification", **plain)
     ours.fit(loader, em_steps=0, prior_precision=precision, progress_bar=False)
     assert_close(la.posterior.w_samples, ours.w_samples)
@@ -278,7 +278,7 @@ def test_what_is_gone_names_what_to_use():
         "parameters=": made(subset_of_weights="subnetwork"),
         "hessian_structure": made(hessian_structure="block"),
         "last_layer_name='head' is .*parameters=": made(last_layer_name="head"),
-        "forward_fn": made(feature_reduction="pick_last"),
+        "the adapter": made(feature_reduction="pick_last"),
         "no argument 'nonsense'": made(nonsense=1),
         "prior_precision must be": lambda: fitted(
             model, "regression", prior_precision=-1.0, loader=loader

@@ -59,7 +59,7 @@ CACHES = {
 
 
 def fitted(model):
-    la = LinearisedLaplace(model, "classification", num_samples=4, g_prior=False)
+    la = LinearisedLaplace(model, "classification", num_samples=4, prior="isotropic")
     return la.fit([(X, Y)], em_steps=0, prior_precision=0.5, progress_bar=False)
 
 

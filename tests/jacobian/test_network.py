@@ -324,7 +324,7 @@ class TestRefused:
             def forward(self, x):
                 return {"out": x}
 
-        words = "returned dict", "Pass forward_fn=lambda model, inputs"
+        words = "returned dict", "Pass adapter=Adapter(lambda model, inputs"
         self.refuse(nn.Sequential(mlp(), Dict()), *words, error=TypeError)
 
 

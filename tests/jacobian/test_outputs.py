@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from torch_lla_em import Bernoulli, Classification, LinearisedLaplace, Regression
+from torch_lla_em import Adapter, Bernoulli, Classification, Compute, LinearisedLaplace, Regression
 from torch_lla_em.data.batch import next_tokens
 from torch_lla_em.data.loader import Data
 from torch_lla_em.jacobian.linear_model import LinearModel
@@ -122,7 +122,12 @@ def test_predictions_have_the_shape_of_the_outputs(name):
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 def test_padding_counts_for_nothing(curvature):
     model, tokens, labels = tagger()
-    options = {"num_samples": 4, "tolerance": 1e-8, "g_prior": False, "curvature": curvature}
+    options = {
+        "num_samples": 4,
+        "compute": Compute(tolerance=1e-8),
+        "prior": "isotropic",
+        "curvature": curvature,
+    }
     la = LinearisedLaplace(model, "classification", **options).fit([(tokens, labels)], **FIXED)
     other = labels.clone()
     other[labels == -100] = 99
@@ -148,7 +153,7 @@ def test_outputs_without_an_axis_have_the_posterior_of_one_column(likelihood):
     y = {"regression": x[:, 0]}.get(likelihood, (x[:, 0] > draw(300, seed=1)).double())
     found = []
     for model, targets in ((column, y[:, None]), (nn.Sequential(column, nn.Flatten(0)), y)):
-        la = LinearisedLaplace(model, likelihood, g_prior=False, num_samples=4)
+        la = LinearisedLaplace(model, likelihood, prior="isotropic", num_samples=4)
         la.fit([(x, targets)], **FIXED).calibrate(x[:40], targets[:40])
         p = la.predict(x)
         assert p.expectation.shape == p.variance.shape == p.samples.shape[1:] == targets.shape
@@ -216,7 +221,11 @@ def test_language_models_predict_the_next_token():
     mask = torch.ones_like(tokens)
     mask[1, 3:] = 0
     batch = transformers.BatchEncoding({"input_ids": tokens, "attention_mask": mask})
-    options = {"parameters": ["*mlp*"], "target_fn": next_tokens, "curvature": "network"}
+    options = {
+        "parameters": ["*mlp*"],
+        "adapter": Adapter(targets=next_tokens),
+        "curvature": "network",
+    }
     la = LinearisedLaplace(model, "classification", num_samples=3, **options)
     la.fit([batch], em_steps=1, progress_bar=False)
     assert la(batch).shape == (6, 5, 11)

@@ -1,19 +1,23 @@
-"""Fits with predicted noise, preferences, a temperature, and the prior of weight decay."""
+"""Fits with predicted noise, preferences, one weight for all, and the prior of weight decay."""
 
 import pytest
 import torch
-from direct import Direct
 from models import trained
 from tiny import draw, tiny
 from torch import nn
 from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
-from torch_lla_em import BradleyTerry, LinearisedLaplace, Regression
+from torch_lla_em import Adapter, BradleyTerry, Compute, LinearisedLaplace, Regression
 from torch_lla_em.likelihoods import compare, preferred
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
-EXACT = {"curvature": "network", "num_samples": 4, "tolerance": 1e-9, "g_prior": False}
+EXACT = {
+    "curvature": "network",
+    "num_samples": 4,
+    "compute": Compute(tolerance=1e-9),
+    "prior": "isotropic",
+}
 
 
 def net(inputs, outputs, hidden=4):
@@ -78,7 +82,10 @@ def preferences():
 
 def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp_path):
     model, a, b, y, la = preferences
-    difference = {"forward_fn": lambda model, pair: model(pair[1]) - model(pair[0]), **EXACT}
+    difference = {
+        "adapter": Adapter(outputs=lambda model, pair: model(pair[1]) - model(pair[0])),
+        **EXACT,
+    }
     other = LinearisedLaplace(model, "bernoulli", **difference)
     other.fit([((a, b), y[:, None].double())], **FIXED)
     assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-7)
@@ -96,12 +103,11 @@ def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp
     ]
     assert_close(*modes)
     assert torch.equal(preferred((a, torch.ones(2))), torch.ones(2))
-    la = LinearisedLaplace(model, "reward_modeling", num_samples=4, temperature=0.5)
+    la = LinearisedLaplace(model, "reward_modeling", num_samples=4)
     la.fit([((a, b, a + b), y)], progress_bar=False).save(tmp_path / "posterior.pt")
     assert_close(la((a, b, a + b)).sum(1), torch.ones(30).double())
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
     assert_close(loaded((a, b)), la((a, b)))
-    assert loaded.temperature == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -128,68 +134,20 @@ def test_rewards_are_single_numbers(preferences):
     assert compare(lambda x: x[:, 0], (a, b)).shape == (30, 2)
 
 
-def test_temperature_is_a_scale_at_another_precision():
-    """(G / T + Λ)⁻¹ = T (G + T Λ)⁻¹."""
-    case, T = tiny("classification"), 0.25
+def test_one_weight_for_all_is_a_scale_at_another_precision():
+    """(w G + Λ)⁻¹ = (G + Λ / w)⁻¹ / w."""
+    case, w = tiny("classification"), 4.0
     cold, plain = (
-        LinearisedLaplace(case.model, "classification", temperature=t, **EXACT).fit(
-            [(case.x, case.y)], **{**FIXED, "prior_precision": 20.0 * T / t}
+        LinearisedLaplace(case.model, "classification", **EXACT).fit(
+            [(case.x, case.y)], **{**FIXED, "prior_precision": p, "weights": each}
         )
-        for t in (T, 1.0)
+        for each, p in ((w, 20.0), (None, 5.0))
     )
-    assert_close(cold.w_samples, T**0.5 * plain.w_samples, rtol=1e-5, atol=1e-8)
+    assert_close(cold.w_samples, w**-0.5 * plain.w_samples, rtol=1e-5, atol=1e-8)
     assert_close(cold.w_lin, plain.w_lin, rtol=1e-5, atol=1e-7)
     assert_close(cold.effective_dim, plain.effective_dim)
     p = cold.predict(case.x)  # whose likelihood is as it is
     assert_close(p.probs, p.functions.softmax(-1).mean(0))
-
-
-@pytest.mark.parametrize("sigma", [0.4, torch.tensor([0.4, 0.7, 0.2])])
-def test_a_tempered_fit_learns_the_noise_and_goes_over_into_the_plain_one(sigma):
-    """σ² = Σ (y - J w)² / (N - T γ), by output, from T = 1 on; and next to T = 1 everything is as at 1."""
-    case, found = tiny("regression"), {}
-    for T in (0.5, 0.999, 1.0, 1.001, 1.5):
-        options = {"temperature": T, "num_samples": 32, "sigma_noise": sigma, "tolerance": 1e-3}
-        la = LinearisedLaplace(case.model, "regression", **options)
-        la.fit(case.x, case.y, em_steps=50, progress_bar=False)
-        errors = (case.y - la.predict(case.x, mean="linear").mean).square().sum(0)
-        J = la.predict(case.x).samples - la.predict(case.x).mean
-        dims = J.square().mean(0).sum(0) / la.sigma_noise**2
-        if not la.sigma_noise.dim():
-            errors, dims = errors.sum(), dims.sum()
-        count = case.y.numel() / la.sigma_noise.numel()
-        if T >= 1:
-            assert_close(la.sigma_noise**2, errors / (count - dims), rtol=0.1, atol=0)
-        evidence = la.log_marginal_likelihood().value
-        found[T] = la.sigma_noise, la.prior_precision, la.effective_dim, evidence, la(case.x)[1]
-    for T in (0.999, 1.001):
-        for near, at in zip(found[T], found[1.0]):
-            assert_close(near, at, rtol=0.02, atol=0)
-    for cold, at in zip(found[0.5][:2], found[1.0]):
-        assert_close(cold, at, rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize("solver", [None, Direct()])
-def test_a_cold_fit_of_an_overfitted_network_has_the_noise_and_the_prior_of_a_plain_one(solver):
-    """50 targets with noise of deviation 0.3, which the last layer reproduces."""
-    x, xt = draw(50, 4), draw(200, 4, seed=1)
-    y, yt = (x[:, :1].sin() + 0.3 * draw(len(x), 1, seed=2) for x in (x, xt))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 1)).double()
-    with torch.no_grad():
-        h = model[:2](x)
-        model[2].weight.copy_(torch.linalg.lstsq(h, y - model[2].bias).solution.T)
-    assert_close(model(x).detach(), y)
-    found, options = {}, {"num_samples": 4, "parameters": "last_layer", "solver": solver}
-    for T in (1.0, 0.5, 0.1):
-        la = LinearisedLaplace(model, "regression", temperature=T, **options)
-        la.fit(x, y, validation=False, progress_bar=False)
-        nll = -la.predict(xt).log_prob(yt).mean()
-        found[T] = la.sigma_noise, la.prior_precision, la.effective_dim, nll
-    assert abs(found[1.0][0].item() - 0.3) < 0.1
-    for T in (0.5, 0.1):
-        assert_close(found[T][:2], found[1.0][:2], rtol=0.01, atol=0)
-        assert found[T][2] > found[1.0][2] and found[T][3] < found[1.0][3] + 1
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "mse", "bce"])
@@ -210,6 +168,6 @@ def test_weight_decay_is_a_prior_precision(kind):
         optimiser.zero_grad()
         loss(model(x), y).backward()
         optimiser.step()
-    la = LinearisedLaplace(model, likelihood, **{**EXACT, "tolerance": 1e-7})
+    la = LinearisedLaplace(model, likelihood, **{**EXACT, "compute": Compute(tolerance=1e-7)})
     la.fit([(x, y)], em_steps=0, prior_precision=precision, progress_bar=False)
     assert_close(la.w_lin, model.weight.detach().flatten(), rtol=1e-4, atol=1e-6)

@@ -197,7 +197,7 @@ def test_wrong_derivatives_raise(dtype, caplog):
     fit = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
     case = tiny("bernoulli")
     for weights in (None, torch.ones(30)):
-        la = LinearisedLaplace(case.model, WrongCurvature(), temperature=0.5)
+        la = LinearisedLaplace(case.model, WrongCurvature())
         with pytest.raises(ValueError, match="Batch 0: WrongCurvature"):
             la.fit(case.x, case.y, weights=weights, **fit)
 
@@ -294,9 +294,8 @@ class OneHot(Classification):
         return super().align(y.argmax(class_dim), class_dim)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_targets_are_aligned_once_in_every_path(weighted, temperature):
+def test_targets_are_aligned_once_in_every_path(weighted):
     case, found = tiny("classification"), []
     weights = 0.5 + torch.rand(30, generator=torch.Generator().manual_seed(0)) if weighted else None
     plain = "classification", case.y
@@ -305,7 +304,7 @@ def test_targets_are_aligned_once_in_every_path(weighted, temperature):
         (FromOne(), case.y + 1),
         (OneHot(), nn.functional.one_hot(case.y)),
     ):
-        options = {"num_samples": 4, "temperature": temperature, "class_dim": 1}
+        options = {"num_samples": 4, "class_dim": 1}
         la = LinearisedLaplace(case.model, likelihood, **options)
         la.fit(case.x, y, weights=weights, em_steps=2, progress_bar=False)
         before = la.predict(case.x)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, Normal
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, LinearisedLaplace
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.solvers.newton import Newton
@@ -58,7 +58,9 @@ def test_posterior_is_the_dense_one(setting, solver):
 def test_a_fit_learns_noise_and_predicts_image_and_measurements(setting, tmp_path):
     model, x, y = setting
     likelihood = measured_by(sigma=1.0)
-    la = LinearisedLaplace(model, likelihood, g_prior=False, num_samples=400, tolerance=1e-8)
+    la = LinearisedLaplace(
+        model, likelihood, prior="isotropic", num_samples=400, compute=Compute(tolerance=1e-8)
+    )
     la.fit([(x, y)], progress_bar=False)
     exact = dense(model, x, y, la.sigma_noise)
     J, covariance = exact.J[0], exact.covariance(la.prior_precision)
@@ -136,7 +138,10 @@ def test_unsuitable_operators_and_measurements_raise():
         ("flatten what belongs to one output", lambda: likelihood.check(f, y[:, :, None])),
         ("complex, NaN or infinite", lambda: likelihood.check(f, y / 0)),
         ("one number for all measurements", lambda: measured_by(sigma=torch.ones(3))),
-        ("let forward_fn return A f", lambda: measured_by(draw(200, 144)).check(f, draw(2, 200))),
+        (
+            "let the outputs of an Adapter be A f",
+            lambda: measured_by(draw(200, 144)).check(f, draw(2, 200)),
+        ),
         (linear, by(lambda f: right(f) + 1)),
         (linear, by(lambda f: right(f).abs())),
         (linear, by(lambda f: right(f.detach()))),

@@ -55,7 +55,7 @@ def several():
         torch.manual_seed(0)
         net = nn.Linear(4, 3).double()
     y = net(x).detach() + torch.randn(7000, 3, generator=generator) @ root.T
-    la = LinearisedLaplace(net, "regression", sigma_noise=torch.ones(3), num_samples=8)
+    la = LinearisedLaplace(net, Regression(torch.ones(3)), num_samples=8)
     return la.fit(x[:100], y[:100], progress_bar=False), x[100:], y[100:]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em import Adapter, LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.prediction import posterior, predictor
 
 FIXED = {"progress_bar": False, "em_steps": 0, "prior_precision": 2.0}
@@ -128,7 +128,9 @@ def test_loaders_are_read_by_the_target_fn(kind):
     case, scale = tiny.tiny("classification"), 1 + draw(30, 1).abs()
     entries = (case.x, case.y, scale) if kind == "entry" else (case.x, scale, case.y + 1)
     loader = DataLoader(TensorDataset(*entries), 7)
-    la = LinearisedLaplace(Scaled(), "classification", num_samples=4, target_fn=TARGETS[kind])
+    la = LinearisedLaplace(
+        Scaled(), "classification", num_samples=4, adapter=Adapter(targets=TARGETS[kind])
+    )
     la.fit(loader, progress_bar=False, em_steps=1)
     expected = la((case.x, scale))
     for each in (la, LaplaceEnsemble([la])):
@@ -139,10 +141,12 @@ def test_loaders_are_read_by_the_target_fn(kind):
 
 
 def test_batches_without_targets_are_inputs_and_inputs_have_names():
-    case, la = tiny.fitted("classification", target_fn=lambda batch: batch[1])
+    case, la = tiny.fitted("classification", adapter=Adapter(targets=lambda batch: batch[1]))
     for rows in (TensorDataset(case.x), list(case.x)):
         assert_close(la.predict(DataLoader(rows, batch_size=7)).probs, la(case.x))
-    own = {"target_fn": lambda batch: batch["y"], "forward_fn": lambda model, x: model(x["x"])}
+    own = {
+        "adapter": Adapter(outputs=lambda model, x: model(x["x"]), targets=lambda batch: batch["y"])
+    }
     case, la = tiny.fitted(loader=[{"x": case.x, "y": case.y}], model=case.model, **own)
     every, expected = [{"x": x, "y": y} for x, y in zip(case.x, case.y)], la({"x": case.x})
     for rows in (every, [{"x": x} for x in case.x]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, temperature_of_neighbours
+from torch_lla_em import Adapter, LaplaceEnsemble, LinearisedLaplace, temperature_of_neighbours
 from torch_lla_em.data import Data
 from torch_lla_em.prediction.moved import moves_of
 
@@ -263,9 +263,12 @@ def test_targets_and_inputs_of_other_forms(kind):
     elif kind == "labels":
         likelihood, y = "bernoulli", torch.stack([y, 1 - y], 1).float()
     elif kind == "dict":
-        x, options = {"x": x}, {"forward_fn": lambda model, inputs: model(inputs["x"])}
+        x, options = {"x": x}, {"adapter": Adapter(lambda model, inputs: model(inputs["x"]))}
     elif kind == "integers beside":
-        x, options = (x, torch.arange(60)), {"forward_fn": lambda model, inputs: model(inputs[0])}
+        x, options = (
+            (x, torch.arange(60)),
+            {"adapter": Adapter(lambda model, inputs: model(inputs[0]))},
+        )
     else:
         y = torch.where(torch.arange(60) % 3 > 0, y, -100)
     la = LinearisedLaplace(model, likelihood, num_samples=4, parameters="last_layer", **options)

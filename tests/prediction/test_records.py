@@ -102,7 +102,7 @@ def early(request):
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
     model[2].weight.data[1:] *= 100
     sigma = None if outputs == 1 else torch.tensor([0.1, 10.0])
-    la = LinearisedLaplace(model, "regression", sigma_noise=sigma, num_samples=8)
+    la = LinearisedLaplace(model, Regression(sigma), num_samples=8)
     return la.fit(x[:150], y[:150], progress_bar=False), x[:150], y[:150], x[150:], y[150:]
 
 
@@ -131,7 +131,7 @@ def test_a_noise_that_is_not_learnt_belongs_to_the_network(early):
     la.fit(x, y, em_steps=0, prior_precision=1.0, progress_bar=False)
     assert la.mean == "network"
     assert la.sigma_noise.item() == pytest.approx((model(x) - y).square().mean().sqrt().item())
-    weighted = LinearisedLaplace(model, "regression", sigma_noise=3.0, num_samples=2)
+    weighted = LinearisedLaplace(model, Regression(3.0), num_samples=2)
     weighted.fit(x, y, weights=torch.ones(150), progress_bar=False, em_steps=2)
     assert_close(weighted(x)[0], model(x).detach())
     assert weighted.predict(x, mean="network").aleatoric[0, 0].item() == pytest.approx(9)

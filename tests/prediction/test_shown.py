@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import (
     BlockCG,
+    Compute,
     LaplaceEnsemble,
     LinearisedLaplace,
     NotFittedError,
@@ -74,8 +75,10 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     assert found.bound == la.certificate.max() and found.is_reached
     assert f"The samples are accurate: {found}." in words_of(la)
     assert la.log_marginal_likelihood().value.isfinite()
-    with pytest.warns(UserWarning, match="not as accurate as `tolerance`"):
-        _, la = fitted(solver=BlockCG(max_passes=1), em_steps=0, prior_precision=0.01)
+    with pytest.warns(UserWarning, match="not as accurate as their tolerance"):
+        _, la = fitted(
+            compute=Compute(solver=BlockCG(max_passes=1)), em_steps=0, prior_precision=0.01
+        )
     assert not la.accuracy.is_reached and "are not accurate: " in words_of(la)
 
 
@@ -111,7 +114,7 @@ def warned(prediction=None, y=None, **changed):
     "changed, words",
     [
         ({}, None),
-        ({"effective_dim": 0.1}, "is close to the prior. Try g_prior=False, a smaller"),
+        ({"effective_dim": 0.1}, 'is close to the prior. Try prior="isotropic", a smaller'),
         ({"effective_dim": 0.1, "scale": 1.0}, "is close to the prior. Try a smaller"),
         ({"effective_dim": 10.0, "effective_dim_error": 6.0}, "is close to the prior"),
         ({"effective_dim": 3.0, "effective_dim_error": 0.5}, None),
@@ -139,7 +142,7 @@ def test_outputs_of_different_units_are_noticed():
         case.model[2].weight *= units[:, None]
         case.model[2].bias *= units
     for sigma_noise, noticed in ((None, True), (torch.ones(3), False)):
-        la = LinearisedLaplace(case.model, "regression", num_samples=4, sigma_noise=sigma_noise)
+        la = LinearisedLaplace(case.model, Regression(sigma_noise), num_samples=4)
         la.fit(case.x, units * case.y, progress_bar=False)
         assert ("residuals of output 0" in "".join(la.messages)) == noticed
         assert (len(la.messages) > 1) == noticed

@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import (
+    Adapter,
     Bernoulli,
     BlockCG,
     Classification,
@@ -198,11 +199,13 @@ def test_files_of_other_networks_and_settings_are_refused(tmp_path):
 
 
 def test_neither_a_solver_nor_the_precision_is_asked_for(tmp_path):
-    options = {"solver": BlockCG(), "compute": Compute(precision="bfloat16")}
+    options = {"compute": Compute(solver=BlockCG(), precision="bfloat16")}
     case, la = fitted(em_steps=0, prior_precision=5.0, **options)
     la.save(tmp_path / "la.pt")
     load = partial(LinearisedLaplace.load, tmp_path / "la.pt", case.model)
-    assert load().compute == la.compute and torch.equal(load()(case.x), la(case.x))
+    assert load().compute == Compute(precision="bfloat16") and torch.equal(
+        load()(case.x), la(case.x)
+    )
     assert load(compute=Compute(vectors="cpu")).compute == Compute(vectors="cpu")
     state = torch.load(tmp_path / "la.pt", weights_only=True)
     record, saved = from_bytes(state["record"]), from_bytes(state["options"])
@@ -214,8 +217,7 @@ def test_neither_a_solver_nor_the_precision_is_asked_for(tmp_path):
 # name: (given, another one, words about that one)
 GIVEN = {
     "likelihood": (Classification(ignore_index=-1), "classification", "the same likelihood"),
-    "forward_fn": (lambda model, x: model(10 * x), None, "the same forward_fn"),
-    "target_fn": (lambda batch: batch[1], None, None),
+    "adapter": (Adapter(lambda model, x: model(10 * x)), Adapter(), "the same adapter"),
 }
 
 
@@ -229,13 +231,7 @@ def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
         load()
     assert torch.equal(load(**{name: given})(case.x), la(case.x))
     without = unfitted(case.model)
-    if words is None:
-        without.load_state_dict(la.state_dict())
-    for call in (
-        ()
-        if words is None
-        else (lambda: without.load_state_dict(la.state_dict()), lambda: load(**{name: other}))
-    ):
+    for call in (lambda: without.load_state_dict(la.state_dict()), lambda: load(**{name: other})):
         with pytest.raises(ValueError, match=words):
             call()
 
@@ -290,8 +286,8 @@ class Ends:
         self.batches, self.left = [(case.x[:9], case.y[:9]), (case.x[9:20], case.y[9:20])], at
 
     def __iter__(self):
-        self.left -= 1
         yield self.batches[0]
+        self.left -= 1  # whoever takes the first batch alone makes no pass
         if self.left == 0:
             raise RuntimeError("planted")
         yield self.batches[1]
@@ -299,7 +295,7 @@ class Ends:
 
 @pytest.mark.parametrize("at", [1, 2, 4, "calibration"])
 def test_a_fit_that_fails_leaves_the_earlier_posterior(at):
-    case, la = fitted(g_prior=True, em_steps=2, compute=Compute(keep_data=False))
+    case, la = fitted(prior="g", em_steps=2, compute=Compute(keep_data=False))
     state, probs = la.state_dict(), la(case.x)
     fresh = unfitted(case.model, compute=Compute(keep_data=False))
     for each in (la, fresh):

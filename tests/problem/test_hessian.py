@@ -28,7 +28,7 @@ def forms(functions, sites=(), classes=3, seed=0):
     f[:, 1, ..., 1] = 800.0
     f[:, 2, ..., 1] = 20.0
     weights = torch.tensor([1.0, 2.0, 0.5, 0.0, 1.0, 1.0]).double()
-    loss = Loss(Classification(), torch.zeros(6, *sites).long(), weights, temperature=0.5)
+    loss = Loss(Classification(), torch.zeros(6, *sites).long(), weights)
     values = loss.expected_hessian(f)
     yield Blocks(values), values
     yield Draws(loss.roots_of_probabilities(f)), values

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em import SGD, BlockCG, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem.plan import measured
 from torch_lla_em.problem.problem import Problem
@@ -248,7 +248,9 @@ def test_fits_on_smaller_gpus_are_the_same(solver, prior, monkeypatch, caplog):
     (x, y), model = rows(96), network(20)
 
     def fit():
-        la = LinearisedLaplace(model, "classification", solver=solver, prior=prior, num_samples=3)
+        la = LinearisedLaplace(
+            model, "classification", compute=Compute(solver=solver), prior=prior, num_samples=3
+        )
         return la.fit(list(zip(x.split(64), y.split(64))), em_steps=1, progress_bar=False)
 
     fit()  # what is made once a process counts for none

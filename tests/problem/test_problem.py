@@ -192,7 +192,7 @@ def scale_of(squares, sizes, g_prior, w=None):
     return g_prior_scale(squares, layout, w, g_prior), layout
 
 
-@pytest.mark.parametrize("g_prior", [None, True, "tensor", "half", "root"])
+@pytest.mark.parametrize("g_prior", [None, True])
 def test_rare_features_do_not_take_over(g_prior):
     scale, _ = scale_of(torch.tensor([4.0, 4.0, 1e-14, 0.0]), [4], g_prior)
     assert scale[3] == 0 and scale[2] < 15 * scale[0]
@@ -202,16 +202,13 @@ def test_scalings_keep_the_balance_of_tensors_that_they_promise():
     squares = torch.tensor([4.0, 1.0, 0.25, 1e-3, 4e-3], dtype=torch.float64)
     w, sizes = torch.tensor([0.1, 0.2, 0.4, 5.0, 3.0], dtype=torch.float64), torch.tensor([3, 2])
     norms = torch.tensor([0.21, 34.0], dtype=torch.float64)
-    for g_prior, expected in (("tensor", 1.0), ("half", 0.5), (True, 0.0), (None, norms)):
+    for g_prior, expected in ((True, 0.0), (None, norms)):
         scale, layout = scale_of(squares, [3, 2], g_prior, w)
         mean = layout.block_sums(squares) / sizes
         factor = mean * norms if g_prior is None else mean**expected
         # the prior's variance of the outputs, by tensor
         own = layout.block_sums(scale.square() * squares) / sizes
         assert_close(own / factor, torch.ones_like(own), rtol=0.05, atol=0)
-    squares = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    root, tensor = (scale_of(squares, [3, 4], name)[0] for name in ("root", "tensor"))
-    assert_close(root.square(), tensor)
 
 
 def test_weights_of_zero_have_the_scale_of_their_layer_or_one_below_the_others():
@@ -268,7 +265,7 @@ def test_a_derivative_that_is_not_finite_names_its_batch(backwards_only):
         return
     batches = list(zip(case.x.split(7), case.y.split(7)))
     for solver in (None, BlockCG(), Direct()):
-        la = LinearisedLaplace(case.model, "classification", solver=solver)
+        la = LinearisedLaplace(case.model, "classification", compute=Compute(solver=solver))
         with pytest.raises(FloatingPointError, match="outputs on batch 0 to 4 is not"):
             la.fit(batches, progress_bar=False)
 

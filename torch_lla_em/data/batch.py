@@ -110,7 +110,7 @@ def default_targets(batch: Any) -> Any:
     raise TypeError(
         f"No targets found in a batch of type {type(batch).__name__}. Batches are (inputs, "
         'targets) or dicts with "labels". If the targets have another place, construct the posterior with '
-        "target_fn=lambda batch: ..., which returns them. If there are none, pass them: fit(x, y)."
+        "adapter=Adapter(targets=lambda batch: ...), which returns them. If there are none, pass them: fit(x, y)."
     )
 
 
@@ -148,7 +148,7 @@ def _refuse_unshifted(labels: Any, tokens: Any) -> None:
         if kept.any() and torch.equal(labels[kept], tokens[kept]):
             raise ValueError(
                 'The "labels" are the "input_ids" themselves: a causal language model shifts them inside its loss, '
-                "which is not called here. Pass target_fn=next_tokens, from torch_lla_em.data."
+                "which is not called here. Pass adapter=Adapter(targets=next_tokens), from torch_lla_em.data."
             )
 
 
@@ -167,14 +167,14 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
             f"The network does not accept the inputs of a batch ({error}). Inputs are all entries of a batch but its "
             'targets, which are the last of a tuple or the "labels" of a dict. Of arrays or lists pass torch.tensor(x), '
             'of a table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call fit(loader, weights='
-            '"last"). If other entries are not inputs, pass target_fn=lambda batch: batch[1] and forward_fn=lambda '
-            "model, inputs: model(inputs[0]). If the network takes all inputs in one list or in one dict, pass "
-            "forward_fn=lambda model, inputs: model(inputs)."
+            '"last"), and predict and calibrate with x or batches (x, y). If other entries are not inputs, pass adapter=Adapter(lambda model, inputs: model(inputs[0]), '
+            "lambda batch: batch[1]). If the network takes all inputs in one list or in one dict, pass "
+            "adapter=Adapter(lambda model, inputs: model(inputs))."
         ) from error
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"The model returned {type(outputs).__name__}, not a tensor or an object with "
-            "`.logits`. Pass forward_fn=lambda model, inputs: ... that returns one tensor."
+            "`.logits`. Pass adapter=Adapter(lambda model, inputs: ...) that returns one tensor."
         )
     return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ Weights = str | Callable[[Tensor], Tensor]
 
 def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     """Return a loader and where its weights come from, for the ``weights`` of a user."""
-    if callable(weights) or weights == "last":
+    if callable(weights) or (isinstance(weights, str) and weights == "last"):
         return loader, weights
+    if isinstance(weights, Real):
+        number = float(weights)
+        return loader, lambda y: torch.full(y.shape[:1], number, device=y.device)
     # fit(x, y) passes a list of one batch
     loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
     if isinstance(weights, str) or not is_pair(loader):

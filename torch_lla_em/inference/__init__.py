@@ -1,6 +1,6 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.fit import Progress, Watch, is_cold, learn, learn_cold
+from torch_lla_em.inference.fit import Progress, Watch, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.memory import memory_of
@@ -19,9 +19,7 @@ __all__ = [
     "Watch",
     "function_space_Mackay_update",
     "get_sto_samples",
-    "is_cold",
     "learn",
-    "learn_cold",
     "log_evidence",
     "memory_of",
     "optimise_MAP",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -59,9 +58,6 @@ class Progress(NamedTuple):
 
     span: Any = None
     """The span of directions; None: EM runs on the whole problem."""
-
-    learnt: Tensor | None = None
-    """λ that was learnt with σ at another temperature."""
 
 
 class Watch(NamedTuple):
@@ -123,43 +119,6 @@ def learn(
     return found._replace(
         constant=None if constant is None else constant.to(found.w_lin.device, copy=True)
     )
-
-
-def is_cold(problem: Problem, options: FitOptions) -> bool:
-    """Return whether σ is to be learnt with a temperature below 1."""
-    return (
-        problem.temperature < 1
-        and options.em_steps > 0
-        and problem.at_temperature(1.0).sigma is not None
-    )
-
-
-def learn_cold(
-    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None = None
-) -> FitResult:
-    """Run ``learn`` for a regression with a temperature below 1, with λ and σ that are learnt at 1.
-
-    N / T counts of N targets would have interpolation win.
-    """
-    plain = problem.at_temperature(1.0)
-    if start is None or start.learnt is None:
-        found = learn(plain, options, watch, start)
-        late = found.why == "budget"
-        problem.take(found.sigma_noise, plain.moments, plain.network_noise)
-        noise = with_noise(
-            problem, found.w_samples, found.scale, options.seed, options.layerwise
-        ).drawn_again(problem)
-        of_targets = found.sigma_noise, plain.moments, plain.network_noise
-        start = Progress(
-            TensorList.of(noise.eta), found.scale, *of_targets, learnt=found.prior_precision
-        )
-    else:
-        late = False
-    held = problem.at_temperature(problem.temperature, holds_noise=True)
-    found = learn(held, replace(options, em_steps=0, prior_precision=start.learnt), watch, start)
-    own = held.network_noise.to(start.sigma) / start.sigma
-    found = found._replace(sigma_noise=start.sigma, network_noise=own)
-    return found._replace(why="budget") if late else found
 
 
 def over_span(
@@ -314,7 +273,7 @@ def _tell(state: State, options: FitOptions, dtype: torch.dtype) -> None:
     report(
         "warn",
         f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
-        f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase `tolerance`{or_float64(dtype)}.",
+        f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(dtype)}.",
     )
 
 
@@ -355,7 +314,7 @@ def _require_labels(problem: Problem) -> None:
     if not problem.data.facts.num_labelled:
         raise ValueError(
             f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
-            "-100, or all weights are 0. Check the targets of the loader, `target_fn` and `weights`."
+            "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
         )
 
 

@@ -23,7 +23,7 @@ class FitOptions:
 
     num_samples: int = 32
     seed: int = 0
-    g_prior: bool | str | None = None
+    g_prior: bool | None = None
     layerwise: bool = False
     solver: Solver | None = None
     tolerance: float = 0.03

@@ -102,9 +102,7 @@ class OverSpan:
             gamma, log_dets = spectrum.exact(precision)
         loss, norm = mode.loss, mode.w.square().sum()
         if q.sigma is not None:
-            count = (
-                self._problem.data.facts.num_targets / q.sigma.numel() / self._problem.temperature
-            )
+            count = self._problem.data.facts.num_targets / q.sigma.numel()
             loss += count * (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
         kl = precision * norm + log_dets
         if problem.deviations is not None:
@@ -134,11 +132,10 @@ class OverSpan:
             squares = torch.stack([part.double().square().flatten(0, -2).sum(0) for part in each])
             targets, residual, dims = self.share.sum(squares).to(sigma)
             dims = dims / sigma**2
-        else:  # the loss is ½ Σ (y - J m)² / (T σ²)
-            T = self._problem.temperature
+        else:  # the loss is ½ Σ (y - J m)² / σ²
             losses = [expected.loss(h, None) for h in (torch.zeros_like(q.outputs), q.outputs)]
-            targets, residual = 2 * T * sigma**2 * sigma.new_tensor(losses)
-            dims = T * q.gamma.mean().to(sigma)
+            targets, residual = 2 * sigma**2 * sigma.new_tensor(losses)
+            dims = q.gamma.mean().to(sigma)
         count, least = count_and_rounding(self._problem, sigma, targets)
         return residual, least, dims, count
 

@@ -98,8 +98,8 @@ class Whole:
         else:  # without its constant the loss is ½ Σ (y - J w)² / σ²
             plain = problem.with_likelihood(problem.likelihood.without_constant())
             losses = [plain.loss_and_gradient(w)[0] for w in (q.mean, torch.zeros_like(q.mean))]
-            residual, targets = 2 * sigma**2 * problem.temperature * sigma.new_tensor(losses)
-            dims = problem.temperature * q.gamma.mean(0).sum().to(sigma)
+            residual, targets = 2 * sigma**2 * sigma.new_tensor(losses)
+            dims = q.gamma.mean(0).sum().to(sigma)
         count, least = count_and_rounding(problem, sigma, targets)
         return residual, least, dims, count
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em import LinearisedLaplace, NotFittedError, Prediction
+from torch_lla_em import Adapter, LinearisedLaplace, NotFittedError, Prediction, Regression
 from torch_lla_em.data import to_device
 
 __all__ = ["Laplace"]
@@ -26,7 +26,7 @@ _INSTEAD = {
     **dict.fromkeys(("joint", "functional_variance"), "use la.posterior.predict(x).covariance"),
     "diagonal_output": "use la.posterior.predict(x).variance",
     "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
-    "feature_reduction": "select the outputs in the forward_fn of LinearisedLaplace",
+    "feature_reduction": "select the outputs in the adapter of LinearisedLaplace",
     "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
     "marglik_training": f"train the network first; then {_LEARN}",
     **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
@@ -288,6 +288,8 @@ class Laplace:
     def _fit(self, layerwise: bool, options: dict[str, Any], **how: Any) -> None:
         bar = bool(_checked("fit", options).get("progress_bar"))
         posterior, self._posterior = self._unfitted(layerwise), None
+        if self.temperature != 1:
+            how["weights"] = 1 / self.temperature
         self._take(posterior.fit(self._loader, validation=False, progress_bar=bar, **how))
 
     def _take(self, posterior: LinearisedLaplace) -> None:
@@ -299,20 +301,16 @@ class Laplace:
         self._posterior, self._evidence = posterior, None
 
     def _unfitted(self, layerwise: bool) -> LinearisedLaplace:
-        noise = float(self.sigma_noise) if self.likelihood == "regression" else None
+        is_regression = self.likelihood == "regression"
         return LinearisedLaplace(
             self.model,
-            self.likelihood,
-            prior="layerwise" if layerwise else "scalar",
-            g_prior=False,
+            Regression(float(self.sigma_noise)) if is_regression else self.likelihood,
+            prior="layerwise isotropic" if layerwise else "isotropic",
             curvature="network",
             parameters="last_layer" if self.subset_of_weights == "last_layer" else "requires_grad",
-            sigma_noise=noise,
-            temperature=self.temperature,
             num_samples=self.num_samples,
             seed=self.seed,
-            forward_fn=nn.Module.__call__,  # dicts are one argument
-            target_fn=self._targets,
+            adapter=Adapter(nn.Module.__call__, self._targets),  # dicts are one argument
         )
 
     def _targets(self, batch: Any) -> Any:

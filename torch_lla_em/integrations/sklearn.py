@@ -214,7 +214,7 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
 
     _likelihood = "classification"
     # with standardised inputs all features have similar sizes, and the plain prior predicts better
-    _options = {"g_prior": False}
+    _options = {"prior": "isotropic"}
 
     def _targets(self, y: np.ndarray, x: Tensor) -> tuple[Tensor, int]:
         check_classification_targets(y)

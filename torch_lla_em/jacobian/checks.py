@@ -99,7 +99,7 @@ def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
         )
     if not f.is_floating_point():
         raise TypeError(
-            f"The outputs are {f.dtype}, not floating point: the model, or forward_fn, must "
+            f"The outputs are {f.dtype}, not floating point: the model, or its adapter, must "
             "return logits, not class labels."
         )
     if not f.isfinite().all():

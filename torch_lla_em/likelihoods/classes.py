@@ -121,7 +121,7 @@ class Classification(Labels):
             raise ValueError(
                 "The outputs are probabilities: all lie between 0 and 1, and those of an example sum to 1. "
                 "Classification needs logits. Leave out the last softmax, or pass "
-                "forward_fn=lambda model, x: model(x).log(), since log probabilities are logits."
+                "adapter=Adapter(lambda model, x: model(x).log()), since log probabilities are logits."
             )
         if is_beyond:
             kept = y[self.mask(y)]
@@ -228,6 +228,6 @@ def _reward(outputs: Tensor) -> Tensor:
         return outputs
     raise ValueError(
         "A reward is one number per example, shape (B,) or (B, 1), but the network returned "
-        f"{tuple(outputs.shape)}. Pass forward_fn=lambda model, candidates: ... that returns "
+        f"{tuple(outputs.shape)}. Pass adapter=Adapter(lambda model, candidates: ...) that returns "
         "(B, candidates)."
     )

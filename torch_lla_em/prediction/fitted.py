@@ -76,7 +76,7 @@ def load_state_dict(la: Any, state: dict[str, Tensor], strict: bool = True) -> N
     """
     network = la._linear_model.network
     stored.refuse_other_network(state, network.module)
-    la.take(loaded(la, state, Setting(la._linear_model, NetworkState(network), la.target_fn)))
+    la.take(loaded(la, state, Setting(la._linear_model, NetworkState(network), la.adapter.targets)))
 
 
 def load_from_state_dict(
@@ -94,7 +94,7 @@ def load_from_state_dict(
     try:
         files.check(own, "posterior")
         expected = NetworkState(la._linear_model.network, own["fingerprint"].cpu())
-        la.take(loaded(la, own, Setting(la._linear_model, expected, la.target_fn)))
+        la.take(loaded(la, own, Setting(la._linear_model, expected, la.adapter.targets)))
     except ValueError as error:
         errors.append(str(error))
 
@@ -118,13 +118,14 @@ def save(la: Any, path: str | PathLike[str]) -> None:
         >>> la.save("posterior.pt")  # doctest: +SKIP
     """
     state, model = state_dict(la), la._linear_model
-    own = "prior", "g_prior", "num_samples", "tolerance", "curvature", "seed", "temperature"
+    own = "prior", "num_samples", "curvature", "seed"
     options = {
         **{name: getattr(la, name) for name in own},
         **stored.likelihood_options(la._given_likelihood),
         "parameters": model.layout.names,
         "class_dim": model.network.class_dim,
         "precision": la.compute.precision,
+        "tolerance": la.compute.tolerance,
     }
     files.write_atomically({**state, "options": files.to_bytes(options)}, path)
 
@@ -137,8 +138,7 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
         path (str): Name of the file that ``save`` has written.
         model (nn.Module): The network, with the weights that the posterior was fitted to.
         **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a
-            custom likelihood, ``forward_fn`` or ``target_fn``, and ``solver`` if you call ``fit``
-            again. Other arguments replace those saved.
+            custom likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Other arguments replace those saved.
 
     Raises:
         ValueError: If the file is damaged or belongs to another network, or if an option is

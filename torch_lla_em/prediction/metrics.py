@@ -102,7 +102,7 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
     collapsed = gamma < max(4 / len(result.w_samples), 2 * error)
     # where all λ are at their bound the fit has warned
     if collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any():
-        scaling = "g_prior=False, " if (result.scale != 1).any() else ""
+        scaling = 'prior="isotropic", ' if (result.scale != 1).any() else ""
         yield (
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
             f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
@@ -125,7 +125,7 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
         if not result.sigma_noise.dim() and count > 1 and share < _SHARED:
             yield (
                 f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
-                f"it: its intervals are far too wide. Pass sigma_noise=torch.ones({count}) to learn one for each."
+                f"it: its intervals are far too wide. Pass Regression(torch.ones({count})) to learn one for each."
             )
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, is_named
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
 from torch_lla_em.prediction.calibration import restored
 from torch_lla_em.prediction.posterior import Found, Posterior, Replaced, Setting
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import Compute, files, free_memory
+from torch_lla_em.runtime import PRIORS, Compute, files, free_memory
 
 _RESULT = (
     *("w_lin", "w_samples", "scale", "prior_precision", "sigma_noise"),
@@ -23,6 +23,9 @@ _RESULT = (
     *("constant", "network_noise"),
 )
 """Tensors of a fit's result that have the same name in files."""
+
+_ADAPTED = {"forward_fn", "adapter"}
+"""Names in files of a function that calls the network, which a file cannot store."""
 
 _REPLACED = "fitted_mixture", "fitted_sigma_noise"
 """Tensors of a posterior as fitted that ``calibrate`` has replaced."""
@@ -62,21 +65,31 @@ def read(
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     refuse_other_network(state, Network(model).module)
-    options = {**files.from_bytes(state["options"]), **given}
-    precision = options.pop("precision", None)
-    if precision is not None and "compute" not in given:
-        options["compute"] = Compute(precision=precision)
-    own = set(files.from_bytes(state["record"]).get("given", [])) - {"solver"}  # old files name it
-    missing = [name for name in ("likelihood", *sorted(own)) if name not in options]
+    options = {**_upgraded(files.from_bytes(state["options"])), **given}
+    needed = ["likelihood"]
+    if _ADAPTED.intersection(files.from_bytes(state["record"]).get("given", [])):
+        needed.append("adapter")
+    missing = [name for name in needed if name not in options]
     if missing:
         raise ValueError(
             f"The posterior was fitted with your own {' and '.join(missing)}, which a file cannot "
             f"store. Pass {', '.join(f'{name}=...' for name in missing)} to load."
         )
-    if options.get("sigma_noise") is not None:
-        sigma = torch.as_tensor(options["sigma_noise"], dtype=torch.float64, device="cpu")
-        options["sigma_noise"] = sigma
     return state, options
+
+
+def _upgraded(options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``LinearisedLaplace`` from the options in a file of this version or an earlier one."""
+    names = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
+    scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in names)
+    if isinstance(scaling, bool):
+        layerwise = options["prior"] == "layerwise"
+        options["prior"] = next(k for k, v in PRIORS.items() if v == (layerwise, scaling))
+    if sigma is not None:
+        sigma = torch.as_tensor(sigma, dtype=torch.float64, device="cpu")
+        options["likelihood"] = Regression(sigma)
+    options["compute"] = Compute(precision=precision or "float32", tolerance=tolerance)
+    return options
 
 
 def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[str, Tensor]:
@@ -213,10 +226,10 @@ def checked(
             "`parameters`."
         )
     refuse_other_shapes(state, model.layout.size)
-    if "forward_fn" in record.get("given", ()) and "forward_fn" not in given:
+    if _ADAPTED.intersection(record.get("given", ())) and not given:
         raise ValueError(
-            "The posterior was fitted with a forward_fn, but this object has none. Construct "
-            "it with the same forward_fn."
+            "The posterior was fitted with an Adapter that has outputs, but this object has none. "
+            "Construct it with the same adapter."
         )
     if record["likelihood"] != kind:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The loss of a fit: -log p(y | f) of every example, times its weight and 1/T."""
+"""The loss of a fit: -log p(y | f) of every example, times its weight."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LEAST_FIXED = 1e-6
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss Σ_n -(w_n / T) log p(y_n | f_n) of some examples, with its derivatives in f.
+    """The loss Σ_n -w_n log p(y_n | f_n) of some examples, with its derivatives in f.
 
-    Nothing else in a fit multiplies by the weights w, by 1/T, or by the mask of the likelihood.
+    Nothing else in a fit multiplies by the weights w or by the mask of the likelihood.
     """
 
     likelihood: Likelihood
@@ -29,7 +29,6 @@ class Loss:
     weights: Tensor | None = None
     """One weight per example, (B,), or one per target, in the shape of the targets."""
 
-    temperature: float = 1.0
     shift: Tensor | None = None
     """What is added to all outputs, (C,) or (); None: 0."""
 
@@ -51,7 +50,7 @@ class Loss:
         else:  # every site is an example of its own
             own = log_prob(f.flatten(f.dim() - w.dim() - 1, -2), y.flatten())
             total = own * w.flatten().to(f.dtype)
-        return -total.sum(dtype=torch.float64) / self.temperature
+        return -total.sum(dtype=torch.float64)
 
     def gradient(self, f: Tensor) -> Tensor:
         """Return the gradient in f, in the shape of f."""
@@ -66,7 +65,7 @@ class Loss:
         )  # others may have a log_prob of their own
         if self.weights is None and plain and isinstance(own, Classification | BradleyTerry):
             log_prob, gradient = own.log_prob_and_gradient(f, self.targets)
-            return -log_prob.sum(dtype=torch.float64) / self.temperature, self._counted(gradient)
+            return -log_prob.sum(dtype=torch.float64), self._counted(gradient)
         return self.value(f), self.gradient(f)
 
     def product(self, f: Tensor, u: Tensor) -> Tensor:
@@ -76,20 +75,19 @@ class Loss:
     def root(self, f: Tensor, noise: Tensor) -> Tensor:
         """Return S(f) ε with S Sᵀ = H, in the shape of ε."""
         u, counts = self.likelihood.hessian_sqrt_product(self._shifted(f), noise), self.counts
-        u = u if counts is None else u * counts.sqrt().to(u.dtype)
-        return u if self.temperature == 1 else u / self.temperature**0.5
+        return u if counts is None else u * counts.sqrt().to(u.dtype)
 
     def expected_hessian(self, f: Tensor) -> Tensor:
         """Return H averaged over functions (S, B, ..., C): (B, ..., C, C), or its diagonal."""
         H, counts = self.likelihood.expected_hessian(self._shifted(f)), self.counts
         if counts is not None:
             H = H * (counts if self.likelihood.elementwise else counts.unsqueeze(-1)).to(H.dtype)
-        return H if self.temperature == 1 else H / self.temperature
+        return H
 
     def roots_of_probabilities(self, f: Tensor) -> Tensor:
-        """Return √(w / (S T)) p, (B, ..., S, C), for the probabilities p of functions (S, B, ..., C)."""
+        """Return √(w / S) p, (B, ..., S, C), for the probabilities p of functions (S, B, ..., C)."""
         p, counts = self.likelihood.mean(self._shifted(f)).movedim(0, -2), self.counts
-        p = p / (len(f) * self.temperature) ** 0.5
+        p = p / len(f) ** 0.5
         return p if counts is None else p * counts.sqrt().unsqueeze(-1).to(p.dtype)
 
     @property
@@ -158,8 +156,7 @@ class Loss:
 
     def _counted(self, u: Tensor) -> Tensor:
         counts = self.counts
-        u = u if counts is None else u * counts.to(u.dtype)
-        return u if self.temperature == 1 else u / self.temperature
+        return u if counts is None else u * counts.to(u.dtype)
 
 
 def check_weights(likelihood: Likelihood) -> None:
@@ -176,7 +173,7 @@ def check_weights(likelihood: Likelihood) -> None:
         )
     if likelihood.from_data:
         raise ValueError(
-            "A weighted regression does not learn σ: pass LinearisedLaplace(..., sigma_noise=...)."
+            "A weighted regression does not learn σ: pass LinearisedLaplace(model, Regression(sigma_noise))."
         )
 
 

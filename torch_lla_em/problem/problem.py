@@ -70,7 +70,7 @@ class Cost:
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    The loss of an example is -log p(y | f) times its weight and 1 / ``temperature``. Continuous targets
+    The loss of an example is -log p(y | f) times its weight. Continuous targets
     are taken less their mean. All vectors here are in weight space; solvers see them through
     ``operators.py``. ``sweep`` goes over the data, and handles memory, ranks, and vectors that are stored
     on another device.
@@ -81,10 +81,8 @@ class Problem:
         linear_model: LinearModel,
         likelihood: Likelihood,
         data: Data,
-        temperature: float = 1.0,
     ):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
-        self.temperature = temperature
         self.moments: Tensor | None = None
         """Mean and variance of the targets, (2, C) or (2,), once the first pass has found them; None: 0."""
 
@@ -96,8 +94,8 @@ class Problem:
         self.sweep = Sweep(linear_model, likelihood, data)
         self.point = Point(data)
         self.cost = Cost()
-        self._holds_noise = self._is_compared = False
-        """Whether σ is held, and whether derivatives have been compared with log_prob."""
+        self._is_compared = False
+        """Whether derivatives have been compared with log_prob."""
 
     # the method
 
@@ -208,15 +206,14 @@ class Problem:
     @property
     def sigma(self) -> Tensor | None:
         """σ, if the fit learns it, as it does without weights."""
-        learns = not (self.data.is_weighted or self._holds_noise)
-        return self.likelihood.observation_noise if learns else None
+        return None if self.data.is_weighted else self.likelihood.observation_noise
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""
         if self.moments is not None:
             dtype = targets.dtype if targets.is_floating_point() else self.dtype
             targets = (targets.double() - self.moments[0].to(targets.device)).to(dtype)
-        return Loss(self.likelihood, targets, weights, self.temperature, self.shift)
+        return Loss(self.likelihood, targets, weights, self.shift)
 
     def push_forward(
         self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
@@ -279,12 +276,6 @@ class Problem:
         """Return the same problem under another likelihood."""
         other = copy.copy(self)
         other.likelihood = likelihood
-        return other
-
-    def at_temperature(self, temperature: float, holds_noise: bool = False) -> Problem:
-        """Return the same problem at another temperature, in which σ may be held."""
-        other = copy.copy(self)
-        other.temperature, other._holds_noise = temperature, holds_noise
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:

@@ -18,6 +18,8 @@ from torch_lla_em.runtime.modes import tf32, without_autocast
 from torch_lla_em.runtime.noise import normal, normals
 from torch_lla_em.runtime.options import (
     PRECISION_BOUNDS,
+    PRIORS,
+    Adapter,
     Compute,
     check_choice,
     check_options,
@@ -27,6 +29,8 @@ from torch_lla_em.runtime.turns import Turns
 
 __all__ = [
     "PRECISION_BOUNDS",
+    "PRIORS",
+    "Adapter",
     "Budget",
     "Compute",
     "DoesNotFit",

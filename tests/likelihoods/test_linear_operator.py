@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from dense import ExactLaplace
@@ -90,35 +89,6 @@ def test_a_fit_learns_noise_and_predicts_image_and_measurements(setting, tmp_pat
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", model, likelihood=likelihood)
     assert_close(again.predict(x).log_prob(y), p.log_prob(y))
-
-
-class OutsideOfTorch(torch.autograd.Function):
-    """A map of NumPy arrays whose adjoint is known."""
-
-    A = np.arange(6.0).reshape(2, 3)
-
-    @staticmethod
-    def forward(f):
-        return torch.from_numpy(f.numpy() @ OutsideOfTorch.A.T)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, v):
-        return torch.from_numpy(v.numpy() @ OutsideOfTorch.A)
-
-
-def test_operators_outside_of_torch_have_a_backward():
-    f, u, y = draw(5, 3), draw(4, 5, 3, seed=1), draw(5, 2, seed=2)
-    own = LinearOperatorRegression(OutsideOfTorch.apply, (3,), SIGMA)
-    matrix = torch.from_numpy(OutsideOfTorch.A)
-    own.check(f, y)
-    assert_close(own.gradient(f, y), (f @ matrix.T - y) @ matrix / SIGMA**2)
-    assert_close(own.hessian_product(f, u), u @ matrix.T @ matrix / SIGMA**2)
-    y = measured_by().sample(torch.zeros(500, *SHAPE).double(), torch.Generator().manual_seed(0))
-    assert y.shape == (500, MEASURED) and abs(y.std() - SIGMA) < 5 * SIGMA / (2 * y.numel()) ** 0.5
 
 
 def test_unsuitable_operators_and_measurements_raise():

@@ -91,9 +91,9 @@ class Expectations:
         """Return both of ``loss`` and ``slope``."""
         total, found = 0.0, [mean[:0]]
         for rows, f in functions(mean, deviations):
-            value, gradient = self.loss_of.part(rows).value_and_gradient(f)
-            total += value.item() / len(f)
-            found.append(gradient.mean(0))
+            loss = self.loss_of.part(rows)
+            total += loss.value(f).item() / len(f)
+            found.append(loss.gradient(f).mean(0))
         return self.share.add(total, mean), torch.cat(found)
 
     def deviations(self, pushed: Tensor) -> Tensor | None:

@@ -1,18 +1,21 @@
 """Likelihoods p(y | f): losses with their gradients, Hessians H and roots S of H.
 
-The base class is in ``base``. The likelihoods are in ``classes``, ``elementwise`` and ``gaussian``.
+The base class is in ``base``. The likelihoods are in ``discrete`` and ``gaussian``.
 ``checks`` checks a custom likelihood. A new likelihood needs an entry in ``LIKELIHOODS`` if users
 should be able to choose it by name.
 """
 
 from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
 from torch_lla_em.likelihoods.checks import compare_with_log_prob
-from torch_lla_em.likelihoods.classes import BradleyTerry, Classification, compare, preferred
-from torch_lla_em.likelihoods.elementwise import Bernoulli, Poisson
-from torch_lla_em.likelihoods.gaussian import (
-    HeteroscedasticRegression,
-    Regression,
+from torch_lla_em.likelihoods.discrete import (
+    Bernoulli,
+    BradleyTerry,
+    Classification,
+    Poisson,
+    compare,
+    preferred,
 )
+from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
 
 LIKELIHOODS = {
     "classification": Classification,

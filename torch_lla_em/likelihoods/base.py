@@ -224,6 +224,34 @@ class Labels(Likelihood):
         return self.mean(f / (1 + pi / 8 * variance).sqrt())
 
 
+class ElementwiseLikelihood(Likelihood):
+    """Base class for independent targets, whose H is diagonal; ``check`` requires y of the shape of f.
+
+    A subclass defines ``log_prob``, ``curvature`` and ``mean``.
+    """
+
+    elementwise = True
+
+    def curvature(self, f: Tensor) -> Tensor:
+        """Return the diagonal of H(f), in the shape of f."""
+        raise NotImplementedError
+
+    def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
+        return self.curvature(f) * u
+
+    def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
+        return self.curvature(f).sqrt() * noise
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        if y.shape != f.shape:
+            raise ValueError(
+                f"Targets have shape {tuple(y.shape)}, but the outputs {tuple(f.shape)}. They "
+                "must be equal, as broadcasting would pair every target with every output: "
+                "reshape the targets, for example with y[:, None]."
+            )
+        require_real(y)
+
+
 def require_real(y: Tensor) -> None:
     """Raise an error if targets are not finite real numbers."""
     if y.is_complex():

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal
 
-from torch_lla_em.likelihoods.base import Likelihood, mean_square, require_real, sum_rows
-from torch_lla_em.likelihoods.elementwise import ElementwiseLikelihood
+from torch_lla_em.likelihoods.base import (
+    ElementwiseLikelihood,
+    Likelihood,
+    mean_square,
+    require_real,
+    sum_rows,
+)
 from torch_lla_em.runtime import check_options
 
 
@@ -106,7 +111,10 @@ class Regression(Gaussian, ElementwiseLikelihood):
     ) -> Tensor:
         error, variance, spread = y - self.mean(f), self.variance(f), self.mean(deviations)
         if joint:
-            return _joint_log_density(error, spread, variance)
+            root = spread.flatten(1).T.double() / len(spread) ** 0.5
+            of_all = torch.zeros_like(root[:, 0]), root, variance.flatten().double()
+            density = LowRankMultivariateNormal(*of_all, validate_args=False)
+            return density.log_prob(error.flatten().double())
         variance = variance + mean_square(spread)
         return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
 
@@ -174,14 +182,3 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
                 "then all log variances."
             )
         require_real(y)
-
-
-def _joint_log_density(error: Tensor, deviations: Tensor, variance: Tensor) -> Tensor:
-    """Return log N(error; 0, D Dᵀ / K + diag(variance)), shape (), for D of shape (K, ...)."""
-    root = deviations.flatten(1).T.double() / len(deviations) ** 0.5
-    mean = torch.zeros_like(root[:, 0])
-    density = LowRankMultivariateNormal(
-        mean, root, variance.flatten().double(), validate_args=False
-    )
-    log_density: Tensor = density.log_prob(error.flatten().double())
-    return log_density

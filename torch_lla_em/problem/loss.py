@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import BradleyTerry, Classification, Likelihood
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import report
 
 # smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
@@ -55,18 +55,6 @@ class Loss:
     def gradient(self, f: Tensor) -> Tensor:
         """Return the gradient in f, in the shape of f."""
         return self._counted(self.likelihood.gradient(self._shifted(f), self.targets))
-
-    def value_and_gradient(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both of ``value`` and ``gradient``."""
-        own = self.likelihood
-        plain = type(own) in (
-            Classification,
-            BradleyTerry,
-        )  # others may have a log_prob of their own
-        if self.weights is None and plain and isinstance(own, Classification | BradleyTerry):
-            log_prob, gradient = own.log_prob_and_gradient(f, self.targets)
-            return -log_prob.sum(dtype=torch.float64), self._counted(gradient)
-        return self.value(f), self.gradient(f)
 
     def product(self, f: Tensor, u: Tensor) -> Tensor:
         """Return H(f) u, in the shape of u."""

@@ -1,4 +1,4 @@
-"""Likelihoods of a choice among classes, or among candidates by their rewards."""
+"""Likelihoods of discrete targets: classes, preferences among candidates, labels and counts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, softplus
 
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
-from torch_lla_em.likelihoods.base import Labels, sum_rows
+from torch_lla_em.likelihoods.base import ElementwiseLikelihood, Labels, average, sum_rows
 
 # number of examples all of whose outputs sum to 1 only if they are probabilities
 _SURELY = 4
 
 # On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
 _FEW = 16
+
+_MOST_COUNTS = 100_000
 
 
 class Classification(Labels):
@@ -47,19 +50,6 @@ class Classification(Labels):
         kept, index = self._chosen(f, y)
         others = _softmax(f).scatter(-1, index, 0)
         return others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
-
-    def log_prob_and_gradient(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``log_prob`` and ``gradient`` by one softmax.
-
-        Args:
-            f (Tensor): Outputs of the network, (..., C).
-            y (Tensor): Targets.
-        """
-        kept, index = self._chosen(f, y)
-        log_p = _log_softmax(f)
-        chosen, others = log_p.gather(-1, index).squeeze(-1), log_p.exp().scatter(-1, index, 0)
-        gradient = others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
-        return sum_rows(chosen.where(kept, 0), y), gradient
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
         p = _softmax(f)
@@ -113,7 +103,15 @@ class Classification(Labels):
                 f'{tuple(f.shape)}. For one logit with 0/1 targets use likelihood="bernoulli"; '
                 "for classes on another axis pass class_dim."
             )
-        _check_labels(f, y)
+        is_integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+        if not is_integer or y.shape != f.shape[:-1]:
+            raise (ValueError if is_integer else TypeError)(
+                f"Class labels must be integers of shape {tuple(f.shape[:-1])} for outputs of shape "
+                f"{tuple(f.shape)} (classes last), but are {y.dtype} of shape {tuple(y.shape)}. Pass one "
+                "class index per example or site: y.long(), or for one-hot labels y.argmax(-1). For "
+                'several 0/1 labels use likelihood="bernoulli"; if axis 1 of the outputs holds the '
+                "classes, pass class_dim=1."
+            )
         is_logit = (f < 0).any() | (f > 1).any() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
@@ -178,6 +176,103 @@ class BradleyTerry(Classification):
         super().check(f, y)
 
 
+class Bernoulli(Labels, ElementwiseLikelihood):
+    """Independent 0/1 targets with logits f, for binary or multi-label classification.
+
+    Raises:
+        ValueError: In ``fit``, if targets are not 0 or 1, or do not have the shape of the outputs.
+
+    Example:
+        >>> la = LinearisedLaplace(torch.nn.Linear(2, 3), "bernoulli")
+        >>> la = la.fit(torch.randn(20, 2), torch.ones(20, 3), progress_bar=False)
+    """
+
+    monotone = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return sum_rows(y * f - softplus(f), y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.sigmoid() - y
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return f.sigmoid() * (-f).sigmoid()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.sigmoid()
+
+    def log_mean(self, f: Tensor) -> Tensor:
+        return logsigmoid(f)
+
+    def entropy_of(self, p: Tensor) -> Tensor:
+        entropy: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
+        return entropy
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(f.sigmoid(), generator=generator)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        if ((y != 0) & (y != 1)).any():
+            raise ValueError("Bernoulli targets must be 0 or 1, of the shape of the outputs.")
+
+
+class Poisson(ElementwiseLikelihood):
+    """Counts with a Poisson distribution whose rate is exp(f).
+
+    Raises:
+        ValueError: In ``fit``, if targets are not counts, or do not have the shape of the outputs.
+
+    Example:
+        >>> la = LinearisedLaplace(torch.nn.Linear(2, 1), "poisson")
+        >>> la = la.fit(torch.randn(20, 2), torch.ones(20, 1), progress_bar=False)
+    """
+
+    monotone = True
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return sum_rows(y * f - f.exp() - torch.lgamma(y.to(f) + 1), y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.exp() - y
+
+    def curvature(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def variance(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
+        # -Σ p(y) log p(y) of the mixture, summed over all counts that can occur
+        rates = f.exp()
+        largest = rates.max().item()
+        last = largest + 12 * largest**0.5 + 30
+        if not last < _MOST_COUNTS:
+            raise ValueError(
+                f"The entropy at a rate of {largest:.3g} is a sum over too many counts: use "
+                ".aleatoric and .epistemic, the two parts of Var[y]."
+            )
+        total = torch.zeros_like(f[0])
+        for y in torch.arange(int(last) + 1, dtype=f.dtype, device=f.device):
+            p = average((y * f - rates - torch.lgamma(y + 1)).exp(), weights)
+            total += torch.special.entr(p)
+        return total
+
+    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
+        return (f + 0.5 * variance).exp()
+
+    def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return torch.poisson(f.exp(), generator=generator)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        if ((y < 0) | (y != y.round())).any():
+            raise ValueError("Poisson targets must be counts: 0, 1, 2, ...")
+
+
 def compare(model: nn.Module, inputs: Any) -> Tensor:
     """Return one reward per candidate: (B, n) for a tuple of n candidates, (B, 1) for one.
 
@@ -196,19 +291,6 @@ def preferred(batch: Any) -> Tensor:
         return torch.zeros(len(first), dtype=torch.long, device=first.device)
     targets: Tensor = default_targets(batch)
     return targets
-
-
-def _check_labels(f: Tensor, y: Tensor) -> None:
-    """Raise an error if labels are not integers of the outputs' shape without its last axis."""
-    is_integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
-    if not is_integer or y.shape != f.shape[:-1]:
-        raise (ValueError if is_integer else TypeError)(
-            f"Class labels must be integers of shape {tuple(f.shape[:-1])} for outputs of shape "
-            f"{tuple(f.shape)} (classes last), but are {y.dtype} of shape {tuple(y.shape)}. Pass one "
-            "class index per example or site: y.long(), or for one-hot labels y.argmax(-1). For "
-            'several 0/1 labels use likelihood="bernoulli"; if axis 1 of the outputs holds the '
-            "classes, pass class_dim=1."
-        )
 
 
 def _softmax(f: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,22 +24,20 @@ _NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 def examples_of(data: Tensor | Iterable[Any], by_label: bool = False) -> tuple[Tensor, Tensor]:
-    """Return all examples of a tensor, an array or batches, (N, D), and their labels, (N,), 0 without labels."""
-    batches = [data] if isinstance(data, (Tensor, np.ndarray)) else data
+    """Return all examples of a tensor or batches, (N, D), and their labels, (N,), 0 without labels."""
+    batches = [data] if isinstance(data, Tensor) else data
     parts = [_batch(batch, by_label) for batch in batches]
     x, labels = map(torch.cat, zip(*parts)) if parts else torch.zeros(2, 0, 1, device="cpu")
     kept = labels != _IGNORED
     x, labels = (x, labels) if kept.all() else (x[kept], labels[kept])
     if not len(x):
         raise ValueError(
-            "The data hold no examples. Is the loader empty or used up, or are all labels "
-            f"{_IGNORED}, which are left out?"
+            f"The data hold no examples. Is the loader empty or used up, or are all labels {_IGNORED}?"
         )
     if not x.double().square().sum(1).isfinite().all():
         bad = int((~torch.isfinite(x)).any(1).sum())
         raise ValueError(
-            f"The data have {bad} examples with NaN or infinity, or values too large to square. Remove, "
-            "impute or rescale them."
+            f"The data have {bad} examples with NaN or infinity, or values too large to square. Remove or rescale them."
         )
     return x, labels
 
@@ -48,7 +45,6 @@ def examples_of(data: Tensor | Iterable[Any], by_label: bool = False) -> tuple[T
 def _batch(batch: Any, by_label: bool) -> tuple[Tensor, Tensor]:
     """Return the examples and labels of one batch."""
     x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
-    x = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
     if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] == 0:
         shape = tuple(x.shape) if isinstance(x, Tensor) else None
         raise ValueError(
@@ -73,6 +69,13 @@ def pieces(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(tensor.split(max(256, numbers // width)) for tensor in tensors))
 
 
+class Bounds(NamedTuple):
+    """One entry of a fit's history; see ``MixtureState``."""
+
+    objective: float
+    lower_bound: float
+
+
 class MixtureState(NamedTuple):
     """The result of one EM step, from which the next begins."""
 
@@ -86,11 +89,7 @@ class MixtureState(NamedTuple):
     """log p(X | θ) of the parameters that the step began with, plus log p(θ) for MAP."""
 
     lower_bound: float = -float("inf")
-    """A lower bound of the objective at the step's new parameters.
-
-    It lies between this step's ``objective`` and that of the next step, which is higher by the
-    divergence KL(q ‖ p) that the M-step left.
-    """
+    """A lower bound of the objective at the step's new parameters, between this ``objective`` and the next."""
 
     converged: bool = False
     """Whether the bound changed by no more than the tolerance."""

@@ -1,14 +1,11 @@
 """Out-of-distribution detection by a density of a network's features.
 
-As in deep deterministic uncertainty (Mukhoti et al., 2023): one Gaussian for each class, or a
-mixture without labels, is fitted to the outputs of one layer.
+One Gaussian for each class, or a mixture without labels, is fitted to the outputs of one layer (Mukhoti et al., 2023).
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data import (
@@ -36,8 +33,8 @@ class FeatureDensity:
         model (nn.Module): Any trained module.
         layer (str or nn.Module): A submodule or its name. If it runs several times in a forward
             pass, its last output is used; of a tuple or a mapping, the first tensor.
-        mixture (Mixture, optional): Default None: full Gaussians with the conjugate prior, one for
-            each class with ``by_label``, and ten without. Pass a mixture with
+        mixture (Mixture, optional): Default None: full Gaussians, one for each class with ``by_label``, and
+            ten without. Pass a mixture with
             ``covariance="diagonal"`` if the layer has hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
@@ -48,7 +45,7 @@ class FeatureDensity:
 
     Raises:
         AttributeError: If the model has no layer of this name.
-        ValueError: If the layer is not a part of the model, or ``pool`` is not known.
+        ValueError: If the layer is not a part of the model.
 
     Example:
         >>> density = FeatureDensity(model, "0", by_label=True).fit(loader)
@@ -65,15 +62,13 @@ class FeatureDensity:
         pool: Callable[[Tensor], Tensor] | None = None,
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
     ):
-        if not callable(pool) and pool is not None:
-            raise ValueError(f"pool must map outputs to features (B, D), but it is {pool!r}.")
         self._network = Network(model, forward_fn or _forward)
         module = self._network.module
         self.layer = module.get_submodule(layer) if isinstance(layer, str) else layer
         if self.layer not in module.modules():
             raise ValueError("The layer is not a part of the model.")
         self.model, self.by_label = model, by_label
-        self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=True)
+        self.mixture = mixture or GaussianMixture(1 if by_label else 10)
         self.pool = pool
         self._state: NetworkState | None = None
 
@@ -93,18 +88,15 @@ class FeatureDensity:
             TypeError: If the data lack labels, or the layer returns no floats.
             ValueError: If features are not finite, or there are fewer examples than components.
         """
-        if isinstance(data, (Tensor, np.ndarray)):  # the network runs on a few examples at a time
+        if isinstance(data, Tensor):  # the network runs on a few examples at a time
             given = [data] if labels is None else [data, labels]
-            parts = [p if isinstance(p, Tensor) else torch.from_numpy(p) for p in given]
-            data = [*zip(*(part.split(_BATCH_SIZE) for part in parts), strict=True)]
-        elif isinstance(data, Mapping):  # one batch
-            data = [data]
+            data = [*zip(*(part.split(_BATCH_SIZE) for part in given), strict=True)]
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, None if self.by_label else default_targets)
-        known = [
-            (self.features(inputs_of(batch)), *([default_targets(batch)] if self.by_label else []))
-            for batch in batches
-        ]
+        known: list[tuple[Tensor, ...]] = []
+        for batch in batches:
+            targets = (default_targets(batch),) if self.by_label else ()
+            known.append((self.features(inputs_of(batch)), *targets))
         self.mixture.fit(known, by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self
@@ -115,8 +107,7 @@ class FeatureDensity:
         Raises:
             RuntimeError: Before ``fit``, or if the model's weights have changed since.
         """
-        self._require_same_weights()
-        return self.mixture.log_prob(self.features(inputs))
+        return self.mixture.log_prob(self._fitted_features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
         """Return log p(features, label) of a batch of inputs, (B, C), labels in increasing order.
@@ -124,15 +115,16 @@ class FeatureDensity:
         Raises:
             RuntimeError: Before ``fit``, after a fit without labels, or if the weights have changed.
         """
-        self._require_same_weights()
-        return self.mixture.class_log_prob(self.features(inputs))
+        return self.mixture.class_log_prob(self._fitted_features(inputs))
 
-    def _require_same_weights(self) -> None:
+    def _fitted_features(self, inputs: Any) -> Tensor:
+        """Return features; raise an error if they are not those that the density describes."""
         if self._state is not None and not self._state.holds(self._network):
             raise RuntimeError(
                 "The model's weights changed after fit(), so the density no longer describes its "
                 "features. Call fit() again."
             )
+        return self.features(inputs)
 
     def features(self, inputs: Any) -> Tensor:
         """Return the pooled outputs of the layer for a batch of inputs, shape (B, D)."""
@@ -145,19 +137,15 @@ class FeatureDensity:
                 hook.remove()
         if not outputs:
             raise RuntimeError("The layer did not run in the forward pass. Choose one that does.")
-        return self._pooled(outputs[-1])
-
-    def _pooled(self, output: Any) -> Tensor:
-        found = tensors_in(output)
+        found = tensors_in(outputs[-1])
         if not found or not found[0].is_floating_point() or found[0].ndim == 0:
-            what = f"{found[0].dtype} tensor" if found else type(output).__name__
+            what = f"{found[0].dtype} tensor" if found else type(outputs[-1]).__name__
             raise TypeError(
                 f"The layer's output is a {what}, not a floating-point tensor (B, ...). "
                 "Choose another layer."
             )
         features = found[0].detach()
-        if self.pool is not None:
-            features = self.pool(features)
+        features = features if self.pool is None else self.pool(features)
         if features.ndim == 1:
             return features[:, None]
         return features.flatten(2).mean(2) if features.ndim > 2 else features

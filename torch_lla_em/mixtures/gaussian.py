@@ -8,14 +8,13 @@ block of D × D ("full", shape (K, 1, D, D)), or D blocks of 1 × 1 ("diagonal",
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import Dirichlet, kl_divergence
 
 Tensors = tuple[Tensor, ...]
-Kind = Literal["likelihood", "map", "variational"]
 
 
 class Gaussians(NamedTuple):
@@ -133,11 +132,9 @@ class Family:
     examples. At α = 2, the mode has one example more in each component.
     """
 
-    def __init__(
-        self, kind: Kind, shape: tuple[int, ...], moments: tuple[Tensor, Tensor], floor: float
-    ):
+    def __init__(self, variational: bool, shape: tuple[int, ...], moments: tuple[Tensor, Tensor]):
         (k, dim, *_), self.is_full = shape, len(shape) == 3
-        self.kind, self.shape, self.floor = kind, shape, floor
+        self.variational, self.shape = variational, shape
         self.blocks = (k, 1, dim, dim) if self.is_full else (k, dim, 1, 1)
         self.width = dim * (k if self.is_full else 2) + k  # numbers that an example takes
         self.centre, variance = moments
@@ -145,7 +142,7 @@ class Family:
         ones, size = variance.new_ones(k), self.blocks[-1]
         scale = torch.eye(size, dtype=ones.dtype, device=ones.device) * k ** (-2 / dim)
         self.prior = NormalWishart(
-            ones / k if kind == "variational" else 2.0 * ones,
+            ones / k if variational else 2.0 * ones,
             ones.new_zeros(k, dim),
             0.01 * ones,
             (size + 2) * ones,
@@ -188,43 +185,21 @@ class Family:
         some = counts.clamp_min(torch.finfo(counts.dtype).tiny)  # sums over no examples become 0
         means = first / some[:, None]
         scatter = (second + second.mT) / 2 - _outer(means, counts, second)
-        if self.kind == "likelihood":
-            covariances = _with_floor(scatter / some[:, None, None, None], self.floor)
-            return Gaussians(counts / counts.sum(), means, covariances)
         posterior = self.prior.updated(counts, means, scatter)
-        return posterior if self.kind == "variational" else posterior.mode()
+        return posterior if self.variational else posterior.mode()
 
     def log_prior(self, parameters: Gaussians | NormalWishart) -> Tensor:
         """Return what the objective adds to log p(X | θ), shape ()."""
         if isinstance(parameters, NormalWishart):
             return -parameters.divergence(self.prior)
-        is_map = self.kind == "map"
-        return self.prior.log_density(parameters) if is_map else self.unit.new_zeros(())
+        return self.prior.log_density(parameters)
 
     def leave(self, parameters: Any) -> Any:
         """Return parameters in the user's coordinates."""
         weights, means, *others, blocks = parameters
-        matrices = (blocks * self.units()).reshape(self.shape)
-        return type(parameters)(weights, means * self.unit + self.centre, *others, matrices)
-
-    def units(self) -> Tensor:
-        """Return the product of the units of every two columns, in blocks of one component."""
         unit = self.unit.reshape(self.blocks[1:-1])
-        return unit[..., :, None] * unit[..., None, :]
-
-
-def _with_floor(blocks: Tensor, least: float) -> Tensor:
-    """Raise eigenvalues below ``least`` to it.
-
-    Of all covariances whose eigenvalues are at least that, the result has the greatest
-    likelihood, so the bound does not fall where a component collapses.
-    """
-    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
-    if not torch.linalg.cholesky_ex(blocks - least * identity).info.any():
-        return blocks
-    values, vectors = torch.linalg.eigh(blocks)
-    raised = (vectors * values.clamp(min=least)[..., None, :]) @ vectors.mT
-    return torch.where(values[..., :1, None] < least, raised, blocks)
+        matrices = (blocks * unit[..., :, None] * unit[..., None, :]).reshape(self.shape)
+        return type(parameters)(weights, means * self.unit + self.centre, *others, matrices)
 
 
 def _apply(blocks: Tensor, v: Tensor) -> Tensor:

@@ -2,24 +2,15 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, MixtureState, examples_of, pieces
-from torch_lla_em.mixtures.gaussian import Family, Kind
+from torch_lla_em.mixtures.em import EM, Bounds, MixtureState, examples_of, pieces
+from torch_lla_em.mixtures.gaussian import Family
 from torch_lla_em.mixtures.starts import start_of
 from torch_lla_em.runtime import check_choice
-
-
-class Bounds(NamedTuple):
-    """One entry of a fit's history; see ``MixtureState``."""
-
-    objective: float
-    lower_bound: float
 
 
 class Mixture:
@@ -49,8 +40,7 @@ class Mixture:
     classes: Tensor | None = None
     """After a fit by label, the label that each component belongs to, shape (K,)."""
 
-    _kind: Kind = "likelihood"
-    min_variance = 0.0
+    _variational = False
 
     def __init__(
         self,
@@ -64,22 +54,17 @@ class Mixture:
         check_choice("covariance", covariance, ("full", "diagonal"))
         self.num_components, self.covariance = num_components, covariance
         self.max_steps, self.tolerance, self.seed = max_steps, tolerance, seed
-        for name in ("num_components", "max_steps"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
-        if not tolerance >= 0:
-            raise ValueError(f"tolerance must be 0 or more, not {tolerance}.")
+        for name, least in {"num_components": 1, "max_steps": 1, "tolerance": 0}.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}.")
         self.history: list[Bounds] = []
         self.converged = False
 
-    def fit(
-        self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
-    ) -> "Mixture":
+    def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "Mixture":
         """Fit the mixture to data.
 
         Args:
-            data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches, which are read once and
-                joined.
+            data (Tensor or iterable): A tensor (N, D), or batches, which are read once and joined.
             by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
                 components of its own. Default False. Examples with the label −100 are ignored.
 
@@ -101,7 +86,7 @@ class Mixture:
         return self
 
     def steps(
-        self, data: Tensor | np.ndarray | Iterable[Any], *, by_label: bool = False
+        self, data: Tensor | Iterable[Any], *, by_label: bool = False
     ) -> Iterator[MixtureState]:
         """Fit like ``fit``, with its ``data`` and ``by_label``, and yield the ``MixtureState`` after each EM step."""
         x, labels = examples_of(data, by_label)
@@ -114,12 +99,9 @@ class Mixture:
         classes, dim = names.repeat_interleave(self.num_components), x.shape[1]
         shape = (len(classes), dim, dim) if self.covariance == "full" else (len(classes), dim)
         variance, mean = torch.var_mean(x.double(), 0, correction=0)
-        # with the prior, no component of a start collapses onto a few examples
-        kinds: tuple[Kind, Kind] = self._kind, "map" if self._kind == "likelihood" else self._kind
-        family, regular = (Family(k, shape, (mean, variance), self.min_variance) for k in kinds)
+        family = Family(self._variational, shape, (mean, variance))
         em = EM(family, x, labels, classes, self.tolerance)
-        generator = torch.Generator("cpu").manual_seed(self.seed)
-        first = start_of(replace(em, family=regular), generator)
+        first = start_of(em, torch.Generator("cpu").manual_seed(self.seed))
 
         self.history, self.converged, self.classes = [], False, classes if by_label else None
         for state in em.states(first, self.max_steps):
@@ -129,18 +111,20 @@ class Mixture:
             yield state
 
     def __repr__(self) -> str:
-        words = f"{type(self).__name__}({self.num_components}, covariance={self.covariance!r})"
-        if self.parameters is None:
-            return f"{words}, not fitted"
-        end = "converged" if self.converged else "not converged"
-        bound = self.history[-1].lower_bound
-        return f"{words}, {end} after {len(self.history)} steps, lower bound {bound:.6g}"
+        end = "not fitted"
+        if self.history:
+            end = "converged" if self.converged else "not converged"
+            end += (
+                f" after {len(self.history)} steps, lower bound {self.history[-1].lower_bound:.6g}"
+            )
+        return (
+            f"{type(self).__name__}({self.num_components}, covariance={self.covariance!r}), {end}"
+        )
 
-    def log_joint(self, x: Tensor | np.ndarray) -> Tensor:
+    def log_joint(self, x: Tensor) -> Tensor:
         """Return log p(x, component) of examples x (n, D), shape (n, K), in float64."""
         if self.parameters is None:
             raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
-        x = _tensor(x)
         family, natural = self._fitted
         dim = natural[1].shape[1]
         if x.ndim != 2 or x.shape[1] != dim:
@@ -151,22 +135,22 @@ class Mixture:
         ]
         return torch.cat(parts, 1).T.to(x.device)
 
-    def log_prob(self, x: Tensor | np.ndarray) -> Tensor:
+    def log_prob(self, x: Tensor) -> Tensor:
         """Return log p(x) of examples x (n, D), shape (n,)."""
         return self.log_joint(x).logsumexp(1).to(_floating(x))
 
-    def responsibilities(self, x: Tensor | np.ndarray) -> Tensor:
+    def responsibilities(self, x: Tensor) -> Tensor:
         """Return p(component | x) of examples x (n, D), shape (n, K)."""
         return self.log_joint(x).softmax(1).to(_floating(x))
 
-    def predict(self, x: Tensor | np.ndarray) -> Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Return the most probable component of examples x (n, D), or the label if fitted by label, (n,)."""
         if self.classes is None:
             return self.log_joint(x).argmax(1)
-        labels: Tensor = self.classes.unique().to(_tensor(x).device)
+        labels: Tensor = self.classes.unique().to(x.device)
         return labels[self.class_log_prob(x).argmax(1)]
 
-    def class_log_prob(self, x: Tensor | np.ndarray) -> Tensor:
+    def class_log_prob(self, x: Tensor) -> Tensor:
         """Return log p(x, label) of examples x (n, D), shape (n, C), labels in increasing order.
 
         Raises:
@@ -179,49 +163,25 @@ class Mixture:
         return torch.stack([log_joint[:, k.to(log_joint.device)].logsumexp(1) for k in own], 1)
 
 
-def _tensor(x: Any) -> Tensor:
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-
-
-def _floating(x: Any) -> torch.dtype:
-    dtype = _tensor(x).dtype
-    return dtype if dtype.is_floating_point else torch.float64
+def _floating(x: Tensor) -> torch.dtype:
+    return x.dtype if x.dtype.is_floating_point else torch.float64
 
 
 class GaussianMixture(Mixture):
-    """A Gaussian mixture, by maximum likelihood, or by MAP with a prior.
+    """A Gaussian mixture, p(x) = Σ_k π_k N(x | μ_k, Σ_k), by EM for the mode of its posterior (MAP).
 
-    p(x) = Σ_k π_k N(x | μ_k, Σ_k). All computations are in float64.
+    With the weak conjugate prior no component collapses onto a few examples. All computations are in float64.
 
     Args:
-        num_components (int): Number of components K.
-        prior (bool): Whether to use a weak conjugate prior (MAP), with which no component collapses
-            onto a few examples. Default False: maximum likelihood.
-        min_variance (float): Smallest variance in any direction, relative to the variance of the
-            column, if there is no prior. Default 1e-6.
-        **options: Further arguments, those of ``Mixture``.
+        num_components (int): Number of components K. Further arguments are those of ``Mixture``.
 
     Raises:
         ValueError: If an option is out of range.
 
     Example:
-        >>> mixture = GaussianMixture(3, prior=True).fit(torch.randn(500, 2))
+        >>> mixture = GaussianMixture(3).fit(torch.randn(500, 2))
         >>> log_prob = mixture.log_prob(torch.randn(5, 2))
     """
-
-    def __init__(
-        self,
-        num_components: int,
-        *,
-        prior: bool = False,
-        min_variance: float = 1e-6,
-        **options: Any,
-    ):
-        super().__init__(num_components, **options)
-        if not 0 < min_variance < 1:
-            raise ValueError(f"min_variance must be between 0 and 1, not {min_variance}.")
-        self.prior, self.min_variance = prior, min_variance
-        self._kind = "map" if prior else "likelihood"
 
 
 class VariationalGaussianMixture(Mixture):
@@ -244,4 +204,4 @@ class VariationalGaussianMixture(Mixture):
         >>> weights = mixture.parameters.expected().weights
     """
 
-    _kind = "variational"
+    _variational = True

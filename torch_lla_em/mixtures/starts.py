@@ -14,14 +14,11 @@ from torch_lla_em.mixtures.em import EM, MixtureState, pieces
 _STARTS = 10
 """Number of clusterings. With 5, mixtures of ten components end below scikit-learn's best of five."""
 
-_SAMPLE, _ROWS = 10_000, 2000
-"""Most examples of which starts are made, and of those on which they are compared, if these are no classes."""
+_SAMPLE, _PER_COMPONENT = 4000, 50
+"""Most examples of which starts are made, altogether and for each component, whichever are more."""
 
 _TRIED = 3
 """How many components to empty in turn, from that whose loss costs least, if the bound does not rise."""
-
-_EXACT = "donot_use_mm_for_euclid_dist"
-"""Distances whose relative errors are small, so that they are 0 between equal rows."""
 
 _STEPS, _TOLERANCE = 100, 1e-4
 """Largest number of EM steps from each start and after a component is emptied, and the change of the
@@ -31,21 +28,18 @@ bound per example at which they end."""
 def start_of(em: EM, generator: torch.Generator) -> Any:
     """Return parameters to begin with: of several starts, that with the highest bound of a sample."""
     order = torch.randperm(len(em.x), generator=generator, device=generator.device)
-    order = order.to(em.x.device)[:_SAMPLE]
+    rows = order.to(em.x.device)[: max(_SAMPLE, _PER_COMPONENT * len(em.classes))].sort().values
     # the number of examples decides how many components they are worth
-    weight, rows = len(em.x) / len(order), order.sort().values
-    every = replace(em, x=em.x[rows], labels=em.labels[rows], tolerance=_TOLERANCE, weight=weight)
-    several, few = em.classes.unique().numel() < len(em.classes), every
-    if (em.classes == em.classes[0]).all():
-        rows = order[: max(_ROWS, 50 * len(em.classes))].sort().values
-        few = replace(every, x=em.x[rows], labels=em.labels[rows])
-    few, best = replace(few, weight=1.0), MixtureState(None, ())
+    sample = replace(
+        em, x=em.x[rows], labels=em.labels[rows], tolerance=_TOLERANCE, weight=len(em.x) / len(rows)
+    )
+    several, best = em.classes.unique().numel() < len(em.classes), MixtureState(None, ())
     for _ in range(_STARTS if several else 1):
-        state = few.last(_parameters(few, generator), _STEPS)
+        state = sample.last(_parameters(sample, generator), _STEPS)
         # of starts that reach the same optimum, rounding does not choose
-        if state.lower_bound > best.lower_bound + _TOLERANCE * len(few.x):
+        if state.lower_bound > best.lower_bound + _TOLERANCE * len(em.x):
             best = state
-    return _emptied(every, best.parameters) if em.family.kind == "variational" else best.parameters
+    return _emptied(sample, best.parameters) if em.family.variational else best.parameters
 
 
 def _emptied(em: EM, parameters: Any) -> Any:
@@ -115,7 +109,9 @@ def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tenso
         odds = distance if 0 < distance.sum() < torch.inf else torch.ones_like(distance)
         drawn = torch.multinomial(odds.to(generator.device), trials, True, generator=generator)
         tried = x[drawn.to(x.device)]
-        distances = torch.minimum(distance, torch.cdist(tried, x, compute_mode=_EXACT).square())
+        # with small relative errors, so that the distances of equal rows are 0
+        exact = torch.cdist(tried, x, compute_mode="donot_use_mm_for_euclid_dist")
+        distances = torch.minimum(distance, exact.square())
         least = distances.sum(1).argmin()
         centres, distance = torch.cat([centres, tried[least, None]]), distances[least]
     return centres

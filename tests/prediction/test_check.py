@@ -109,9 +109,12 @@ def test_only_copies_of_images_that_are_shifted_are_made():
 
 
 def test_the_error_of_the_calibration_set_counts():
-    assert GroupCoverage("all", 10_000, 0.87, 1.0).is_low(0.9)
-    assert not GroupCoverage("all", 10_000, 0.87, 1.0, references=200).is_low(0.9)
-    assert GroupCoverage("all", 10_000, 0.8, 1.0, references=200).is_low(0.9)
+    for coverage, references, low in (
+        (0.87, {}, True),
+        (0.87, {"references": 200}, False),
+        (0.8, {"references": 200}, True),
+    ):
+        assert GroupCoverage("all", 10_000, coverage, 1.0, **references).is_low(0.9) == low
 
 
 @pytest.fixture(scope="module")

@@ -71,10 +71,6 @@ def covered(interval, y):
     return ((interval.lower <= y) & (y <= interval.upper)).all(1).double().mean()
 
 
-def by_class(flags, y):
-    return torch.stack([flags[y == c].double().mean() for c in range(3)])
-
-
 def test_far_inputs_are_flagged_and_others_at_the_rate(blobs):
     la, x, y = blobs
     far, alarms, inside = 10 * draw(500, 3), [], []
@@ -195,15 +191,6 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
     assert_close(drawn, la.predict(at).samples)
 
 
-def test_an_ensemble_takes_the_mean_of_the_distances(blobs):
-    la, x, y = blobs
-    other = LinearisedLaplace(la.model, "classification", num_samples=4, seed=1)
-    other.fit(x[-60:], y[-60:], **FIXED)
-    ensemble = LaplaceEnsemble([la, other]).calibrate(x[:40], y[:40])
-    distances = [member.predict(x[:9]).origin.distances()[0] for member in (la, other)]
-    assert_close(ensemble.predict(x[:9]).scored.values[:, 1:], torch.stack(distances).mean(0))
-
-
 # several outputs, and other likelihoods
 
 
@@ -285,56 +272,6 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         assert torch.equal(both[mixed == g], sets[mixed == g])
         ties = own.scored.values, mine._room, own.scored.units
         assert_close(mine.p_value, p_values(reference.unusual[reference.groups == g], *ties))
-
-
-@pytest.mark.slow
-def test_every_class_has_its_coverage_and_its_rate_of_alarms(blobs):
-    la, x, y = blobs
-    found, plain, alarms, sizes = [], [], [], []
-
-    def inside():
-        return by_class(
-            la.predict(x[TEST]).prediction_set(0.9).gather(1, y[TEST, None])[:, 0], y[TEST]
-        )
-
-    for k in range(6):  # disjoint validation sets
-        rows = slice(900 * k, 900 * (k + 1))
-        la.calibrate(x[rows], y[rows])
-        plain.append(inside())
-        la.calibrate(x[rows], y[rows], groups="classes")
-        found.append(inside())
-        alarms.append(by_class(la.is_ood(x[TEST], rate=0.1), y[TEST]))
-        sizes.append(la.reference.classes.bincount().tolist())
-    assert torch.stack(plain).mean(0)[2] < 0.8
-    assert (torch.stack(alarms).mean(0) < 0.1 + 5 * (0.09 / 50 / 6) ** 0.5).all()
-    for c in range(3):
-        references, count = [each[c] for each in sizes], int((y[TEST] == c).sum())
-        assert within(torch.stack(found).mean(0)[c], 0.9, references, count)
-
-
-@pytest.mark.slow
-def test_intervals_cover_every_group():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(6000, 1, generator=generator)
-    loud = torch.rand(6000, generator=generator) < 0.3
-    y = x + torch.where(loud, 1.0, 0.1)[:, None] * torch.randn(6000, 1, generator=generator)
-    net = nn.Linear(1, 1)
-    net.weight.data.fill_(1.0), net.bias.data.fill_(0.0)
-    la = LinearisedLaplace(net, "regression", num_samples=4)
-    la.fit(x[:200], y[:200], progress_bar=False)
-    shares, plain, sizes = [], [], []
-    for k in range(8):
-        rows = slice(200 + 300 * k, 500 + 300 * k)
-        for given, own, into in ((loud[rows], loud[3000:], shares), (None, None, plain)):
-            la.calibrate(x[rows], y[rows], groups=given)
-            lower, upper = la.predict(x[3000:], groups=own).interval(0.8)
-            inside = ((lower <= y[3000:]) & (y[3000:] <= upper))[:, 0].double()
-            into.append(torch.stack([inside[loud[3000:] == g].mean() for g in (False, True)]))
-        sizes.append([int((loud[rows] == g).sum()) // 2 for g in (False, True)])
-    for g in (0, 1):
-        references, inputs = [each[g] for each in sizes], int((loud[3000:] == bool(g)).sum())
-        assert within(torch.stack(shares).mean(0)[g], 0.8, references, inputs)
-    assert torch.stack(plain).mean(0)[1] < 0.7
 
 
 @pytest.mark.slow

@@ -194,9 +194,12 @@ def _groups(
         size, noise = sets.double().sum(1), prediction.entropy
 
     def group(name: str, rows: Tensor, own: Tensor | None = None, label: int = 0) -> GroupCoverage:
-        some, references = inside[rows.to(inside.device)], _effective(reference, own, label)
-        mean_size = size[rows.to(inside.device)].mean().item()
-        return GroupCoverage(name, len(some), some.mean().item(), mean_size, references)
+        each, references = (
+            [v[rows.to(v.device)] for v in (inside, size)],
+            _effective(reference, own, label),
+        )
+        shares = (v.mean().item() for v in each)
+        return GroupCoverage(name, len(each[0]), *shares, references)
 
     def quarters(name: str, values: Tensor) -> Iterator[GroupCoverage]:
         order = values.argsort(stable=True)
@@ -223,11 +226,12 @@ def _reference_of(prediction: Prediction) -> Reference:
 
 def _effective(reference: Reference, own: Tensor | None, label: int) -> float:
     """Return the effective number of calibration examples: of all, or of those with their own label."""
-    weights = reference.weights
-    if weights is None:
-        weights = torch.ones_like(reference.unusual[:, 0])
-    weights = weights if own is None else weights[own.to(weights.device) == label]
-    weights = weights.double()
+    weights = (
+        torch.ones(len(reference.unusual), device="cpu")
+        if reference.weights is None
+        else reference.weights
+    )
+    weights = weights.double().cpu() if own is None else weights.double().cpu()[own.cpu() == label]
     return float(weights.sum().square() / weights.square().sum().clamp_min(1e-30))
 
 

@@ -16,9 +16,6 @@ from torch_lla_em.runtime import PRECISION_BOUNDS
 LEVEL = 0.9
 """Level of the prediction intervals whose coverage is measured."""
 
-_GAP = 0.2
-"""Accuracy minus mean confidence on training data above which predictions are too uncertain."""
-
 _DETERMINED, _RESIDUALS = 0.3, 0.8
 """γ per target above which training residuals do not determine the noise, and the smallest acceptable ratio of the
 network's squared residuals to those that σ and γ imply. The first was chosen on seven regressions with 200 and 800
@@ -107,15 +104,7 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
             f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
         )
-    if likelihood.gives_probabilities:
-        stated, right = stated_and_right(prediction, y)
-        accuracy, confidence = right.double().mean().item(), stated.double().mean().item()
-        if accuracy - confidence > _GAP + 1 / max(right.numel(), 1) ** 0.5:
-            yield (
-                f"Training accuracy is {accuracy:.0%}, and the mean confidence {confidence:.0%}: "
-                f"predictions are far less certain than they could be. {CALL}."
-            )
-    elif likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
+    if likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
         squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
         if not collapsed:  # otherwise σ is too large
             yield from _overfitted(result, squares, gamma / (posterior.num_data * y[0].numel()))

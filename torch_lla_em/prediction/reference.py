@@ -282,13 +282,11 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
     check_choice("score", score, ("all", "epistemic", "distance"))
     if score == "distance" and computed < 3:
         raise ValueError(
-            'score="distance" needs distances to training examples, which regressions do not keep: their only '
-            "score is the epistemic one. Leave score out."
+            'score="distance" needs distances to training examples, which regressions do not keep: leave score out.'
         )
     if score == "epistemic" and known < computed:
         raise ValueError(
-            'score="epistemic" needs a reference with this score, which only calibrate of this version makes: '
-            "call la.calibrate(validation_loader)."
+            'score="epistemic" needs a reference: call la.calibrate(validation_loader).'
         )
     columns = range(computed - known, computed)
     return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]

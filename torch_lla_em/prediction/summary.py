@@ -109,11 +109,7 @@ def _cell(values: Tensor) -> str:
 
 
 class Accuracy(NamedTuple):
-    """The numerical error of the posterior samples, in posterior standard deviations.
-
-    Example:
-        >>> error = la.accuracy.error
-    """
+    """The numerical error of the posterior samples, in posterior standard deviations."""
 
     error: float
     """The root mean square error over all directions that the data determine: the number that fits,
@@ -219,11 +215,11 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
         )
     yield from of_calibration(la.calibration)
     if several:
-        warned = [str(i) for i, one in enumerate(members) if any(_warnings_in(one, calibrated))]
+        warned = [str(i) for i, one in enumerate(members) if _warnings_in(one, calibrated)]
         if warned:
             text = f"Members {', '.join(warned)} have warnings: print(ensemble.members[i])."
             yield "warning", text
-    found = la.messages if several else list(_warnings_in(la, calibrated))
+    found = la.messages if several else _warnings_in(la, calibrated)
     yield from (("warning", words) for words in found)
     told = any(CALL in words for words in found)
     if not calibrated and not members[0].likelihood.is_quadratic and not told:
@@ -238,7 +234,7 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
     per, words = "NLL per label" if found.labels > 1 else "NLL", str(found)
     if found.applied:
         words = f"calibrated on {found.num_rows:,} examples: {found.source} {per} {found}"
-    yield "good" if found.applied and found.is_measurable else "calibration", words
+    yield "good" if found.is_measurable else "calibration", words
     if found.network is not None:
         words = f"network alone {found.network / found.labels:.4g}"
         if found.temperature is not None:
@@ -246,9 +242,9 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
         yield "compared", f"{found.source} {per}: {words}"
 
 
-def _warnings_in(la: Any, calibrated: bool) -> Iterator[str]:
-    """Yield the warnings of a fit, without those that calibrated predictions do not have."""
-    yield from (words for words in la.messages[1:] if not (calibrated and CALL in words))
+def _warnings_in(la: Any, calibrated: bool) -> list[str]:
+    """Return the warnings of a fit, without those that calibrated predictions do not have."""
+    return [words for words in la.messages[1:] if not (calibrated and CALL in words)]
 
 
 def _members(la: Any) -> list[Any]:

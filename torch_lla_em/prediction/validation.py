@@ -80,14 +80,7 @@ class Comparison(Printed):
         return sorted(self.records, key=lambda name: self.records[name]["NLL"])
 
     def behind(self, name: str) -> tuple[float, float]:
-        """Return by how much a posterior's NLL exceeds the best one, and the standard error.
-
-        Args:
-            name (str): One of ``ranking``.
-
-        Returns:
-            The mean difference per example and its paired standard error, NaN for one example.
-        """
+        """Return by how much the NLL of one of ``ranking`` exceeds the best, and the paired standard error."""
         return mean_and_error(self.log_probs[self.ranking[0]] - self.log_probs[name])
 
     @property

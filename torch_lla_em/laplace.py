@@ -190,7 +190,6 @@ class LinearisedLaplace(Printed, nn.Module):
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
     is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
     functional_samples = predictor.functional_samples
-    predictive_samples = predictor.predictive_samples
     function_sample, export = predictor.function_sample, exports.export
     calibrate, check = calibrates.calibrate, check
     distil, report, details, _table = train_student, report, summary.details, summary.table_of

@@ -241,7 +241,7 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = F
 
 def _at(found: Prediction, rows: Tensor) -> Prediction:
     """Return the prediction at some of its inputs."""
-    return replace(found, mixture=found.mixture.map(lambda part: part.part(rows)))
+    return replace(found, mixture=found.mixture.part(rows))
 
 
 METHODS: dict[str, Callable[[Case], Found]] = {

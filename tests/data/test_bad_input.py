@@ -270,8 +270,8 @@ def test_questions_about_one_example_or_other_inputs_name_the_remedy(loaded, tmp
 
 def test_bad_questions_are_refused():
     la = fit("classification", [(X, LABELS)], em_steps=2)
-    with pytest.raises(ValueError, match="mc"):
-        la(X, link_approx="bridge")
+    with pytest.raises(TypeError, match="all inputs by name"):
+        la(X, other=X)
     with pytest.raises(ValueError, match="network"):
         la.predict(X, mean="mode")
     with pytest.raises(IndexError, match="2 samples"):

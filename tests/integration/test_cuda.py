@@ -149,13 +149,11 @@ def test_a_fit_equals_that_of_the_cpu(case):
 
 PREDICTIONS = [
     lambda la, x, y: la(x),
-    lambda la, x, y: la(x, link_approx="probit"),
     lambda la, x, y: la.predict(x, mean="linear").probs,
     lambda la, x, y: la.predict(x).entropy,
     lambda la, x, y: la.predict(x).epistemic,
     lambda la, x, y: torch.stack([*la.predict(x).credible_interval(0.9)]),
     lambda la, x, y: la.functional_samples(x),
-    lambda la, x, y: la.predictive_samples(x),
     lambda la, x, y: la.function_sample(1)(x),
     lambda la, x, y: la.joint_log_prob(x, y),
     lambda la, x, y: la.log_marginal_likelihood().value,

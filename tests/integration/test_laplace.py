@@ -172,12 +172,11 @@ def test_functions_share_their_weights_over_inputs_and_generators_decide_every_d
     apart = torch.cat([la.functional_samples(x) for x in case.x.split(4)], dim=1)
     assert_close(together, apart)
     assert_close(la.function_sample(2)(case.x), together[2])
-    assert_close(la.predictive_samples(case.x), together.softmax(-1))
     assert_close(la(case.x), p.probs)
     assert_close(la.predict(case.x, num_samples=2).samples, p.samples[:2])
     with pytest.raises(ValueError, match="num_samples=9"):
         la.predict(case.x, num_samples=9)
-    for call in (la, la.functional_samples, la.predictive_samples):
+    for call in (la, la.functional_samples):
         first, again, other = (
             call(case.x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
         )
@@ -192,7 +191,6 @@ def test_functions_share_their_weights_over_inputs_and_generators_decide_every_d
 
 PREDICTIONS = {
     "mc": lambda la, x: la(x),
-    "probit": lambda la, x: la(x, link_approx="probit"),
     "samples": lambda la, x: la.functional_samples(x),
     "one sample": lambda la, x: la.function_sample(1)(x),
     "entropy": lambda la, x: la.predict(x, mean="linear").entropy,

@@ -135,8 +135,8 @@ def test_unsuitable_targets_raise(likelihood, f, y, words):
 
 
 def test_missing_methods_and_unsuitable_noise_are_named():
-    for name in ("log_prob", "hessian_sqrt_product", "mean", "variance", "sample", "smoothed_mean"):
-        count = 2 if name in ("log_prob", "hessian_sqrt_product", "smoothed_mean") else 1
+    for name in ("log_prob", "hessian_sqrt_product", "mean", "variance", "sample"):
+        count = 2 if name in ("log_prob", "hessian_sqrt_product") else 1
         with pytest.raises(NotImplementedError, match=f"Likelihood must define {name}"):
             getattr(Likelihood(), name)(*[torch.zeros(1, 1)] * count)
     for sigma in (0.0, -1.0, float("inf"), [[1.0]]):

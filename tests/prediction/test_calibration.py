@@ -14,14 +14,14 @@ from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction import calibration
 from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
-from torch_lla_em.prediction.pushforward import Products, Pushforward, posterior_alone
+from torch_lla_em.prediction.pushforward import Pushforward, posterior_alone
 from torch_lla_em.prediction.summary import of_calibration
 
 PLAIN = posterior_alone()
 
 
 def parts(likelihood, f, Jw, y):
-    return [Pushforward((Products(likelihood, f, Jw),), y)]
+    return [Pushforward(y, (likelihood,), (f,), (Jw,))]
 
 
 def drawn(likelihood=None, count=2000, temperature=1.0, deviation=1.0):
@@ -33,7 +33,7 @@ def drawn(likelihood=None, count=2000, temperature=1.0, deviation=1.0):
 
 
 def predicted(likelihood, f, Jw, table):
-    return Pushforward((Products(likelihood, f, Jw),), f).prediction(table)
+    return Pushforward(f, (likelihood,), (f,), (Jw,)).prediction(table)
 
 
 def fit(problem, before=PLAIN, **options):
@@ -134,7 +134,7 @@ def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
     assert fitted.calibration is None and fitted.messages == due.messages[: len(fitted.messages)]
     la.fit(case.x, y, em_steps=1, validation=False, progress_bar=False)
     assert la.posterior_scale == fitted.posterior_scale and la.calibration is None
-    components = (len(each.predict(x).mixture.components) for each in (la, fitted))
+    components = (len(each.predict(x).mixture.centres) for each in (la, fitted))
     assert len({*components}) == 1
 
 
@@ -146,14 +146,13 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert la.calibrate(unseen) is la and torch.equal(function(case.x), drawn)
     assert la.calibration.before == pytest.approx(-before.item()) and la.calibration.num_rows == 30
     p = la.predict(case.x)
-    assert len(p.mixture.components) == 3 and len(p.members) == 1
+    assert len(p.mixture.centres) == 3 and len(p.members) == 1
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
     assert_close(torch.stack([la.function_sample(k)(case.x) for k in range(6)]), p.samples)
-    assert_close(la.predictive_samples(case.x), p.samples.softmax(-1))
     assert_close(la.joint_log_prob(case.x, case.y), p.joint_log_prob(case.y))
     alone = la.predict(case.x, mean="network")
-    assert len(alone.mixture.components) == 1
+    assert len(alone.mixture.centres) == 1
     assert_close(alone.mean, case.model(case.x).detach())
     # so do fits that are given the validation set; the second comes from the finished checkpoint
     for _ in range(2):

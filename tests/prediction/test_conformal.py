@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction, compare
 from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.prediction.neighbours import output_variance, without_itself
-from torch_lla_em.prediction.pushforward import Products, Pushforward, push_forward
+from torch_lla_em.prediction.pushforward import Pushforward, push_forward
 from torch_lla_em.prediction.reference import errors_of
 from torch_lla_em.prediction.regions import covariance_of
 from torch_lla_em.prediction.scores import p_values, quantiles
@@ -166,7 +166,7 @@ def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     p = la.predict(x, mean="linear").functions.softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
-    training, found = la._posterior.training(), la._posterior.training_distances
+    (training,), found = la._posterior.at(x).training, la._posterior.training_distances
     # H of the fit is an average over other draws, which matters where a leverage is near 1
     apart = (found / training.distances_without(without_itself(leverages)) - 1).abs()
     without = (found / training.distances_without(without_itself(0 * leverages)))[:, 1]
@@ -179,12 +179,12 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
     x = x[:60]
     for at, is_far in ((x, False), (50 * x, True)):
         f, Jw = push_forward(la._linear_model, at, la.w_lin[None], la.w_samples)
-        plain = Pushforward((Products(la.likelihood, f, Jw),), f).prediction(la.mixture)
+        plain = Pushforward(f, (la.likelihood,), (f,), (Jw,)).prediction(la.mixture)
         found, variance = la.predict(at), output_variance(la.likelihood, Jw[1:])
         share = (la.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
         assert_close(found.mean, share[:, None] * plain.mean)
-        own, other = (p.mixture.components[0].deviations for p in (found, plain))
+        own, other = (p.mixture.deviations[0] for p in (found, plain))
         assert_close(own, other)
     at = torch.cat([x[:5], 50 * x[:5]])
     drawn = torch.stack([la.function_sample(k)(at) for k in range(8)])

@@ -86,10 +86,6 @@ def test_the_mixture_is_the_average_of_its_members(members, unseen):
     assert not torch.allclose(drawn[0].samples, found.samples)
     rows = DataLoader([(row, 0) for row in x], 7, shuffle=True)
     assert_close(ensemble.predict(rows).mean.sum(0), found.mean.sum(0))
-    if not members[0].likelihood.real_valued:
-        assert_close(
-            ensemble(x, "probit"), torch.stack([la(x, "probit") for la in members]).mean(0)
-        )
 
 
 def test_one_member_is_calibrated_as_alone(members, unseen):
@@ -203,7 +199,9 @@ def test_ensembles_are_printed_compared_and_reported(members, unseen, tmp_path):
 EXPORTS = [(name, suffix) for name in KINDS for suffix in ("pt2", "onnx")]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:No complete tensor"
+)
 @pytest.mark.parametrize("name, suffix", daily(EXPORTS[2], rest=[*EXPORTS[:2], *EXPORTS[3:]]))
 def test_all_members_are_exported_as_one_program(name, suffix, tmp_path):
     ensemble, path = (

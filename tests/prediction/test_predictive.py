@@ -33,10 +33,18 @@ def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
 
 def with_certain(posterior, functions, weights=(0.5, 0.2, 0.3)):
     """A mixture of a posterior and of functions without uncertainty."""
-    (part,) = posterior.mixture.components
-    certain = (part._replace(centre=f, deviations=part.deviations[:0]) for f in functions)
-    mixture = FunctionMixture((part, *certain), torch.tensor(weights).double())
+    ((likelihood,), centres, (deviations,)), more = parts_of(posterior), len(functions)
+    parts = (
+        (likelihood,) * (1 + more),
+        centres + tuple(functions),
+        (deviations, *[deviations[:0]] * more),
+    )
+    mixture = FunctionMixture(*parts, torch.tensor(weights).double(), (0,) * (1 + more))
     return replace(posterior, mixture=mixture)
+
+
+def parts_of(p):
+    return p.mixture.likelihoods, p.mixture.centres, p.mixture.deviations
 
 
 def mixture(likelihood, *sites, class_dim=-1, weights=(0.5, 0.2, 0.3)):
@@ -46,17 +54,14 @@ def mixture(likelihood, *sites, class_dim=-1, weights=(0.5, 0.2, 0.3)):
 
 def together(*predictions):
     """The mixture of several posteriors, as an ensemble has it."""
-    parts = [
-        part._replace(posterior=number)
-        for number, p in enumerate(predictions)
-        for part in p.mixture.components
-    ]
+    parts = (sum(each, ()) for each in zip(*map(parts_of, predictions)))
+    owners = tuple(i for i, p in enumerate(predictions) for _ in p.mixture.centres)
     weights = torch.cat([p.mixture.weights for p in predictions]) / len(predictions)
-    return replace(predictions[0], mixture=FunctionMixture(tuple(parts), weights))
+    return replace(predictions[0], mixture=FunctionMixture(*parts, weights, owners))
 
 
 def deviations_of(p):
-    return p.mixture.components[0].deviations
+    return p.mixture.deviations[0]
 
 
 BOTH = pytest.mark.parametrize("make", [prediction, mixture])
@@ -152,7 +157,7 @@ def test_predicted_noise_splits_the_variance():
     assert_close(p.predictive_variance, p.aleatoric + p.epistemic)
     total = Normal(p.expectation, p.predictive_variance.sqrt())
     assert_close(p.entropy, total.entropy())
-    assert_close(p.credible_interval(0.9).upper, total.icdf(torch.tensor(0.95).double()))
+    assert_close(p.cdf(p.credible_interval(0.9).upper), torch.full((B, 2, 2), 0.95).double())
     y = draw(B, 2, 2, seed=3)
     densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(2).sum(2).exp()
     assert_close(p.log_prob(y), densities.mean(0).log())
@@ -162,14 +167,8 @@ def test_predicted_noise_splits_the_variance():
     assert_close(p.joint_log_prob(y), densities.mean().log())
 
 
-def test_intervals_follow_the_link():
-    """Those of f where it is monotone, else quantiles over functions, also of one sample."""
-    for likelihood in (Bernoulli(), Poisson()):
-        p = prediction(likelihood)
-        f = Normal(p.mean, p.variance.sqrt())
-        ends = [likelihood.mean(f.icdf(torch.tensor(q, dtype=torch.float64))) for q in (0.1, 0.9)]
-        assert_close(tuple(p.credible_interval(0.8)), tuple(ends))
-    for likelihood in (Classification(), Binomial()):
+def test_intervals_of_probabilities_and_rates_are_quantiles_over_functions():
+    for likelihood in (Bernoulli(), Poisson(), Classification(), Binomial()):
         p, shares = prediction(likelihood), torch.tensor([0.1, 0.9], dtype=torch.float64)
         due = likelihood.mean(p.functions).quantile(shares, dim=0)
         assert_close(torch.stack(p.credible_interval(0.8)), due)
@@ -189,27 +188,17 @@ def test_joint_probabilities_are_averages_of_products():
     densities = distributions.Poisson(functions.exp()).log_prob(counts).sum((1, 2)).exp()
     assert_close(q.joint_log_prob(counts), densities.mean().log())
     m = mixture(Classification())
-    first, *rest = m.mixture.components
-    own = Prediction.of(*first[:3]).joint_log_prob(LABELS).exp()
-    one, two = (part.centre.log_softmax(-1).gather(1, LABELS[:, None]).sum().exp() for part in rest)
+    first = Prediction.of(*(each[0] for each in parts_of(m)))
+    own = first.joint_log_prob(LABELS).exp()
+    one, two = (
+        f.log_softmax(-1).gather(1, LABELS[:, None]).sum().exp() for f in m.mixture.centres[1:]
+    )
     assert_close(m.joint_log_prob(LABELS).exp(), 0.5 * own + 0.2 * one + 0.3 * two)
+    assert_close(m.standard_error, 0.5 * first.standard_error)
     sure = Prediction.of(Classification(), p.centre, torch.zeros(1, B, C).double())
     each = p.centre.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
     assert_close(sure.log_prob(LABELS), each)
     assert_close(sure.joint_log_prob(LABELS), each.sum())
-
-
-def test_probit_uses_the_variance_alone_and_mixtures_average_their_parts():
-    p = prediction(Classification(), 2, class_dim=1)
-    assert_close(p.smoothed(), (p.mean / (1 + torch.pi / 8 * p.variance).sqrt()).softmax(1))
-    q = prediction(Poisson())
-    assert_close(q.smoothed(), (q.mean + 0.5 * q.variance).exp())
-    m = mixture(Classification())
-    first, *rest = m.mixture.components
-    own = Prediction.of(*first[:3])
-    parts = [own.smoothed(), *(part.centre.softmax(-1) for part in rest)]
-    assert_close(m.smoothed(), sum(w * part for w, part in zip(m.mixture.weights, parts)))
-    assert_close(m.standard_error, 0.5 * own.standard_error)
 
 
 REGRESSION = Regression(0.5)
@@ -281,7 +270,7 @@ def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
         of_root(20_000, root, 2).probs,
         [of_root(32, root, seed) for seed in range(3, 23)],
     )
-    plain = sum((p.predictive_samples.mean(0) - exact).square().mean() for p in drawn)
+    plain = sum((p.samples.softmax(-1).mean(0) - exact).square().mean() for p in drawn)
     better = sum((p.probs - exact).square().mean() for p in drawn)
     assert (better / plain).sqrt() < 0.5
     drawn = [of_root(16, root, seed) for seed in range(2, 152)]
@@ -324,11 +313,9 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     """Against numerical integration of the density, which is that of log_prob."""
     p = prediction(likelihood, outputs=2)
     if several:  # of which the second has another σ
-        (part,) = p.mixture.components
-        other = part._replace(centre=part.centre + 1, deviations=part.deviations[:0])
-        if likelihood.observation_noise is not None:
-            other = other._replace(likelihood=Regression(0.2))
-        p = together(p, replace(p, mixture=FunctionMixture((other,), torch.ones(1).double())))
+        (kind,), (centre,), (deviations,) = parts_of(p)
+        kind = kind if kind.observation_noise is None else Regression(0.2)
+        p = together(p, Prediction.of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
     density = p.mixture.gaussians()

@@ -344,7 +344,7 @@ def test_everything_requires_a_fit_first():
     case = tiny("classification")
     la, x = unfitted(case.model), case.x
     calls = [partial(call, x) for call in (la, la.predict, la.functional_samples, la.predictions)]
-    calls += [partial(la.predictive_samples, x), partial(la.joint_log_prob, x, case.y)]
+    calls += [partial(la.joint_log_prob, x, case.y)]
     calls += [partial(la.calibrate, x, case.y), la.log_marginal_likelihood, la.state_dict]
     for call in (*calls, partial(la.function_sample, 0)):
         with pytest.raises(NotFittedError, match="[Cc]all la.fit"):
@@ -434,7 +434,7 @@ def test_autocast_and_inference_mode_change_nothing():
     def answers(la):
         p = la.predict(x)
         several = [p.probs, p.log_probs, p.entropy, p.epistemic, p.covariance, p.mean, p.variance]
-        several += [p.joint_log_prob(y), p.smoothed(), p.samples, p.standard_error, la.w_samples]
+        several += [p.joint_log_prob(y), p.samples, p.standard_error, la.w_samples]
         return [la(x), *several]
 
     outside = fit()

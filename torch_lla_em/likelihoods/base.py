@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import pi
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,8 @@ class Likelihood:
     sample axes broadcast. Targets y have shape (B, *sites), or that of the outputs if ``elementwise``. A
     subclass must define ``log_prob``, ``hessian_sqrt_product`` and
     ``mean``. ``gradient`` and ``hessian_product`` have defaults by automatic differentiation.
-    ``variance``, ``sample``, ``entropy`` and ``smoothed_mean`` are optional: define them for
-    aleatoric uncertainty, draws of y, entropies and ``link_approx="probit"``. Every fit compares
+    ``variance``, ``sample`` and ``entropy`` are optional: define them for
+    aleatoric uncertainty, draws of y and entropies. Every fit compares
     gradient and Hessian with derivatives of ``log_prob`` on the first batch.
 
     Example:
@@ -135,10 +133,6 @@ class Likelihood:
         """Return the entropy of y, (B, *sites), under functions with ``weights``, as in ``uncertainties``."""
         raise self._lacks("entropy(f, weights). Or use .aleatoric and .epistemic")
 
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        """Return E[y], in closed form, for normally distributed outputs with means f and these variances."""
-        raise self._lacks('smoothed_mean(f, variance). Or use link_approx="mc"')
-
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw targets y given f, with its leading axes; ``generator`` None: torch's own."""
         raise self._lacks("sample(f, generator)")
@@ -219,9 +213,6 @@ class Labels(Likelihood):
         p = self.mean(f)  # the parts are the expected entropy and the mutual information
         expected = average(self.entropy_of(p), weights)
         return expected, (self.entropy_of(average(p, weights)) - expected).clamp_min(0)
-
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return self.mean(f / (1 + pi / 8 * variance).sqrt())
 
 
 class ElementwiseLikelihood(Likelihood):

@@ -261,9 +261,6 @@ class Poisson(ElementwiseLikelihood):
             total += torch.special.entr(p)
         return total
 
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return (f + 0.5 * variance).exp()
-
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(f.exp(), generator=generator)
 

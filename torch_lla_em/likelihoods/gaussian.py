@@ -24,9 +24,6 @@ class Gaussian(Likelihood):
 
     real_valued = True
 
-    def smoothed_mean(self, f: Tensor, variance: Tensor) -> Tensor:
-        return self.mean(f)
-
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         mean = self.mean(f)
         noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)

@@ -18,7 +18,7 @@ from torch_lla_em.prediction.calibration import (
     half_as_reference,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
-from torch_lla_em.prediction.passes import over_batches, unseen_under_all
+from torch_lla_em.prediction.passes import over_batches, under_all
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
@@ -106,7 +106,7 @@ def calibrated_on(
     group = group_of(posteriors[0].setting.shard if alone else None)
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
-        data = unseen_under_all(posteriors, loader, group)
+        _, data = under_all(posteriors, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
         found = _of_first_rank(calibrated([data], [known.tables]), group)
         return found, half_as_reference(data, found.numbers, stated), messages

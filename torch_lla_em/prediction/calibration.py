@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, NETWORK
-from torch_lla_em.prediction.pushforward import Products, Pushforward, Rows, Tables, posterior_alone
+from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
 from torch_lla_em.prediction.reference import (
     Reference,
     Stated,
@@ -192,7 +192,7 @@ def calibrated(
 
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
     """Return the temperature that fits outputs, classes last, best."""
-    part = Pushforward((Products(likelihood, f, f.new_zeros(1, *f.shape)),), y)
+    part = Pushforward(y, (likelihood,), (f,), (f.new_zeros(1, *f.shape),))
     return (-_temperature([part])[1].sum()).exp().item()
 
 
@@ -293,7 +293,7 @@ def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> T
     found: list[Tensor] = []
     for part, table in zip(parts, tables):
         for piece in _pieces([part]):
-            mean = piece.prediction(table).expectation
+            mean = piece.mixture(table).expected()
             if not part.likelihood.real_valued or mean.shape != piece.y.shape:
                 return None
             found.append((mean - piece.y).square().reshape(len(mean), -1).mean(1))

@@ -29,7 +29,7 @@ from torch_lla_em.data import map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import Network
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import at_inputs, predicted
+from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.pushforward import stack_members
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def export(
         >>> program = la.export(x).module()  # doctest: +SKIP
     """
     known = required(la, surely=True)
-    known = known if num_samples is None else known.few(num_samples)
+    known = known if num_samples is None else known.asked(num_samples=num_samples)
     networks = [member.setting.linear_model.network for member in known.members]
     x = to_device(x, networks[0].device)
     steady = [member.setting.linear_model.steady(x, by_factors=False) for member in known.members]
@@ -107,7 +107,7 @@ def export(
         return returned(predicted(known, stack_members(each)))
 
     return program_of(
-        lambda x: returned(predicted(known, at_inputs(known, x))), recorded, networks, x, path
+        lambda x: returned(predicted(known, known.at(x))), recorded, networks, x, path
     )
 
 

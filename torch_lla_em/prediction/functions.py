@@ -40,26 +40,16 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     average is mostly that of the covariance. The rotations depend on K alone. Without samples there
     is one function, 0.
     """
-    count = len(deviations)
+    count, _, *outputs = deviations.shape
     if not count:
         return deviations.new_zeros(1, *deviations.shape[1:])
-    sets = number_of_functions(deviations, at_least) // (2 * count)
-    if sets == 1:
+    if count == 1 or prod(outputs) > _OUTPUTS:
         return torch.cat([deviations, -deviations])
+    sets = max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
     Q = torch.from_numpy(_rotations(count, sets - 1)).to(deviations)
     # products in the dtype of the samples, also inside an autocast context
     with without_autocast(deviations.device):
         return (Q @ deviations.flatten(1)).view(len(Q), *deviations.shape[1:])
-
-
-def number_of_functions(deviations: Tensor, at_least: int = FUNCTIONS) -> int:
-    """Return S, the number of functions that ``functions_of`` returns."""
-    count, _, *outputs = deviations.shape
-    if not count:
-        return 1
-    if count == 1 or prod(outputs) > _OUTPUTS:
-        return 2 * count
-    return 2 * count * max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
 
 
 @lru_cache(maxsize=8)
@@ -89,14 +79,6 @@ def redrawn(deviations: Tensor, generator: torch.Generator | None, count: int = 
     with without_autocast(deviations.device):
         drawn: Tensor = torch.tensordot(weights, deviations, dims=1)
     return drawn
-
-
-def slots(weights: Tensor, count: int) -> Tensor:
-    """Assign each of ``count`` functions to a component, in proportion to the weights, the first few too."""
-    steps = torch.arange(count, dtype=torch.float64, device="cpu") + 0.5
-    ends = weights.detach().double().cpu().cumsum(0)
-    found = torch.searchsorted(ends / ends[-1], (steps * (5**0.5 - 1) / 2).frac())
-    return found.clamp(max=len(weights) - 1)
 
 
 def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:

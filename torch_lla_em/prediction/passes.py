@@ -43,39 +43,26 @@ def over_batches(
 
 
 def under_all(
-    posteriors: Iterable[Posterior], loader: Iterable[Any]
+    posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group | None = None
 ) -> tuple[Tensor | None, Pushforward]:
     """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass for each posterior.
+
+    With a ``group`` each rank computes its share, and training examples of a posterior are refused.
 
     Raises:
         ValueError: If the examples of a pass differ from those of the first.
     """
     each: list[Pushforward] = []
     for posterior in posteriors:
-        batches, parts = zip(*over_batches(posterior, loader))
-        each.append(joined(parts))
+        if group is not None:
+            group.agree(partial(posterior.require, surely=True))
+        own = over_batches(posterior, loader, group or Group(), unseen=group is not None)
+        each.append(_of_all_ranks(own, posterior, group or Group()))
         same_targets([each[-1].y], each[0].y.flatten().cpu())
-    inputs = [batch.inputs for batch in batches]
+    inputs = [batch.inputs for batch, _ in own]
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     x = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     return x, stack_members(each)
-
-
-def unseen_under_all(
-    posteriors: Sequence[Posterior], loader: Iterable[Any], group: Group
-) -> Pushforward:
-    """Return all examples of a loader under all posteriors, of which each rank has computed its share.
-
-    Training examples of a posterior are refused, and passes that differ.
-    """
-    each: list[Pushforward] = []
-    for posterior in posteriors:
-        group.agree(partial(posterior.require, surely=True))
-        own = over_batches(posterior, loader, group, unseen=True)
-        whole = _of_all_ranks(own, posterior, group)
-        same_targets([whole.y], each[0].y.flatten().cpu() if each else None)
-        each.append(whole)
-    return stack_members(each)
 
 
 def _of_all_ranks(
@@ -95,9 +82,9 @@ def _of_all_ranks(
         return none[0].flatten().long(), posterior.of_products(none[0], none, none[0].flatten())
 
     numbers, data = group.agree(parts)
-    order, (one,) = group.gather(numbers).argsort(), data.members
-    f, y, Jw = (group.gather(rows)[order] for rows in (one.f, data.y, one.Jw.movedim(1, 0)))
-    return Pushforward((one._replace(f=f, Jw=Jw.movedim(0, 1)),), y)
+    order, columns = group.gather(numbers).argsort(), data.Jw[0].movedim(1, 0)
+    f, y, Jw = (group.gather(rows)[order] for rows in (data.f, data.y, columns))
+    return data._replace(y=y, outputs=(f,), Jw=(Jw.movedim(0, 1),))
 
 
 def same_targets(each: list[Tensor], known: Tensor | None) -> Tensor:

@@ -19,11 +19,11 @@ from torch_lla_em.prediction.calibration import CalibratedComponents, Calibratio
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
 from torch_lla_em.prediction.pushforward import (
-    Products,
     Pushforward,
     Rows,
     posterior_alone,
     push_forward,
+    stack_members,
 )
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.scores import rounding
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
     """The weights and running statistics of the network that the posterior was fitted to."""
 
     target_fn: TargetFn | None = None
-    """The ``target_fn`` of the fit."""
+    """How the fit gets targets from a batch."""
 
     shard: str | None = None
     """How the fit used a process group; ``calibrate`` does the same."""
@@ -52,14 +52,6 @@ class Setting(NamedTuple):
         """Return the relative difference up to which scores are ties, in the network's dtype."""
         dtypes = {p.dtype for p in self.linear_model.network.module.parameters()}
         return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
-
-
-class Replaced(NamedTuple):
-    """What ``calibrate`` has replaced of a posterior as fitted."""
-
-    mixture: Tensor
-    sigma_noise: Tensor | None
-    messages: tuple[str, ...]
 
 
 def _mark(result: FitResult) -> str:
@@ -108,8 +100,8 @@ class Posterior:
     messages: tuple[str, ...] = ()
     """The memory plan, then the warnings of the fit and of ``calibrate``."""
 
-    replaced: Replaced | None = None
-    """What the last ``calibrate`` has replaced, from which the next one starts; None before the first."""
+    replaced: tuple[Tensor, Tensor | None, tuple[str, ...]] | None = None
+    """Components, σ and messages as fitted, which ``calibrate`` has replaced; None before it."""
 
     mark: str | None = None
     """Another one after every other fit or calibration; None in files of earlier versions."""
@@ -121,11 +113,10 @@ class Posterior:
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
     ) -> Posterior:
         """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
-        device, sigma, likelihood = learnt.w_lin.device, learnt.sigma_noise, given
+        device, sigma, mixture = learnt.w_lin.device, learnt.sigma_noise, learnt.mixture
         if sigma is not None:
             sigma = sigma.to(device)
-            likelihood = likelihood.with_noise(sigma)
-        mixture = learnt.mixture
+            given = given.with_noise(sigma)
         if mixture is None:  # around the function whose residuals σ describes
             mixture = posterior_alone("network" if learnt.network_noise is None else "linear")
         examples = learnt.examples
@@ -134,13 +125,12 @@ class Posterior:
         result = learnt._replace(sigma_noise=sigma, mixture=mixture.to(device))
         result = result._replace(examples=examples, leverages=None)
         facts |= {"room": setting.room(), "mark": _mark(result)}
-        found = cls(setting, likelihood, result, **facts)
-        if examples is None:
-            return found
-        factors = without_itself(learnt.leverages)
-        largest = variances_without(likelihood, examples, factors).max().to(examples)
-        apart = TrainingExamples(likelihood, examples, largest).distances_without(factors)
-        return replace(found, largest_variance=largest, training_distances=apart)
+        if examples is not None:
+            factors = without_itself(learnt.leverages)
+            largest = variances_without(given, examples, factors).max().to(examples)
+            apart = TrainingExamples(given, examples, largest).distances_without(factors)
+            facts |= {"largest_variance": largest, "training_distances": apart}
+        return cls(setting, given, result, **facts)
 
     @property
     def members(self) -> tuple[Posterior]:
@@ -169,8 +159,8 @@ class Posterior:
         apart = self.training_distances
         if self.reference is not None or apart is None:
             return self.reference
-        fitted = self.replaced or self.result
-        return Reference(fitted.mixture, None, apart.view(len(apart), -1), None)
+        fitted = self.result.mixture if self.replaced is None else self.replaced[0]
+        return Reference(fitted, None, apart.view(len(apart), -1), None)
 
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""
@@ -180,19 +170,18 @@ class Posterior:
                 "Call la.fit(train_loader) again."
             )
 
-    def around(self, mean: str) -> Posterior:
-        """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""
-        table = posterior_alone(mean, self.tables[0][0][SCALE])
-        result = self.result._replace(mixture=table, examples=None)
-        return replace(self, result=result, reference=None, training_distances=None)
-
-    def few(self, count: int) -> Posterior:
-        """Return the posterior with its first few samples."""
-        known, examples = len(self.result.w_samples), self.result.examples
-        if not 1 <= count <= known:
-            raise ValueError(f"num_samples={count}, but there are {known} samples.")
-        examples = examples if examples is None else examples[:, :count]
-        result = self.result._replace(w_samples=self.result.w_samples[:count], examples=examples)
+    def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posterior:
+        """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"; or with its first samples."""
+        result = self.result
+        if num_samples is not None:
+            known, examples = len(result.w_samples), result.examples
+            if not 1 <= num_samples <= known:
+                raise ValueError(f"num_samples={num_samples}, but there are {known} samples.")
+            examples = examples if examples is None else examples[:, :num_samples]
+            result = result._replace(w_samples=result.w_samples[:num_samples], examples=examples)
+        if mean is not None:
+            table = posterior_alone(mean, self.tables[0][0][SCALE])
+            result = result._replace(mixture=table, examples=None)
         return replace(self, result=result, reference=None, training_distances=None)
 
     def at(self, x: Any) -> Pushforward:
@@ -201,24 +190,19 @@ class Posterior:
         f, Jw = push_forward(model, x, result.w_lin[None], result.w_samples)
         return self.of_products(f, Jw, f, model.network.class_dim)
 
-    def training(self) -> TrainingExamples | None:
-        """Return the training examples that the fit has kept, if there are any."""
-        examples = self.result.examples
-        if examples is None:
-            return None
-        return TrainingExamples(self.likelihood, examples, self.largest_variance)
-
     def columns(self) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.result.w_lin[None], self.result.w_samples])
 
     def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushforward:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
-        result, training = self.result, self.training()
+        likelihood, result, training = self.likelihood, self.result, None
+        if result.examples is not None:
+            training = TrainingExamples(likelihood, result.examples, self.largest_variance)  # type: ignore[arg-type]
         if result.constant is not None:
             Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
-        own = Products(self.likelihood, f, Jw, training, class_dim, result.network_noise)
-        return Pushforward((own,), y)
+        noise = (result.network_noise,)
+        return Pushforward(y, (likelihood,), (f,), (Jw,), (training,), noise, class_dim)
 
     def as_fitted(self) -> Posterior:
         """Return this posterior without what ``calibrate`` has found."""
@@ -234,36 +218,31 @@ class Posterior:
         self, found: CalibratedComponents, reference: Reference | None, messages: list[str]
     ) -> Posterior:
         """Return this posterior, as fitted, with what ``calibrate`` has found."""
-        own = tuple(words for words in messages if words not in self.messages)
         result, likelihood = self.result, self.likelihood
+        before = result.mixture, result.sigma_noise, self.messages
         if found.calibration.applied:
             result = result._replace(mixture=found.table.to(self.scale))
             if found.noise is not None:
                 sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
-                result, likelihood = (
-                    result._replace(sigma_noise=sigma),
-                    likelihood.with_noise(sigma),
-                )
+                result = result._replace(sigma_noise=sigma)
+                likelihood = likelihood.with_noise(sigma)
         return replace(
             self,
             result=result,
             likelihood=likelihood,
             mark=_mark(result),
-            replaced=Replaced(self.result.mixture, self.result.sigma_noise, self.messages),
+            replaced=before,
             reference=reference,
             room=max(self.room, self.setting.room()),
             calibration=found.calibration,
-            messages=(*self.messages, *own),
+            messages=(*self.messages, *(m for m in messages if m not in self.messages)),
         )
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""
-        own = {name: value for name, value in vars(self).items() if name in _MOVED}
+        names = "result", "largest_variance", "training_distances", "reference", "replaced"
+        own = {name: getattr(self, name) for name in names}
         return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
-
-
-_MOVED = "result", "largest_variance", "training_distances", "reference", "replaced"
-"""Fields that hold tensors."""
 
 
 class Found(NamedTuple):
@@ -298,10 +277,9 @@ class Posteriors:
     @property
     def tables(self) -> tuple[Rows, ...]:
         """The components of each member's predictions."""
-        table = self.found.table
-        if table is None:
+        if self.found.table is None:
             return tuple(member.tables[0] for member in self.members)
-        return (table.tolist(),) * len(self.members)
+        return (self.found.table.tolist(),) * len(self.members)
 
     @property
     def noise(self) -> Tensor | None:
@@ -329,15 +307,15 @@ class Posteriors:
                 "the members as they were: call ensemble.calibrate(validation_loader) again."
             )
 
-    def around(self, mean: str) -> Posteriors:
-        """Return the posteriors alone, each around one mean."""
-        each = tuple(member.around(mean) for member in self.members)
-        return Posteriors(each, Found(noise=self.noise))
+    def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posteriors:
+        """Return the posteriors alone, each around one mean, or with their first samples."""
+        table = self.found.table if mean is None else None
+        each = tuple(member.asked(mean, num_samples) for member in self.members)
+        return Posteriors(each, Found(table, self.noise))
 
-    def few(self, count: int) -> Posteriors:
-        """Return the posteriors with their first few samples."""
-        each = tuple(member.few(count) for member in self.members)
-        return Posteriors(each, Found(self.found.table, self.noise))
+    def at(self, x: Any) -> Pushforward:
+        """Return inputs with their products under each."""
+        return stack_members([member.at(x) for member in self.members])
 
     def as_fitted(self) -> Posteriors:
         """Return the members as they are, without what was found of them together."""

@@ -1,4 +1,4 @@
-"""Predictions of a posterior, and their comparison with a validation set."""
+"""Predictions of a posterior: moments of f and of targets y, and their comparison with a validation set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.distribution import Distribution
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.functions import log_mean_exp, quantile
+from torch_lla_em.prediction.mixture import FunctionMixture, given
 from torch_lla_em.prediction.reference import (
     Reference,
     Score,
@@ -24,9 +26,11 @@ from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.scores import (
     ROUNDING,
     Interval,
+    aligned,
     conformal_interval,
     conformal_set,
     crossed,
+    gaussian_entropy,
     has_classes,
     has_values,
     require_share,
@@ -42,23 +46,24 @@ _UNCALIBRATED = (
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Prediction(Printed, Distribution):
+class Prediction(Printed):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
-    It describes the network's function f, without observation noise, by ``mean``,
-    ``variance``, ``covariance`` and ``samples``; and the targets y by ``expectation``,
-    ``probs``, ``predictive_variance``, ``credible_interval``, ``log_prob`` and ``sample``, continuous ones also
-    by ``cdf``, ``quantile`` and ``crps``. After ``calibrate``,
-    ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs with the
-    validation set. All shapes are those of the network's outputs, (B, ..., C).
-
-    The distribution is a ``mixture`` of components: each posterior, and single functions such as the
-    network. ``print`` shows a table.
+    ``mean``, ``variance``, ``covariance`` and ``samples`` are those of the network's function f, without
+    observation noise; ``expectation``, ``predictive_variance``, ``probs`` and what follows from them are those of
+    targets y. After ``calibrate``, ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs
+    with the validation set. All shapes are those of the network's outputs, (B, ..., C). ``print`` shows a table.
 
     Example:
         >>> prediction = la.predict(x)
         >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
+
+    mixture: FunctionMixture
+    """The components with their weights, classes last: each posterior, and single functions such as the network."""
+
+    class_dim: int = -1
+    """The axis of the classes in the network's outputs."""
 
     origin: Any = None
     """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation set."""
@@ -72,14 +77,230 @@ class Prediction(Printed, Distribution):
     room: float = 0.0
     """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
 
+    @classmethod
+    def of(
+        cls, likelihood: Likelihood, centre: Tensor, deviations: Tensor, class_dim: int = -1
+    ) -> Prediction:
+        """Return the prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C).
+
+        Args:
+            likelihood (Likelihood): The likelihood.
+            centre (Tensor): The mean, classes last.
+            deviations (Tensor): The samples minus the mean.
+            class_dim (int): The axis of the classes in the network's outputs. Default -1.
+        """
+        parts = (likelihood,), (centre,), (deviations,)
+        return cls(FunctionMixture(*parts, centre.new_ones(1)), class_dim)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, of an ensemble that of the first member: they may differ in σ."""
+        return self.mixture.likelihoods[0]
+
     @property
     def members(self) -> tuple[Prediction, ...]:
         """The prediction of each posterior: of a single one, or of all members of an ensemble."""
-        each = self.mixture.posteriors
-        origins = [None] * len(each) if self.origin is None else self.origin.each()
         return tuple(
-            replace(self, mixture=own, origin=origin) for own, origin in zip(each, origins)
+            replace(self, mixture=own, origin=self.origin and self.origin.member(i))
+            for i, own in enumerate(self.mixture.posteriors)
         )
+
+    # f
+
+    @property
+    def centre(self) -> Tensor:
+        """The mean of f, with the classes last."""
+        return self.mixture.mean()
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of f, shape (B, ..., C)."""
+        return self._out(self.mixture.mean())
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of f, without observation noise, shape (B, ..., C)."""
+        return self._out(self.mixture.variance_of_f())
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
+        return self.mixture.covariance(lambda rows: self._out(rows, 1).flatten(1))
+
+    @property
+    def samples(self) -> Tensor:
+        """K samples of f, (K, B, ..., C), joint over inputs: f + √τ J w_k for a single posterior.
+
+        Further functions of the mixture replace some of them in proportion to their weight. An
+        ensemble has the samples of all members.
+        """
+        return self._out(self.mixture.samples(), 1)
+
+    @property
+    def functions(self) -> Tensor:
+        """Functions of equal weight, (S, B, ..., C), whose averages are as exact as ``probs``: S is at least 2 K.
+
+        They are the samples, random rotations of them, and the mirror image of each. Further functions of the
+        mixture are repeated in proportion to their weight.
+        """
+        return self._out(self.mixture.alike(), 1)
+
+    # y
+
+    @property
+    def expectation(self) -> Tensor:
+        """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
+        found = self.mixture.expected()
+        return found if self.class_dim == -1 else self._out(found)
+
+    @property
+    def predictive_variance(self) -> Tensor:
+        """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each indicator."""
+        if self.likelihood.gives_probabilities:
+            return self.probs * (1 - self.probs)
+        return self._out(self.mixture.variance())
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
+
+        It is that of the samples' covariance, and has not the errors of λ and of the curvature. On seven tables,
+        fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for continuous targets and NaN for
+        a single sample.
+        """
+        if self.likelihood.real_valued:
+            return torch.zeros_like(self.expectation)
+        return self._out(self.mixture.squared_error().sqrt())
+
+    @property
+    def probs(self) -> Tensor:
+        """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a probability."""
+        self._require(self.likelihood.gives_probabilities, "probs")
+        return self.expectation
+
+    @property
+    def log_probs(self) -> Tensor:
+        """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow."""
+        self._require(self.likelihood.gives_probabilities, "log_probs")
+        log_mean = self.likelihood.log_mean
+        found = self.mixture.over_rows(lambda f, weights, _: log_mean_exp(log_mean(f), weights))
+        return self._out(found)
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of y in nats: one value per label for classes, (B, ...), else per output.
+
+        For regression it is that of a Gaussian with the same mean and variance.
+        """
+        if self.likelihood.real_valued:
+            return self._out(gaussian_entropy(self.mixture.variance()))
+        entropy = self.likelihood.entropy
+        return self._out(self.mixture.over_rows(lambda f, w, _: entropy(f, *given(w))))
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
+        return self._out(self.mixture.uncertainties()[0])
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
+        return self._out(self.mixture.uncertainties()[1])
+
+    def credible_interval(self, level: float = 0.95) -> Interval:
+        """Return the interval between equal tails: of continuous targets y, otherwise of E[y | f].
+
+        Args:
+            level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
+                guaranteed coverage use ``interval``, after ``calibrate``.
+
+        Returns:
+            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
+
+        Raises:
+            ValueError: If ``level`` does not lie between 0 and 1.
+
+        Example:
+            >>> lower, upper = la.predict(x).credible_interval(0.9)
+        """
+        tails = 0.5 - 0.5 * require_share(level), 0.5 + 0.5 * level
+        if self.likelihood.real_valued:
+            return Interval(*map(self.quantile, tails))
+        mean = self.likelihood.mean
+
+        def quantiles(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
+            return torch.stack([quantile(mean(f), share, weights) for share in tails])
+
+        return Interval(*map(self._out, self.mixture.over_rows(quantiles, 1)))
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training data.
+
+        Args:
+            n (int): Number of draws. Default 1.
+            generator (torch.Generator, optional): Source of randomness. Default None: torch's own.
+
+        Example:
+            >>> y = regression.predict(x).sample(100)
+        """
+        return self._out(self.mixture.sample(n, generator), 1)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y <= y) of each continuous output on its own, (B, ..., C).
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+        """
+        self._require(self.likelihood.real_valued, "cdf")
+        return self._out(self.mixture.gaussians().cdf(self._aligned(y)))
+
+    def quantile(self, q: float) -> Tensor:
+        """Return the value that each continuous output is below with probability q, (B, ..., C).
+
+        Args:
+            q (float): A probability, between 0 and 1.
+
+        Example:
+            >>> median = regression.predict(x).quantile(0.5)
+        """
+        self._require(self.likelihood.real_valued, "quantile")
+        return self._out(self.mixture.gaussians().quantile(require_share(q, "q")))
+
+    def crps(self, y: Tensor) -> Tensor:
+        """Return the continuous ranked probability score of each output, (B, ..., C), in closed form; lower is better.
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+
+        Example:
+            >>> score = regression.predict(x).crps(regression.predict(x).mean).mean()
+        """
+        self._require(self.likelihood.real_valued, "crps")
+        return self._out(self.mixture.gaussians().crps(self._aligned(y)))
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Return log p(y_n | x_n) of each example on its own, (B,); several continuous outputs count as independent.
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+
+        Raises:
+            ValueError: If the targets do not fit the outputs.
+
+        Example:
+            >>> nll = -la.predict(x).log_prob(y).mean()
+        """
+        return self.mixture.log_prob(self._aligned(y))
+
+    def joint_log_prob(self, y: Tensor) -> Tensor:
+        """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed form.
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+        """
+        return self.mixture.log_prob(self._aligned(y), joint=True)
+
+    # comparison with a validation set
 
     @cached_property
     def scored(self) -> Scored:
@@ -90,22 +311,11 @@ class Prediction(Printed, Distribution):
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
-        It is the share of reference examples that are at least as unusual as the input, the input
-        included. For inputs from that distribution, P(p_value <= rate) <= rate. Scores that differ by
-        rounding alone are equal, so that the p-value of an input is the same in every batch.
-
-        For each of several scores, the share of examples with larger ones is taken, and an example is
-        unusual if the harmonic mean of its shares is small. The scores are ``epistemic`` (for regression
-        relative to the observation noise), with four times the weight of each other, and the distances to the
-        nearest stored training example, where a distance is the posterior standard deviation of the
-        difference of outputs, and the same relative to the outputs' own. Where no training examples are
-        stored (regression, and other curvatures than the default), it is ``epistemic`` and the variance of
-        the centred outputs. ``p_values`` takes some of them alone.
-
-        After ``calibrate`` with ``groups``, the reference are the examples of the input's group; with
-        ``groups="classes"`` those of each class, of which the input has the largest p-value. Before it, with the
-        variational curvature, they are stored training examples, to which the network was fitted, so that
-        false alarms are more frequent than stated.
+        It is the share of reference examples that are at least as unusual as the input, the input included. For
+        inputs from that distribution, P(p_value <= rate) <= rate; with ``groups`` within each of them. Before
+        ``calibrate``, with variational curvature, the reference are training examples, to which the network was
+        fitted, so that false alarms are more frequent. An example is unusual if its ``epistemic`` uncertainty, or
+        its distances to the nearest training example are large; ``p_values`` takes some of these scores alone.
 
         Raises:
             ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
@@ -165,7 +375,7 @@ class Prediction(Printed, Distribution):
         return self.p_values(score) <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
-        """Return a set of classes that contains the label with probability ``level`` or more.
+        """Return a set of classes that contains the label with probability ``level`` or more, a mask (B, C).
 
         It is an adaptive prediction set (APS) without randomisation: classes are added in the order
         of falling probability until their probability exceeds a conformal quantile.
@@ -173,13 +383,9 @@ class Prediction(Printed, Distribution):
         Args:
             level (float): Coverage, between 0 and 1. Default 0.9.
 
-        Returns:
-            A boolean mask of shape (B, C). The most probable class is always in the set.
-
         Raises:
             ValueError: If the posterior has not been calibrated, or with too few examples.
-            TypeError: If the targets are not one class label per example. ``RiskControl`` has sets for
-                labels of pixels or tokens.
+            TypeError: If the targets are not one class label per example.
 
         Example:
             >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
@@ -233,15 +439,14 @@ class Prediction(Printed, Distribution):
     def ellipsoid(self, level: float = 0.9) -> Ellipsoid:
         """Return conformal regions that contain all outputs of y together with probability ``level`` or more.
 
-        They are ellipsoids around the mean, in the shape of the covariance of y given x, and smaller than
-        ``interval(level, joint=True)`` if outputs are correlated.
+        They have the shape of the covariance of y given x, and are smaller than ``interval(level, joint=True)``
+        if outputs are correlated.
 
         Args:
             level (float): Coverage, between 0 and 1. Default 0.9.
 
         Returns:
-            An ``Ellipsoid`` of ``centre`` (B, C), ``covariance`` (B, C, C) and ``radius`` (B,), with a
-            method ``contains(y)``.
+            An ``Ellipsoid`` with a method ``contains(y)``.
 
         Raises:
             ValueError: If the posterior has not been calibrated, or with too few examples.
@@ -272,7 +477,7 @@ class Prediction(Printed, Distribution):
         """
         reference = self.reference
         if self.origin is None or reference is None or (by_labels and reference.errors is None):
-            several = self.mixture.components[-1].posterior > 0
+            several = self.mixture.owners[-1] > 0
             la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this prediction has none. "
@@ -295,9 +500,7 @@ class Prediction(Printed, Distribution):
         Args:
             count (int): The number of inputs.
         """
-        rows = slice(count)
-        mixture = self.mixture.map(lambda part: part.part(rows).map(Tensor.detach))
-        return Prediction(mixture, self.class_dim)
+        return Prediction(self.mixture.part(slice(count)).map(Tensor.detach), self.class_dim)
 
     @property
     def _room(self) -> float:
@@ -307,6 +510,26 @@ class Prediction(Printed, Distribution):
         """Return the expected squared error of the mean, (B, C), relative to which errors are measured."""
         mixture = self.mixture
         return mixture.variance() if reference.folds is None else variance_of_error(mixture)
+
+    def _aligned(self, y: Tensor) -> Tensor:
+        return aligned(self.likelihood, y, self.mixture.f, self.class_dim)
+
+    def _require(self, holds: bool, name: str) -> None:
+        if not holds:
+            kind, what = type(self.likelihood).__name__, "its E[y] is not a probability"
+            if not name.endswith("probs"):
+                what = "its targets are not continuous"
+            raise TypeError(
+                f"A prediction under {kind} has no .{name}: {what}. Use .expectation, "
+                ".credible_interval(level) or log_prob(y)."
+            )
+
+    def _out(self, values: Tensor, leading: int = 0) -> Tensor:
+        """Move the classes, if there are any, back to their axis in the model's outputs."""
+        axis = self.class_dim
+        if axis == -1 or values.dim() < self.mixture.f.dim() + leading:
+            return values
+        return values.movedim(-1, axis + leading * (axis >= 0))
 
     def _table(self) -> tuple[str, Cells]:
         return of_examples("Prediction", self)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, in_order
-from torch_lla_em.prediction.functions import redrawn
+from torch_lla_em.data import as_loader, in_order, inputs_of, to_device
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
     Pushforward,
-    inputs_in,
     joined,
     require_one_shape,
     stack_members,
@@ -26,16 +24,11 @@ from torch_lla_em.prediction.reference import Score, Stated
 from torch_lla_em.runtime import check_choice, free_memory
 
 Mean = Literal["network", "linear"]
-Link = Literal["mc", "probit"]
 _LOADERS = DataLoader, Dataset
 
 
 def forward(
-    la: Any,
-    x: Any = None,
-    link_approx: Link = "mc",
-    generator: torch.Generator | None = None,
-    **inputs: Any,
+    la: Any, x: Any = None, *, generator: torch.Generator | None = None, **inputs: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
 
@@ -43,8 +36,6 @@ def forward(
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la(x)`` passes it.
         x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
             model may also be given its inputs by name: ``la(input_ids=...)``.
-        link_approx (str): How E[y] is computed. "mc" (default): as an average over functions.
-            "probit": from the mean and the variance of f.
         generator (torch.Generator, optional): Used to draw new samples with the same covariance.
             Default None: the posterior samples themselves, so that calls are repeatable.
 
@@ -59,9 +50,6 @@ def forward(
         >>> probabilities = la(x)
         >>> mean, variance = regression(x)
     """
-    if link_approx != "mc":
-        check_choice("link_approx", link_approx, ("mc", "probit"))
-
     each: Iterable[Prediction]
     if inputs or not isinstance(x, _LOADERS):
         each = [predict(la, x, generator=generator, **inputs)]
@@ -69,9 +57,8 @@ def forward(
         each = predictions(la, x, generator=generator)
     means, variances = [], []
     for prediction in each:
-        is_real, is_probit = prediction.likelihood.real_valued, link_approx == "probit"
-        means.append(prediction.smoothed() if is_probit and not is_real else prediction.expectation)
-        if is_real:
+        means.append(prediction.expectation)
+        if prediction.likelihood.real_valued:
             variances.append(prediction.predictive_variance)
     if len(means) > 1:
         require_one_shape(means, "predict batch by batch, with la.predictions(loader).")
@@ -94,9 +81,8 @@ def predict(
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.predict(x)`` passes it.
         x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; or pass
-            them by name. Batches of a loader are read as in ``fit``, with its ``target_fn``;
-            they may have no targets. The samples of all its outputs have to fit into memory:
-            see ``predictions``.
+            them by name. Batches of a loader may have no targets. The samples of all its outputs have to fit into
+            memory: see ``predictions``.
         mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
             ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses J(x) w_lin for
             a regression, with the σ that is learnt from it (f(x) has the σ of its own residuals); with
@@ -126,12 +112,17 @@ def predict(
         if x is not None:
             raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
         x = inputs
-    known, is_stated = _asked(la, mean, num_samples), groups is not None or weights is not None
-    found = predicted(
-        known, at_inputs(known, in_order(x) if is_stated and isinstance(x, _LOADERS) else x)
-    )
+    known = required(la)
+    if mean is not None or num_samples is not None:
+        check_choice("mean", mean, (None, "network", "linear"))
+        known = known.asked(mean, num_samples)
+    is_stated = groups is not None or weights is not None
+    if isinstance(x, _LOADERS):
+        found = predicted(known, _whole(known, in_order(x) if is_stated else x))
+    else:
+        found = predicted(known, known.at(x))
     if generator is not None:
-        found = _redrawn(found, generator)
+        found = replace(found, mixture=found.mixture.redrawn(generator))
     if is_stated:
         f = found.mixture.f
         found = replace(found, stated=Stated(groups, weights).checked(len(f), f.device))
@@ -147,14 +138,12 @@ def predictions(
 ) -> Iterator[Prediction]:
     """Yield the predictive distribution at each batch of a loader, in its order.
 
-    Use it for data whose outputs times samples do not fit into memory: only one batch is held
-    at a time. ``la(loader)`` and ``la.is_ood(loader)`` use it. All batches have the same functions:
-    the k-th sample is the same function everywhere.
+    Only one batch is held in memory at a time. All batches have the same functions: the k-th sample is the same
+    function everywhere.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.predictions(loader)`` passes it.
-        loader (DataLoader, Dataset or list of batches): Read as in ``fit``, with its
-            ``target_fn``; batches may have no targets.
+        loader (DataLoader, Dataset or list of batches): Read as in ``fit``; batches may have no targets.
         mean (str, optional): As in ``predict``.
         generator (torch.Generator, optional): Used to draw new samples, the same for all batches.
         num_samples (int, optional): As in ``predict``.
@@ -169,19 +158,19 @@ def predictions(
     Example:
         >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
     """
-    known, state = (
-        _asked(la, mean, num_samples),
-        None if generator is None else generator.get_state(),
-    )
+    known, state = required(la), None if generator is None else generator.get_state()
+    check_choice("mean", mean, (None, "network", "linear"))
+    if mean is not None or num_samples is not None:
+        known = known.asked(mean, num_samples)
 
     def of(data: Pushforward) -> Prediction:
         found = predicted(known, data)
         if generator is None:
             return found
         generator.set_state(state)  # every batch gets the same functions
-        return _redrawn(found, generator)
+        return replace(found, mixture=found.mixture.redrawn(generator))
 
-    return map(of, in_batches(known, as_loader(loader)))
+    return map(of, _in_batches(known, as_loader(loader)))
 
 
 def is_ood(
@@ -192,7 +181,7 @@ def is_ood(
     score: Score = "all",
     **inputs: Any,
 ) -> Tensor:
-    """Return which inputs are out-of-distribution (OOD).
+    """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
 
     Call ``calibrate`` first. Without it, posteriors with variational curvature compare inputs
     with training examples and give more false alarms than ``rate``; others raise an error.
@@ -204,9 +193,6 @@ def is_ood(
             distribution. Default 0.05.
         groups (integers, optional): The group of each input, if ``calibrate`` had groups.
         score (str): "all" (default), "epistemic" or "distance", as in ``predict(x).p_values(score)``.
-
-    Returns:
-        A mask of shape (B,). ``predict(x).p_value`` has the p-values.
 
     Raises:
         ValueError: If there are no reference examples, or too few for this rate.
@@ -220,7 +206,7 @@ def is_ood(
 
 
 def functional_samples(la: Any, x: Any, generator: torch.Generator | None = None) -> Tensor:
-    """Return samples of f at x, shape (K, B, ..., C), joint over inputs.
+    """Return ``predict(x).samples``: samples of f at x, shape (K, B, ..., C), joint over inputs.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior.
@@ -233,19 +219,8 @@ def functional_samples(la: Any, x: Any, generator: torch.Generator | None = None
     return predict(la, x, generator=generator).samples
 
 
-def predictive_samples(la: Any, x: Any, generator: torch.Generator | None = None) -> Tensor:
-    """Return the functional samples after the link function, such as softmax, (K, B, ..., C).
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior.
-        x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-        generator (torch.Generator, optional): Used to draw new samples with the same covariance.
-    """
-    return predict(la, x, generator=generator).predictive_samples
-
-
 def joint_log_prob(la: Any, x: Any, y: Tensor) -> Tensor:
-    """Return log p(y_1..y_B | x_1..x_B), shape ().
+    """Return ``predict(x).joint_log_prob(y)``: log p(y_1..y_B | x_1..x_B), shape ().
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior.
@@ -256,14 +231,11 @@ def joint_log_prob(la: Any, x: Any, y: Tensor) -> Tensor:
 
 
 def function_sample(la: Any, k: int) -> Callable[[Any], Tensor]:
-    """Return the k-th function of the posterior, the same function at every call.
+    """Return the k-th function of the posterior, which maps inputs to outputs of shape (B, ..., C).
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.function_sample(k)`` passes it.
         k (int): Number of the sample, from 0 to K - 1.
-
-    Returns:
-        A function that maps inputs to outputs of shape (B, ..., C).
 
     Raises:
         IndexError: If there is no such sample.
@@ -283,20 +255,17 @@ def function_sample(la: Any, k: int) -> Callable[[Any], Tensor]:
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
-    mixture, class_dim = data.mixture(known.tables, known.noise), data.members[0].class_dim
-    return Prediction(mixture, class_dim, data, known.compared, room=known.room)
+    mixture = data.mixture(known.tables, known.noise)
+    return Prediction(mixture, data.class_dim, data, known.compared, room=known.room)
 
 
-def at_inputs(known: Posterior | Posteriors, x: Any) -> Pushforward:
-    """Return inputs, or all batches of a loader, with their products."""
-    if not isinstance(x, _LOADERS):
-        each = [member.at(x) for member in known.members]
-        return each[0] if len(each) == 1 else stack_members(each)
+def _whole(known: Posterior | Posteriors, x: Any) -> Pushforward:
+    """Return all batches of a loader with their products."""
     loader: Any = as_loader(x)
     found, size = [], 0
-    for part in in_batches(known, loader):
+    for part in _in_batches(known, loader):
         found.append(part)
-        size += sum(member.Jw.nbytes for member in part.members)
+        size += sum(Jw.nbytes for Jw in part.Jw)
         batches = len(found)
         with suppress(TypeError):  # of an iterable dataset
             batches = len(loader)
@@ -310,30 +279,15 @@ def at_inputs(known: Posterior | Posteriors, x: Any) -> Pushforward:
     return joined(found)
 
 
-def in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:
-    """Yield the batches of a loader with their products."""
+def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:
+    """Yield the batches of a loader, which may have no targets, with their products."""
     for batch in loader:
         each = []
         for member in known.members:
-            of = member.setting
-            each.append(member.at(inputs_in(batch, of.target_fn, of.linear_model.network.device)))
+            target_fn, own, more = member.setting.target_fn, batch, ()
+            if target_fn is not None and not isinstance(batch, Tensor):
+                own = to_device(batch, member.setting.linear_model.network.device)
+                with suppress(LookupError, AttributeError):  # there are none
+                    more = (target_fn(own),)
+            each.append(member.at(inputs_of(own, *more)))
         yield stack_members(each)
-
-
-def _asked(la: Any, mean: Mean | None, num_samples: int | None) -> Posterior | Posteriors:
-    """Return the record that these arguments of ``predict`` ask for."""
-    known = required(la)
-    if num_samples is not None:
-        known = known.few(num_samples)
-    if mean is None:
-        return known
-    check_choice("mean", mean, ("network", "linear"))
-    return known.around(mean)
-
-
-def _redrawn(found: Prediction, generator: torch.Generator) -> Prediction:
-    """Return a prediction by new samples."""
-    mixture = found.mixture.map(
-        lambda part: part._replace(deviations=redrawn(part.deviations, generator))
-    )
-    return replace(found, mixture=mixture)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
+from torch_lla_em.data import inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import LinearModel, explained, require_rows
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.functions import MODE, SCALE, WEIGHT
-from torch_lla_em.prediction.mixture import FunctionMixture, Part
+from torch_lla_em.prediction.functions import MODE, SCALE
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
 
@@ -23,9 +23,16 @@ Table = Tensor | Rows
 Tables = Table | tuple[Table, ...]
 """A table of components, the same for all members of an ensemble, or one for each."""
 
-
 # entries of blocks that are copied into one, which takes 0.05 ms; each further product takes 0.4 ms
 _COPIED = 2**18
+
+_LENGTHS = (
+    "pad the inputs to one length, with targets of -100 there, or predict batch by batch: "
+    "la.predictions(loader)."
+)
+_CLASSES = (
+    "an ensemble needs networks with the same classes, or the same targets, in the same order."
+)
 
 
 def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,154 +67,122 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
         return f, Jw
 
 
-def inputs_in(batch: Any, target_fn: TargetFn | None, device: torch.device) -> Any:
-    """Return the inputs of a loader's batch, which may have no targets, as a fit reads them."""
-    if target_fn is None or isinstance(batch, Tensor):
-        return inputs_of(batch)
-    batch = to_device(batch, device)
-    try:
-        targets = target_fn(batch)
-    except (LookupError, AttributeError):  # there are none
-        return inputs_of(batch)
-    return inputs_of(batch, targets)
-
-
 def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tensor:
     """Return the table of a single component: √τ J w_k around one mean."""
     row = [1.0, float(mean == "linear"), float(mean == "network"), float(scale)]
     return torch.tensor([row], dtype=torch.float64, device="cpu")
 
 
-_LENGTHS = (
-    "pad the inputs to one length, with targets of -100 there, or predict batch by batch: "
-    "la.predictions(loader)."
-)
-_CLASSES = (
-    "an ensemble needs networks with the same classes, or the same targets, in the same order."
-)
+class Pushforward(NamedTuple):
+    """Examples under one posterior, or under all members of an ensemble, each with an entry in every tuple."""
 
+    y: Tensor
+    likelihoods: tuple[Likelihood, ...]
 
-class Products(NamedTuple):
-    """Examples under one posterior: the network's outputs, and products of its Jacobian."""
+    outputs: tuple[Tensor, ...]
+    """The network's outputs f, (B, ..., C), classes last."""
 
-    likelihood: Likelihood
-
-    f: Tensor
-    """The network's outputs, (B, ..., C), classes last."""
-
-    Jw: Tensor
+    Jw: tuple[Tensor, ...]
     """J w of w_lin and of the samples, (1 + K, B, ..., C)."""
 
-    training: TrainingExamples | None = None
+    training: tuple[TrainingExamples | None, ...] = (None,)
     """The stored training examples: logits of inputs with a larger variance are shrunk."""
+
+    network_noise: tuple[Tensor | None, ...] = (None,)
+    """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin; None: 1."""
 
     class_dim: int = -1
     """The axis of the classes in the predicted outputs."""
 
-    network_noise: Tensor | None = None
-    """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin; None: 1."""
-
-    def components(self, table: Rows, noise: Tensor | None, posterior: int) -> list[Part]:
-        """Return the components of a table, for regression with σ times ``noise``.
-
-        Predictions around the network alone have the σ of its own residuals.
-        """
-        likelihood, f, h, apart = self.likelihood, self.f, self.Jw[0], self.Jw[1:]
-        if self.network_noise is not None and table[0][MODE] == 0:
-            noise = self.network_noise if noise is None else noise * self.network_noise.to(noise)
-        if noise is not None and likelihood.observation_noise is not None:
-            likelihood = likelihood.with_noise(likelihood.observation_noise.to(noise) * noise)
-        if self.training is not None and likelihood.gives_probabilities:
-            # of counts, a mean of 0 would be a rate of 1
-            kept = self.training.kept_share(apart).view(-1, *(1,) * (f.dim() - 1))
-            f, h = kept * f, kept * h
-        apart = table[0][SCALE] ** 0.5 * apart
-        none, parts = apart[:0], list[Part]()
-        for _, of_mode, of_network, _ in table:
-            pairs = (of_mode, h), (of_network, f)
-            # a number that is fitted is a tensor, through which gradients pass
-            known = [(n, v) for n, v in pairs if isinstance(n, Tensor) or n]
-            terms = [v if isinstance(n, float) and n == 1 else n * v for n, v in known]
-            centre = sum(terms[1:], terms[0]) if terms else torch.zeros_like(f)
-            parts.append(Part(likelihood, centre, none if parts else apart, posterior))
-        return parts
-
-
-class Pushforward(NamedTuple):
-    """Examples with their products under one posterior, or under all members of an ensemble."""
-
-    members: tuple[Products, ...]
-
-    y: Tensor
-
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the first member; they may differ in σ."""
-        return self.members[0].likelihood
+        return self.likelihoods[0]
 
     @property
     def f(self) -> Tensor:
         """The outputs of the first member's network."""
-        return self.members[0].f
+        return self.outputs[0]
 
     def mixture(self, table: Tables, noise: Tensor | None = None) -> FunctionMixture:
-        """Return the mixture by a table of components, for regression with σ times ``noise``."""
-        tables = table if isinstance(table, tuple) else (table,) * len(self.members)
-        every = [own.tolist() if isinstance(own, Tensor) else own for own in tables]
-        parts: list[Part] = []
-        for i, (member, own) in enumerate(zip(self.members, every)):
-            parts += member.components(own, noise, i)
-        shares = [row[WEIGHT] / len(every) for own in every for row in own]
-        is_known = not any(isinstance(share, Tensor) for share in shares)
-        f = self.members[0].f
-        weights = f.new_tensor(shares) if is_known else torch.stack(shares).to(f)
-        return FunctionMixture(tuple(parts), weights)
+        """Return the mixture by a table of components, for regression with σ times ``noise``.
 
-    def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
-        """Return the prediction of the examples, for regression with σ times ``noise``."""
-        return Prediction(self.mixture(table, noise), self.members[0].class_dim, self)
+        Predictions around the network alone have the σ of its own residuals.
+        """
+        tables = table if isinstance(table, tuple) else (table,) * len(self.outputs)
+        likelihoods, centres, deviations, owners, shares = [], [], [], [], []
+        members = zip(tables, self.likelihoods, self.outputs, self.Jw, self.training)
+        for i, (own, likelihood, f, Jw, training) in enumerate(members):
+            rows: Rows = own.tolist() if isinstance(own, Tensor) else own
+            factor, h, apart = noise, Jw[0], Jw[1:]
+            of_network = self.network_noise[i] if rows[0][MODE] == 0 else None
+            if of_network is not None:
+                factor = of_network if noise is None else noise * of_network.to(noise)
+            if factor is not None and likelihood.observation_noise is not None:
+                sigma = likelihood.observation_noise.to(factor)
+                likelihood = likelihood.with_noise(sigma * factor)
+            if training is not None and likelihood.gives_probabilities:
+                # of counts, a mean of 0 would be a rate of 1
+                kept = training.kept_share(apart).view(-1, *(1,) * (f.dim() - 1))
+                f, h = kept * f, kept * h
+            apart = rows[0][SCALE] ** 0.5 * apart
+            for number, (weight, of_mode, of_f, _) in enumerate(rows):
+                # a number that is fitted is a tensor, through which gradients pass
+                terms = [
+                    v if isinstance(n, float) and n == 1 else n * v
+                    for n, v in ((of_mode, h), (of_f, f))
+                    if isinstance(n, Tensor) or n
+                ]
+                centres.append(sum(terms[1:], terms[0]) if terms else torch.zeros_like(f))
+                deviations.append(apart[:0] if number else apart)
+                likelihoods.append(likelihood)
+                owners.append(i)
+                shares.append(weight / len(tables))
+        is_fitted = any(isinstance(share, Tensor) for share in shares)
+        weights = torch.stack(shares).to(self.f) if is_fitted else self.f.new_tensor(shares)
+        parts = tuple(likelihoods), tuple(centres), tuple(deviations)
+        return FunctionMixture(*parts, weights, tuple(owners))
 
-    def distances(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the distances to the nearest training example, (B, 2), and their unit, if some are kept."""
-        each = [(m.training, m.Jw[1:]) for m in self.members if m.training is not None]
-        if len(each) < len(self.members):
-            return None, None
-        found = [(training.distances(Jw), training.unit()) for training, Jw in each]
-        distances, units = (torch.stack(values).mean(0) for values in zip(*found))
-        return distances, units
-
-    def each(self) -> tuple[Pushforward, ...]:
-        """Return the examples under each posterior."""
-        return tuple(self._replace(members=(member,)) for member in self.members)
+    def prediction(self, table: Tables) -> Prediction:
+        """Return the prediction of the examples."""
+        return Prediction(self.mixture(table), self.class_dim, self)
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""
         return self.without_samples().prediction(posterior_alone())
 
+    def distances(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the distances to the nearest training example, (B, 2), and their unit, if some are kept."""
+        found = [(t.distances(Jw[1:]), t.unit()) for t, Jw in zip(self.training, self.Jw) if t]
+        if len(found) < len(self.training):
+            return None, None
+        distances, units = (torch.stack(values).mean(0) for values in zip(*found))
+        return distances, units
+
+    def member(self, i: int) -> Pushforward:
+        """Return the examples under one of the posteriors."""
+        return Pushforward(self.y, *((values[i],) for values in self[1:-1]), self.class_dim)
+
     def without_samples(self) -> Pushforward:
         """Return the examples for predictions of the networks, without the samples."""
-        return self._each(lambda member: member._replace(Jw=member.Jw[:1], training=None))
-
-    def classes_last(self) -> Pushforward:
-        """Return the examples with the classes last in predictions, as targets have them in a fit."""
-        return self._each(lambda member: member._replace(class_dim=-1))
+        none = (None,) * len(self.training)
+        return self._replace(Jw=tuple(Jw[:1] for Jw in self.Jw), training=none)
 
     def double(self) -> Pushforward:
         """Return the examples in double precision."""
-        return self._each(lambda m: m._replace(f=m.f.double(), Jw=m.Jw.double()))
+        outputs = tuple(f.double() for f in self.outputs)
+        return self._replace(outputs=outputs, Jw=tuple(Jw.double() for Jw in self.Jw))
 
     def part(self, examples: slice | Tensor) -> Pushforward:
         """Return some of the examples."""
-        some = self._each(lambda m: m._replace(f=m.f[examples], Jw=m.Jw[:, examples]))
-        return some._replace(y=self.y[examples])
+        outputs = tuple(f[examples] for f in self.outputs)
+        Jw = tuple(Jw[:, examples] for Jw in self.Jw)
+        return self._replace(y=self.y[examples], outputs=outputs, Jw=Jw)
 
     def split(self, size: int) -> Iterator[Pushforward]:
         """Yield ``size`` examples at a time."""
         for start in range(0, len(self.y), size):
             yield self.part(slice(start, start + size))
-
-    def _each(self, change: Callable[[Products], Products]) -> Pushforward:
-        return self._replace(members=tuple(map(change, self.members)))
 
 
 def require_one_shape(outputs: Iterable[Tensor], remedy: str) -> None:
@@ -223,16 +198,13 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
     if len(parts) == 1:
         return parts[0]
     require_one_shape([part.f for part in parts], _LENGTHS)
-
-    def whole(*batches: Products) -> Products:
-        f, Jw = torch.cat([b.f for b in batches]), torch.cat([b.Jw for b in batches], 1)
-        return batches[0]._replace(f=f, Jw=Jw)
-
-    members = map(whole, *(part.members for part in parts))
-    return Pushforward(tuple(members), torch.cat([part.y for part in parts]))
+    outputs = tuple(map(torch.cat, zip(*(part.outputs for part in parts))))
+    Jw = tuple(torch.cat(blocks, 1) for blocks in zip(*(part.Jw for part in parts)))
+    return parts[0]._replace(y=torch.cat([part.y for part in parts]), outputs=outputs, Jw=Jw)
 
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
     require_one_shape([pushed.f for pushed in each], _CLASSES)
-    return Pushforward(tuple(member for pushed in each for member in pushed.members), each[0].y)
+    columns = zip(*(pushed[1:-1] for pushed in each))
+    return Pushforward(each[0].y, *(sum(c, ()) for c in columns), each[0].class_dim)

@@ -260,12 +260,12 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
     """
     likelihood = mixture.likelihood
     # small scores are differences of large numbers
-    double = mixture.map(lambda part: part.map(Tensor.double))
+    double = mixture.map(Tensor.double)
     if likelihood.real_valued:
         aleatoric, epistemic = double.uncertainties()
         variance = epistemic = epistemic / aleatoric
     else:
-        epistemic = variance = centred(likelihood, double.deviations()).square().mean(0)
+        epistemic = variance = centred(likelihood, double.joint_deviations()).square().mean(0)
         if likelihood.gives_probabilities:
             epistemic = double.uncertainties()[1]
     scores = [epistemic, variance] if distances is None else [epistemic]

@@ -47,9 +47,9 @@ def covariance_of(mixture: FunctionMixture, variance: Tensor) -> Tensor:
 
     Its correlations are those of the predictive distribution, and its diagonal is ``variance``.
     """
-    mean, weights = mixture.likelihood.mean, mixture.function_weights
+    mean = mixture.likelihood.mean
 
-    def of_functions(f: Tensor, _: slice) -> Tensor:
+    def of_functions(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
         values = mean(f).double()
         apart = values - average(values, weights)
         each = values.new_full((len(f),), 1 / len(f)) if weights is None else weights.to(values)

@@ -12,7 +12,7 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
 from torch_lla_em.prediction.calibration import restored
-from torch_lla_em.prediction.posterior import Found, Posterior, Replaced, Setting
+from torch_lla_em.prediction.posterior import Found, Posterior, Setting
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import PRIORS, Compute, files, free_memory
@@ -106,7 +106,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
         "calibration": posterior.calibration,
         "said": posterior.messages,
         "mark": posterior.mark,
-        "said_by_fit": posterior.replaced and posterior.replaced.messages,
+        "said_by_fit": posterior.replaced and posterior.replaced[2],
         "why": posterior.result.why,
         "names": layout.names,
         "shapes": [list(shape) for shape in layout.shapes],
@@ -114,7 +114,7 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> dict[st
     result, replaced = posterior.result, posterior.replaced
     before: tuple[Tensor | None, ...] = ()
     if replaced is not None:  # copies, since safetensors refuses tensors that share memory
-        before = replaced.mixture, replaced.sigma_noise
+        before = replaced[:2]
         before = tuple(tensor if tensor is None else tensor.clone() for tensor in before)
     tensors = {
         **{name: getattr(result, name) for name in _RESULT},
@@ -158,7 +158,7 @@ def posterior_of(
     replaced = None
     if record.get("said_by_fit") is not None:
         mixture, sigma_before = (tensor(name) for name in _REPLACED)
-        replaced = Replaced(mixture, sigma_before, tuple(record["said_by_fit"]))
+        replaced = mixture, sigma_before, tuple(record["said_by_fit"])
     return Posterior(
         setting,
         given if sigma is None else given.with_noise(sigma),

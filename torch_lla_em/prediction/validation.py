@@ -184,7 +184,7 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     if len(batch.rows) > most:  # a batch that cannot be split
         return
     y = problem.sweep.aligned(batch).targets
-    examples = posterior.at(batch.inputs).classes_last()
+    examples = posterior.at(batch.inputs)._replace(class_dim=-1)
     prediction = predicted(posterior, examples)
     for words in (*untrained(examples.network(), y), *warnings_of(posterior, prediction, y)):
         report("log", words)

@@ -1,6 +1,7 @@
-"""Products of a network's Jacobian, and the same by reverse mode, one output at a time."""
+"""Products of a network's Jacobian by both ways, and the same by reverse mode, one output at a time."""
 
 import copy
+from math import inf
 
 import torch
 from torch import nn
@@ -29,50 +30,63 @@ def products(linear, x, w, u):
     return f, Jw, total
 
 
-def plain_products(model, names, forward, w, u):
-    """Return f, J w and Jᵀ u from the rows of J, each by one backward pass of the model."""
+def dense(model, names, forward):
+    """Return f, and J of all outputs, (f.numel(), P), each row by one backward pass of the model."""
     model = copy.deepcopy(model).eval().requires_grad_(False)
     chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
-    f = forward(model)
-    Jw, total = torch.zeros(len(w), f.numel()).to(f), torch.zeros(len(u), w.shape[1]).to(f)
-    for i, output in enumerate(f.reshape(-1)):
+    f, rows = forward(model), []
+    if f.numel() > 400:  # of layers without functions of a user's own
+        units = torch.eye(f.numel()).to(f)
+        each = torch.autograd.grad(f.reshape(-1), chosen, units, is_grads_batched=True)
+        return f.detach(), torch.cat([own.flatten(1) for own in each], 1)
+    for output in f.reshape(-1):
         grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
-        dense = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
-        row = torch.cat([g.reshape(-1) for g in dense])
-        Jw[:, i] = w @ row
-        total += u.flatten(1)[:, i : i + 1] * row
-    return f.detach(), Jw.view(len(w), *f.shape), total
+        each = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
+        rows.append(torch.cat([g.reshape(-1) for g in each]))
+    return f.detach(), torch.stack(rows)
 
 
 def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
-    """Compare one and three columns with reverse mode; return the report of the probe."""
+    """Compare both ways with reverse mode, one column and three; return the report, and J by factors."""
     linear = linear_model(model, selection, forward_fn, class_dim)
     module, names = linear.network.module, linear.layout.names
     before, random_state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     modes = [layer.training for layer in module.modules()]
-    report = linear.probe(x)
+    flags = [p.requires_grad for p in module.parameters()]
+    linear.probe(x)
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert [layer.training for layer in module.modules()] == modes
-
-    def forward(module):
-        return (forward_fn or default_forward)(module, x).movedim(class_dim, -1)
-
-    generator = torch.Generator().manual_seed(1)
+    f, J = dense(
+        module, names, lambda m: (forward_fn or default_forward)(m, x).movedim(class_dim, -1)
+    )
+    generator, factors, near = torch.Generator().manual_seed(1), None, {"rtol": rtol, "atol": rtol}
+    w = torch.randn(3, len(J[0]), generator=generator, dtype=torch.float64)
+    u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
     with linear.network.guarded():
-        outputs = linear.outputs(x)
-    w = torch.randn(3, linear.layout.size, generator=generator, dtype=torch.float64)
-    u = torch.randn(3, *outputs.shape, generator=generator, dtype=torch.float64)
-    expected = plain_products(module, names, forward, w, u)
-    for columns in (1, 3):
-        f, Jw, total = products(linear, x, w[:columns], u[:columns])
-        assert_close(f, outputs)
-        assert_close(f, expected[0], rtol=rtol, atol=rtol)
-        assert_close(Jw, expected[1][:columns], rtol=rtol, atol=rtol)
-        assert_close(total, expected[2][:columns], rtol=rtol, atol=rtol)
+        ways = [linear.by_autodiff(x)]
+        if linear.factored:
+            factors = linear.at(x, inf, keep=True)
+            ways.append(factors)
+        for rows in ways:
+            for columns in (1, 3):
+                total = torch.zeros_like(w[:columns])
+                assert_close(
+                    rows.push(w[:columns]).double(), (w[:columns] @ J.T).view(-1, *f.shape), **near
+                )
+                rows.pull(u[:columns], total)
+                assert_close(total, u[:columns].flatten(1) @ J, **near)
+            assert_close(rows.f, f, **near)
+            squares, single = rows.row_squares(u), J.view(*f.flatten(1).shape, -1)
+            each = torch.einsum("knd,ndp->knp", u.flatten(2), single).square().sum((0, 1))
+            for name, block in linear.layout.unflatten(each).items():
+                assert name not in squares or torch.allclose(squares[name].double(), block, **near)
+            assert set(squares) == set(linear.factored if rows is factors else ())
+            assert not (rows.f.requires_grad or total.requires_grad)
+    assert [layer.training for layer in module.modules()] == modes
+    assert [p.requires_grad for p in module.parameters()] == flags
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert report.adjoint_error < rtol
-    return report
+    assert linear.report.adjoint_error < rtol
+    return linear.report, factors
 
 
 def mlp(*extra):

@@ -226,7 +226,6 @@ REFUSED = {
     r"p_value compares .* student\.calibrate": lambda _, p: p.p_value,
     r"is_ood compares .* student\.calibrate": lambda _, p: p.is_ood(),
     "rate must lie": lambda _, p: p.is_ood(0),
-    r"Convert the inputs: x\.to\(torch\.float64\)": lambda s, _: s(torch.ones(4, 2)),
 }
 OF_CLASSES = {
     r"prediction_set compares .* student\.calibrate": lambda _, p: p.prediction_set(),
@@ -267,7 +266,6 @@ NAN = draw(30, 2).index_fill(0, torch.tensor([3]), float("nan"))
         ("NaN or infinite", {"augment": lambda x: x / 0}),
         (r"The model does not accept .* shape \(3,\) per", {"inputs": draw(40, 3)}),
         ("The student does not accept", {"student": nn.Linear(5, 3).double()}),
-        (r"Convert the inputs: x\.to\(torch.float32\)", {"student": nn.Linear(2, 3)}),
         (r"student predicts shape \(2, 4\)", {"student": nn.Linear(2, 4).double()}),
         ("no features for each output", {"student": Folded(nn.Linear(4, 6)).double()}),
         ("one row per example", {"inputs": (draw(30, 2), draw(3, 2))}),

@@ -12,43 +12,23 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian.network import ContiguousInputs
+from torch_lla_em.jacobian import rows
 
 
-def test_large_outputs_are_pulled_one_by_one(monkeypatch):
-    """Where temporaries of few columns are large, only J w takes several at once."""
+def test_large_batches_take_few_columns_at_once():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
     linear, x = linear_model(model), torch.randn(10_000, 3).double()
     linear.probe(x[:5])
     linear.leave_factors()
-    w, u = torch.randn(3, linear.layout.size).double(), torch.randn(3, len(x), 2).double()
+    w, u = torch.randn(7, linear.layout.size).double(), torch.randn(7, len(x), 2).double()
     with linear.network.guarded():
-        few, many = linear.at(x[:5]), linear.at(x)
-        assert min(few.pushed, few.pulled) > 8 and many.pulled == 1 and many.pushed in range(2, 9)
-    found = products(linear, x, w, u)
-    linear._report = linear._report._replace(example_bytes=None)
-    for one_by_one, at_once in zip(found, products(linear, x, w, u)):
-        assert_close(one_by_one, at_once)
-
-
-def test_the_last_layer_may_not_be_the_output():
-    norm = nn.LayerNorm(2, elementwise_affine=False)
-    for after in (nn.Softmax(-1), nn.ReLU(inplace=True), nn.Unflatten(-1, (2, 1)), norm):
-        assert check(mlp(after), X, ["4.*"]).names
-
-    class Overwrites(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = mlp()[:4], nn.Linear(4, 4)
-
-        def forward(self, x):
-            h = self.body(x)
-            out = self.head(h)
-            h.zero_()
-            return out
-
-    check(Overwrites().double(), X, ["head.bias"])
+        assert linear.at(x[:5]).columns > 1000 and linear.at(x).columns == 5
+        assert linear.by_autodiff(x, at_once=3).columns == 3
+    for few, all_at_once in zip(
+        products(linear, x, w, u), products(linear.steady(x, False), x, w, u)
+    ):
+        assert_close(few, all_at_once)
 
 
 class Dead(nn.Module):
@@ -63,7 +43,7 @@ class Dead(nn.Module):
 def test_a_first_batch_of_zeros_is_no_verdict():
     linear = linear_model(prepared(Dead()))
     assert linear.probe(torch.zeros(4, 2).double()) is None and linear.report is None
-    assert linear.probe(draw(4, 2)).forward and linear.report is not None
+    assert linear.probe(draw(4, 2)).names and linear.report is not None
 
 
 def test_it_is_asked_for_again_elsewhere_and_when_forgotten():
@@ -91,7 +71,7 @@ def test_a_network_made_in_inference_mode_says_what_to_do():
 
 def test_copies_hold_no_data_and_are_probed_when_they_need_to_be():
     linear = linear_model(mlp())
-    linear.probe(X, needs_path=False)
+    linear.probe(X)
     assert linear.report.forward is None and linear.factored
     again = pickle.loads(pickle.dumps(linear))
     assert not any(X.shape == getattr(value, "shape", None) for value in vars(again).values())
@@ -132,9 +112,13 @@ def largest(model, count):
     linear = linear_model(model)
     w = torch.randn(count, linear.layout.size)
     total = torch.zeros_like(w)
+    linear.probe(SEQUENCES)
+    linear.leave_factors()
+    linear.by_autodiff(SEQUENCES)
+    linear = linear.steady(SEQUENCES, by_factors=False)
     with Largest() as seen, linear.network.guarded():
-        rows = linear.at(SEQUENCES)
-        rows.pull(rows.push(w), total)
+        at = linear.at(SEQUENCES)
+        at.pull(at.push(w), total)
     return seen.numel
 
 
@@ -145,9 +129,7 @@ def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
     torch.manual_seed(0)
     model = make().eval()
     size = largest(model, count)
-    monkeypatch.setattr(
-        ContiguousInputs, "__torch_function__", lambda s, f, t, a=(), k=None: f(*a, **(k or {}))
-    )
+    monkeypatch.setattr(rows, "_contiguous", lambda func, args, kwargs: func(*args, **kwargs))
     assert size <= largest(model, count) / (3 if count > 1 else 1)
     attention_maps = BATCH * 2 * LENGTH * LENGTH
     weights = sum(p.numel() for p in model.parameters())
@@ -155,17 +137,3 @@ def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
     monkeypatch.undo()
     if count == 1:
         check(make(dtype=torch.float64), SEQUENCES.double())
-
-
-class Sometimes(nn.Sequential):
-    def forward(self, x):
-        with torch.set_grad_enabled(bool(x.sum() > 0)):
-            return super().forward(x)
-
-
-def test_a_later_batch_without_derivatives_raises():
-    linear, x = linear_model(prepared(Sometimes(nn.Linear(2, 3), nn.Tanh()))), draw(4, 2).abs()
-    linear.probe(x)
-    with linear.network.guarded(), pytest.raises(NotImplementedError, match="unlike those of earl"):
-        rows = linear.at(-x, 9)
-        rows.pull(rows.f[None], torch.zeros(1, linear.layout.size).double())

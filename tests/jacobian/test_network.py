@@ -24,7 +24,7 @@ class Observer(nn.Module):
 
     def forward(self, x):
         self.seen |= state(self)
-        self.last_output, self.last_layer = self.layers[0](x), nn.Identity()
+        self.last_output = self.layers[0](x)
         if self.fails:
             raise KeyError("inside")
         return self.last_output
@@ -59,7 +59,7 @@ def test_guard_restores_everything(fails, outer):
         except KeyError:
             assert fails
         assert state(model) == before
-    assert set(vars(model)) == attributes and set(dict(model.named_children())) == {"layers"}
+    assert set(vars(model)) == attributes
     assert seen == {
         "training": [False] * 5,
         "fastpath": False,
@@ -140,18 +140,13 @@ def test_changes_between_calls_are_seen(change):
     assert model.training is mode and model.layer.training is mode
 
 
-def test_an_unchanged_module_is_looked_through_once(monkeypatch):
+def test_a_copy_is_of_its_own_module():
     network = Network(Shifted().eval())
-    taken, take = [], Network._look_through
-    monkeypatch.setattr(Network, "_look_through", lambda own: taken.append(1) or take(own))
-    for _ in range(3):
-        with network.guarded():
-            network.outputs(torch.ones(4, 3))
-    assert len(taken) == 1
-    other = copy.deepcopy(network)
-    with other.guarded():
-        assert_close(other.outputs(torch.ones(4, 3)), network.module(torch.ones(4, 3)))
-    assert len(taken) == 2
+    other, x = copy.deepcopy(network), torch.ones(4, 3)
+    in_place(network.module)
+    with other.guarded(), network.guarded():
+        assert_close(other.outputs(x), other.module(x))
+        assert not torch.equal(other.outputs(x), network.outputs(x))
 
 
 def test_requires_grad_stays_also_of_frozen_random_weights():
@@ -200,11 +195,6 @@ class TestWrappers:
             check(model, X)
         finally:
             dist.destroy_process_group()
-
-
-class InlineDropout(nn.Sequential):
-    def forward(self, x):
-        return super().forward(F.dropout(x, 0.5))
 
 
 class TestRefused:
@@ -261,9 +251,7 @@ class TestRefused:
                 return checkpoint(self.body, x, use_reentrant=True)
 
         model = nn.Sequential(nn.Linear(3, 3).double(), Block())
-        self.refuse(model, "reentrant", "use_reentrant=False")
-        model(X).sum().backward()  # which the model may go on to do
-        assert model[0].weight.grad.any()
+        self.refuse(model, "use_reentrant=True", "checkpoint")  # torch's own words
 
     def test_dropout_in_eval_mode(self):
         class Noisy(nn.Module):
@@ -271,15 +259,13 @@ class TestRefused:
                 return F.dropout(x, 0.5)
 
         model = nn.Sequential(mlp()[:2], nn.Sequential(Noisy(), nn.Linear(4, 2))).double()
-        self.refuse(model, "disagree", "'1.0' (Noisy)", "training=self.training")
-        model = nn.Sequential(mlp()[:2], InlineDropout(nn.Linear(4, 2))).double()
-        self.refuse(model, "disagree", "'1' (InlineDropout)")
+        self.refuse(model, "disagree", "training=self.training")
 
     def test_not_finite(self):
         model = mlp()
         with torch.no_grad():
             model[2].weight[0, 0] = torch.nan
-        self.refuse(model, "not finite", "'2' (Linear)", error=ValueError)
+        self.refuse(model, "not finite", "weights", error=ValueError)
 
     def test_integer_outputs(self):
         decide = lambda model, x: model(x).argmax(-1)  # noqa: E731
@@ -291,7 +277,7 @@ class TestRefused:
     def test_embedding_bag(self):
         model = nn.Sequential(nn.Sequential(nn.EmbeddingBag(6, 3)), nn.Linear(3, 2))
         ids = torch.tensor([[0, 1, 2]])
-        words = "'0.0' (EmbeddingBag)", "by forward mode", "by two reverse passes", "last_layer"
+        words = "embedding_bag", "forward mode fails", "two reverse passes", "last_layer"
         self.refuse(model, *words, x=ids, error=NotImplementedError)
         check(model.double(), ids, "last_layer")
 
@@ -306,18 +292,6 @@ class TestRefused:
 
         words = "do not depend on the parameters in the posterior", "'a.0.weight'"
         self.refuse(Detached(), *words, selection=["a.*"], error=NotImplementedError)
-
-    def test_writes_through_data(self):
-        class Writes(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = nn.Parameter(torch.eye(3).double())
-
-            def forward(self, x):
-                self.weight.data[0, 0] += 1e-12
-                return x @ self.weight
-
-        self.refuse(nn.Sequential(mlp()[:0], Writes()), "writes to '1.weight'", "Write to a copy")
 
     def test_outputs_that_are_no_tensor(self):
         class Dict(nn.Module):

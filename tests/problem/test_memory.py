@@ -40,7 +40,9 @@ def problem(model=None):
     made = problem_of(
         model or network(), Classification(), [(x[:200], y[:200]), (x[200:], y[200:])]
     )
-    made.linear_model.probe(x[:200])
+    made.linear_model.probe(x[:8])
+    with made.linear_model.network.guarded():  # torch.func, too
+        made.linear_model.by_autodiff(x[:8])
     return made
 
 

@@ -25,7 +25,7 @@ from torch_lla_em.data import (
 )
 from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
-from torch_lla_em.jacobian import ForwardFn, Network, explained
+from torch_lla_em.jacobian import ForwardFn, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
 from torch_lla_em.prediction import Printed, likelihood_options, program_of, rounding
 from torch_lla_em.runtime import files
@@ -238,11 +238,7 @@ class Student(Printed, nn.Module):
     def _outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""
         form = self.form
-        try:
-            f = form.forward_fn(self.network, x)
-        except RuntimeError:
-            with explained(self._called, x):
-                raise
+        f = form.forward_fn(self.network, x)
         return f if form.class_dim == -1 else f.movedim(form.class_dim, -1)
 
     def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:

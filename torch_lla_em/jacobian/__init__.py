@@ -1,6 +1,6 @@
 """A network as a function of its parameters, and products with its Jacobian."""
 
-from torch_lla_em.jacobian.checks import called_last, explained, layer_of, require_rows
+from torch_lla_em.jacobian.checks import called_last, require_rows
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters
@@ -17,8 +17,6 @@ __all__ = [
     "Rows",
     "Selection",
     "called_last",
-    "explained",
-    "layer_of",
     "require_rows",
     "select_parameters",
 ]

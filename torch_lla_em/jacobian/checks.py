@@ -1,46 +1,36 @@
-"""Checks of the forward pass, and the layer that causes an error."""
+"""Checks of the forward pass, and the layer that is called last."""
 
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_lla_em.data import map_tensors, tensors_in
+from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import owns_weights
-from torch_lla_em.jacobian.recorded import nodes_of
 from torch_lla_em.runtime import report
 
 
 def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
-    f, reached, _ = _traced(network, names, x)
-    again, reached_again, elsewhere = _traced(network, names, x)
-    _check_outputs(network, f, x)
-    if elsewhere:
-        raise RuntimeError(
-            f"The parameter {min(elsewhere)!r} is also used outside of the module's "
-            "registered parameters, where it cannot be replaced (in a list, a closure or a "
-            "second model). Register it as a parameter, or leave it out of `parameters`."
-        )
+    f, reached = _traced(network, names, x)
+    again, reached_again = _traced(network, names, x)
+    _check_outputs(network, f)
     if reached - reached_again:
         raise RuntimeError(
             f"The parameter {min(reached - reached_again)!r} is used in the first forward pass only: the "
-            "model caches a tensor computed from it (in an attribute, functools.cache or a global), so "
+            "model caches a tensor computed from it (in a dict, functools.cache or a global), so "
             "there is no derivative in later passes. Clear the cache, and compute the tensor in "
             "every forward pass."
         )
     change = (f.double() - again.double()).norm() / again.double().norm().clamp(min=1e-300)
     if change > math.sqrt(torch.finfo(f.dtype).eps):
         raise ValueError(
-            "Two forward passes over the same inputs disagree, first in "
-            f"{_first_layer(network, x, lambda a, b: bool((a != b).any()))}: it draws random numbers "
+            "Two forward passes over the same inputs disagree: the model draws random numbers "
             "or keeps state in eval mode. F.dropout(x) needs training=self.training."
         )
     if not reached_again:
@@ -60,38 +50,37 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     return f.movedim(network.class_dim, -1)
 
 
-def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, set[str], set[str]]:
-    """Return f(x), the parameters in its graph, and those that it reaches although they were replaced."""
+def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, set[str]]:
+    """Return f(x), and the parameters in its graph."""
+    weights = network.weights(names)
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    with torch.enable_grad():
+        f = network.outputs(x, leaves)
+    ends = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
     parameters = dict(network.module.named_parameters())
-    weights = {
-        name: p.detach().requires_grad_() for name, p in parameters.items() if p.is_floating_point()
-    }
-    # checkpointed blocks are not recorded if their inputs require no gradients
-    x = map_tensors(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, x)
-    flags = {name: p.requires_grad for name, p in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in names)
-        with torch.enable_grad():
-            outputs = network.outputs(x, weights)
-            nodes = list(nodes_of(outputs))
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(flags[name])
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
-        raise NotImplementedError(
-            "The model uses reentrant activation checkpointing, whose derivatives silently ignore "
-            "some weights. Pass use_reentrant=False to torch.utils.checkpoint, or switch "
-            "checkpointing off."
+    elsewhere = [name for name in names if id(parameters[name]) in ends]
+    if elsewhere:
+        raise RuntimeError(
+            f"The parameter {elsewhere[0]!r} is also used outside of the module's registered "
+            "parameters, where it cannot be replaced (in a list, a cache or a second model). "
+            "Register it as a parameter, or leave it out of `parameters`."
         )
-    ends = {id(getattr(node, "variable", None)) for node in nodes}
-    reached, elsewhere = (
-        {name for name in names if id(tensors[name]) in ends} for tensors in (weights, parameters)
-    )
-    return outputs.detach(), reached, elsewhere
+    return f.detach(), {name for name, leaf in leaves.items() if id(leaf) in ends}
 
 
-def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
+def nodes_of(f: Tensor) -> Iterator[Any]:
+    """Yield every node of the graph of f."""
+    nodes, seen = [f.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+def _check_outputs(network: Network, f: Tensor) -> None:
     if not -f.ndim <= network.class_dim < f.ndim:
         raise ValueError(
             f"The outputs have shape {tuple(f.shape)}, so they have no axis "
@@ -104,9 +93,7 @@ def _check_outputs(network: Network, f: Tensor, x: Any) -> None:
         )
     if not f.isfinite().all():
         raise ValueError(
-            "The outputs are not finite on the first batch, first in "
-            f"{_first_layer(network, x, lambda a, _: not a.to_dense().isfinite().all())}. Check the "
-            "inputs and the weights of that layer."
+            "The outputs are not finite on the first batch. Check the inputs and the weights."
         )
 
 
@@ -116,111 +103,24 @@ def called_last(network: Network, x: Any) -> str:
     Calls are ordered by their start; ordered by their end, a network with a class token would be last.
     """
     paths: list[str] = []
-
-    def see(path: str, layer: nn.Module, *given: Any) -> None:
-        if owns_weights(layer) and "parametrizations" not in path:
-            paths.append(path)
-
-    with explained(network, x), network.guarded(), hooked(network.module, see, before=True):
-        network.outputs(x)
+    handles: list[Any] = []
+    with network.guarded():
+        for path, layer in network.module.named_modules():
+            is_scripted = isinstance(layer, torch.jit.ScriptModule)
+            if owns_weights(layer) and "parametrizations" not in path and not is_scripted:
+                see = lambda *_, path=path: paths.append(path)  # noqa: E731
+                handles.append(layer.register_forward_pre_hook(see))
+        try:
+            network.outputs(x)
+        finally:
+            for handle in handles:
+                handle.remove()
     if not paths:
         raise ValueError(
             "No layer with weights is called in the forward pass, so there is no last layer. Pass "
             "`parameters=` with a list of name patterns."
         )
     return paths[-1]
-
-
-@contextmanager
-def hooked(module: nn.Module, see: Callable[..., None], before: bool = False) -> Iterator[None]:
-    """Call ``see(path, layer, args, kwargs, output)`` at the end of each submodule's call.
-
-    ``before`` that call, it is without the output.
-    """
-    handles: list[Any] = []
-    try:
-        for path, layer in module.named_modules():
-            if not isinstance(layer, torch.jit.ScriptModule):
-                hook = lambda *call, path=path: see(path, *call)  # noqa: E731
-                register = (
-                    layer.register_forward_pre_hook if before else layer.register_forward_hook
-                )
-                handles.append(register(hook, with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def floating_tensors(values: Any) -> list[Tensor]:
-    """Return the floating-point tensors in the inputs or outputs of a module."""
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def layer_of(error: BaseException, network: Network) -> str | None:
-    """Return the path of the innermost submodule whose call raised an error, None if none did."""
-    paths = {id(layer): path for path, layer in network.module.named_modules()}
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = paths.get(id(frame.f_locals.get("self")), found)
-    return found
-
-
-def name_layer(network: Network, path: str | None) -> str:
-    """Return the path and the class of a submodule, for error messages."""
-    if not path:
-        return f"the model's own forward ({type(network.module).__name__})"
-    return f"{path!r} ({type(network.module.get_submodule(path)).__name__})"
-
-
-def _first_layer(network: Network, x: Any, differs: Callable[[Tensor, Tensor], bool]) -> str:
-    """Return the name of the first submodule whose outputs, but not inputs, satisfy a test in two passes."""
-    passes: list[list[tuple[str, list[list[Tensor]]]]] = [[], []]
-    for calls in passes:
-
-        def see(
-            path: str, layer: Any, args: Any, kwargs: Any, output: Any, calls: Any = calls
-        ) -> None:
-            both = [floating_tensors((args, kwargs)), floating_tensors(output)]
-            calls.append((path, [[tensor.clone() for tensor in some] for some in both]))
-
-        with hooked(network.module, see):
-            network.outputs(x)
-    for (path, first), (_, again) in zip(*passes):
-        at_fault = [
-            any(a.shape == b.shape and differs(a, b) for a, b in zip(*both))
-            for both in zip(first, again)
-        ]
-        if at_fault == [False, True]:
-            return name_layer(network, path)
-    return name_layer(network, None)
-
-
-@contextmanager
-def explained(network: Network, x: Any) -> Iterator[None]:
-    """Raise an error with a remedy if a network fails on inputs of another dtype or width."""
-    try:
-        yield
-    except RuntimeError as error:
-        own = {p.dtype for p in network.module.parameters() if p.is_floating_point()}
-        given = {tensor.dtype for tensor in tensors_in(x)} - own
-        words = str(error).splitlines()[0] if str(error) else ""
-        if "shapes cannot be multiplied" in words:
-            shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors_in(x))
-            raise RuntimeError(
-                f"The inputs have shape {shapes} per example, and the forward pass failed in "
-                f"{name_layer(network, layer_of(error, network))}: {words}. Pass as many features as "
-                "the network was trained with, in the same order."
-            ) from error
-        if len(own) != 1 or not given or "type" not in words:
-            raise
-        dtype = own.pop()
-        raise TypeError(
-            f"The inputs are {', '.join(sorted(map(str, given)))}, but the network's weights are "
-            f"{dtype}, and the forward pass failed ({words}). Convert the inputs: x.to({dtype}), "
-            f"or for arrays x.astype({str(dtype).removeprefix('torch.')!r})."
-        ) from error
 
 
 def require_rows(f: Tensor, x: Any) -> None:

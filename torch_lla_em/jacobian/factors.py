@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, Rows, Weights
+from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.jacobian.rows import Rows
 
 # numbers in the gradients of single rows that are held at once; on a CPU, few enough for its cache
 _NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 24}
@@ -154,18 +155,18 @@ class ByFactors(Rows):
 
     def __init__(
         self,
-        weights: Weights,
+        layout: ParameterLayout,
         f: Tensor,
         parts: list[Term],
         multiplications: int,
         columns: int | None = None,
     ):
         """``multiplications``: by weights in a forward pass; ``columns``: the most at once, None: all."""
-        super().__init__(weights, columns, columns)
+        super().__init__(layout, columns)
         self.f, self.parts, self.multiplications = f, parts, multiplications
-        self._values = weights.values()
         held = [entry for term in parts for entry in term if isinstance(entry, Tensor)]
         self.nbytes = f.nbytes + sum(tensor.nbytes for tensor in held)
+        self.features = self._features()
 
     @property
     def gradients(self) -> int:
@@ -173,11 +174,9 @@ class ByFactors(Rows):
         held = [term.J if isinstance(term, Dense) else term.b for term in self.parts]
         return sum(tensor.numel() for tensor in held if tensor is not None)
 
-    @property
-    def features(self) -> Tensor | None:
-        """h, (B, ..., D), if J w = W h for all parameters W; else None."""
+    def _features(self) -> Tensor | None:
         term = self.parts[0]
-        whole = len(self.parts) == 1 and term.names == self._weights.layout.names
+        whole = len(self.parts) == 1 and term.names == self._layout.names
         if not whole or not isinstance(term, Outer) or term.b is not None:
             return None
         if term.a.dim() > 2 and term.a.shape[1] > 1:  # groups
@@ -189,17 +188,18 @@ class ByFactors(Rows):
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
         u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)
-        names = dict.fromkeys(name for term in self.parts for name in term.names)
-        return {name: self._squares(name, u).view_as(self._values[name]) for name in names}
+        names = {name for term in self.parts for name in term.names}
+        shapes = dict(zip(self._layout.names, self._layout.shapes))
+        return {name: self._squares(name, u).view(shapes[name]) for name in names}
 
     def _squares(self, name: str, u: Tensor) -> Tensor:
         terms = [term for term in self.parts if name in term.names]
-        first, size = terms[0], self._values[name].numel()
+        first, total = terms[0], 0.0
         if len(terms) == 1 and isinstance(first, Outer) and first.a.dim() == 2:
             # J_nᵀu_n is the outer product d aᵀ, so its square is the product of the squares
             d = _wide(first.signals(u)).square().sum(1)
             return d.sum(0) if name != first.names[0] else d.mT @ _wide(first.a).square()
-        total: Any = 0.0
+        size = self._layout.sizes[self._layout.names.index(name)]
         most = _NUMBERS.get(u.device.type, _NUMBERS["cpu"])
         step = max(1, most // max(1, u.shape[1] * size))
         for start in range(0, len(u), step):
@@ -209,12 +209,11 @@ class ByFactors(Rows):
         return total
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
-        own = {name: directions[name].to(value) for name, value in self._values.items()}
-        K, f = len(next(iter(own.values()))), self.f
-        Jw = f.new_zeros(K, len(f), f[0].numel())
-        for term in self.parts:
-            Jw += term.push(own).transpose(0, 1)
-        return Jw.view(K, *f.shape)
+        own = {name: w.to(self.f.dtype) for name, w in directions.items()}
+        first, *more = [term.push(own).transpose(0, 1) for term in self.parts]
+        for Jw in more:
+            first = first + Jw
+        return first.reshape(-1, *self.f.shape)
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
@@ -222,19 +221,9 @@ class ByFactors(Rows):
         u = u.reshape(K, len(self.f), self.f[0].numel()).transpose(0, 1)
         for term in self.parts:
             for name, pulled in zip(term.names, term.pull(u)):
-                pulled = pulled.reshape(K, *self._values[name].shape)
+                pulled = pulled.reshape(K, -1)
                 total[name] = pulled if name not in total else total[name].add_(pulled)
         return total
-
-
-def best_columns(f: Tensor, parts: list[Term]) -> int:
-    """Return the number of columns whose temporary tensors a CPU does not allocate each time."""
-    widths = [
-        len(term.a) * term.b.shape[2] if term.b is not None else f.numel()
-        for term in parts
-        if not isinstance(term, Dense) and (term.b is not None or term.a.dim() == 4)
-    ]
-    return max(1, FETCHED_BYTES // (max(widths, default=1) * f.itemsize))
 
 
 def _has_more_rows(a: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from copy import copy
 from functools import reduce
 from typing import Any
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.probe import probe
+from torch_lla_em.jacobian.probe import Padding, probe
 from torch_lla_em.jacobian.recorded import by_factors
-from torch_lla_em.jacobian.rows import ByAutodiff, Report, Rows, at_once, fewest, num_examples
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, ByAutodiff, Report, Rows, num_examples
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -37,9 +36,6 @@ class LinearModel:
         self.network, self.layout = network, layout
         _refuse_scripted(network, layout)
         self._padding = _padding_rows(network, layout)
-        self._most: int | None = None
-        """Largest number of columns at once; None: no limit."""
-
         self.forget()
 
     def forget(self) -> None:
@@ -52,9 +48,6 @@ class LinearModel:
         self.precision_error = 0.0
         """Relative error of J w compared with float32, if ``Compute`` selects a lower precision."""
 
-        self._has_left_factors = False
-        """Whether memory has run out with factors, so that they are not used again."""
-
     @property
     def report(self) -> Report | None:
         """The result of the probe; None until it has run on the current device and dtype."""
@@ -63,17 +56,12 @@ class LinearModel:
     @property
     def factored(self) -> tuple[str, ...]:
         """The parameters whose Jacobian is computed by factors: all that have an influence, or none."""
-        return () if self._report is None or self._has_left_factors else self._report.names
+        return () if self._report is None else self._report.names
 
     @property
     def is_last_layer(self) -> bool:
         """Whether the parameters are those of one linear layer with Jacobian factors."""
         return bool(self.factored) and len(self.layout.names) <= 2
-
-    @property
-    def allow_forward(self) -> bool:
-        """Whether forward mode is right: not for tied weights with a padding row in one use only."""
-        return None not in self._padding.values()
 
     @property
     def w_MAP(self) -> Tensor:
@@ -96,23 +84,17 @@ class LinearModel:
         """Return the trained weights by name, detached."""
         return self.network.weights(self.layout.names)
 
-    def unpadded(self, directions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return directions without the rows of padding, which backward leaves out by itself."""
-        unpadded = dict(directions)
-        for name, row in self._padding.items():
-            if row is not None and name in unpadded:
-                at = torch.full((1,), row, device=unpadded[name].device)  # no copy to a GPU
-                unpadded[name] = unpadded[name].index_fill(-2, at, 0)
-        return unpadded
-
-    def probe(self, x: Any, needs_path: bool = True) -> Report | None:
+    def probe(self, x: Any) -> Report | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
 
-        Raises an error that names the submodule and a remedy if no way is exact. Returns None if J is
-        zero at these inputs, so that other inputs are needed. Without ``needs_path``, torch.func is
-        tried only when it is needed, because torch loads much code for its first forward-mode
-        product. The model, its buffers and the random state are not changed.
+        Raises an error with a remedy if no way is exact. Returns None if J is zero at these inputs, so
+        that other inputs are needed. If all weights have factors, torch.func is tried only when it is
+        needed, as torch loads much code for its first forward-mode product. The model, its buffers
+        and the random state are not changed.
         """
+        return self._probe(x, None)
+
+    def _probe(self, x: Any, known: Report | None) -> Report | None:
         where = self.network.device, self.dtype
         if self._probed not in (None, where):
             self.forget()
@@ -120,7 +102,7 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                found = probe(self, x, needs_path)
+                found = probe(self.network, self.layout, x, self._padding, known)
             if found is None:
                 logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
@@ -157,34 +139,33 @@ class LinearModel:
         all.
         """
         known = self._report
-        may = known is not None and self.factored and not torch.is_grad_enabled()
+        may = known is not None and bool(known.names) and not torch.is_grad_enabled()
         if may and (keep or columns >= known.least_columns):
-            rows = by_factors(self, known, x, keep, fewest(self._most, at_once))
+            rows = by_factors(self.network, self.layout, x, known, keep)
             if rows is not None:
-                return rows
+                return rows.at_most(at_once)
         return self.by_autodiff(x, at_once)
 
-    def by_autodiff(self, x: Any, most: int | None = None) -> ByAutodiff:
-        """Return the linear model at a batch by ``torch.func``, for ``most`` columns at once."""
+    def by_autodiff(self, x: Any, at_once: int | None = None) -> Rows:
+        """Return the linear model at a batch by ``torch.func``, for ``at_once`` columns."""
         known = self._report
         if known is not None and known.forward is None:  # it was not needed until now
             examples = map_tensors(Tensor.detach, x) if self._examples is None else self._examples
-            known = self.probe(examples)
-        forward = self.allow_forward if known is None or known.forward is None else known.forward
-        best = at_once(None if known is None else known.example_bytes, num_examples(x))
-        pushed, pulled = (fewest(self._most, most, own) for own in best)
-        return ByAutodiff(self, x, forward, (pushed, pulled))
+            known = self._probe(examples, known)
+        padding = self._padding if known is not None and known.forward else None
+        best = None
+        if known is not None and known.example_bytes is not None:
+            best = max(1, FETCHED_BYTES // max(1, known.example_bytes * num_examples(x)))
+        return ByAutodiff(self.network, self.layout, x, best, padding).at_most(at_once)
 
     def steady(self, x: Any, by_factors: bool) -> LinearModel:
-        """Return the same model that computes as many columns at once for any batch as for x."""
-        most = self.by_autodiff(x).pushed  # which probes first, where that is still needed
-        return copy(self)._with_columns(most, by_factors)
+        """Return the same model for programs, which computes all columns at once for batches of any size."""
+        self.by_autodiff(x)  # which probes first, where that is still needed
+        return copy(self)._changed(example_bytes=None, **({} if by_factors else {"names": ()}))
 
-    def _with_columns(self, most: int | None, by_factors: bool) -> LinearModel:
-        self._most = most
+    def _changed(self, **changes: Any) -> LinearModel:
         if self._report is not None:
-            names = self.factored if by_factors else ()
-            self._report = self._report._replace(example_bytes=None, names=names)
+            self._report = self._report._replace(**changes)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,9 +178,8 @@ class LinearModel:
 
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
-        if self.factored:
-            report("log", "Out of memory: continuing without stored Jacobian factors.")
-            self._has_left_factors = True
+        report("log", "Out of memory: continuing without stored Jacobian factors.")
+        self._changed(names=())
 
 
 def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
@@ -213,19 +193,17 @@ def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
             )
 
 
-def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, int | None]:
-    """Return the row that gets no gradient in training, by name; None for tied weights.
+def _padding_rows(network: Network, layout: ParameterLayout) -> Padding:
+    """Return the row of each embedding that gets no gradient in training; None if one is tied.
 
-    Reverse mode gives the row ``padding_idx`` of an embedding no gradient, but forward mode does.
+    Reverse mode gives the row ``padding_idx`` no gradient, but forward mode does.
     """
-    rows: dict[str, int | None] = {}
+    rows: dict[str, int] = {}
     parameters = {id(p): name for name, p in network.module.named_parameters()}
-    uses = Counter(id(p) for m in network.module.modules() for p in m.parameters(recurse=False))
+    uses = [id(p) for m in network.module.modules() for p in m.parameters(recurse=False)]
     for path, layer in network.module.named_modules():
-        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        name = parameters.get(id(layer.weight))
-        if name not in layout.names:
+        name = parameters[id(layer.weight)] if isinstance(layer, nn.Embedding) else None
+        if not isinstance(layer, nn.Embedding) or name not in layout.names:
             continue
         if layer.scale_grad_by_freq:
             raise ValueError(
@@ -234,5 +212,7 @@ def _padding_rows(network: Network, layout: ParameterLayout) -> dict[str, int | 
                 f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
             )
         if layer.padding_idx is not None:
-            rows[name] = None if uses[id(layer.weight)] > 1 else layer.padding_idx
+            if uses.count(id(layer.weight)) > 1:
+                return None
+            rows[name] = layer.padding_idx
     return rows

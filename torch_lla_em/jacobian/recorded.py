@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from torch_lla_em.jacobian.chain import factors_of_chain
-from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term, best_columns
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, Report, Weights, fewest, num_examples
+from torch_lla_em.jacobian.checks import nodes_of
+from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.jacobian.rows import FETCHED_BYTES, Intercepted, Report, num_examples
 
 # number of outputs per example above which the backward passes cost more than they save
 _MOST_OUTPUTS = 512
@@ -80,10 +81,12 @@ class Call(NamedTuple):
         return z.permute(1, 0, 3, 4, 2, 5).flatten(4)
 
     def inputs(self, rows: int) -> Tensor:
-        """Return a as (rows, groups, channels × kernel, places), a lookup as (rows, places)."""
+        """Return a as (rows, groups, channels × kernel, places), or (rows, channels); a lookup as (rows, places)."""
         a = self.given.detach()
         if self.is_lookup:
             return a.reshape(rows, -1)
+        if self.conv is None and a.shape[:-1] == (rows,):
+            return a
         if self.conv is None:
             return a.reshape(rows, 1, -1, a.shape[-1]).mT
         stride, padding, dilation, groups = self.conv
@@ -115,7 +118,7 @@ class Call(NamedTuple):
 
     def is_dense(self, a: Tensor | None, D: int) -> bool:
         """Whether columns of J take less arithmetic than factors, and no more than four times the memory."""
-        if a is None or self.is_lookup:
+        if a is None or a.dim() == 2:
             return a is None
         rows, G, I, T = a.shape
         O = self.shape.numel() // (rows * G * T)
@@ -123,6 +126,8 @@ class Call(NamedTuple):
 
     def columns(self, z: Tensor, a: Tensor | None, is_dense: bool) -> Tensor:
         """Return J, or its factor B, for gradients of some outputs, (rows, d, ...)."""
+        if a is not None and a.dim() == 2 and not self.is_lookup:
+            return z.transpose(0, 1)
         z = self.outputs(z, len(a) if a is not None else self.shape[0])
         if not is_dense:
             if self.padding_idx is not None:
@@ -136,33 +141,33 @@ class Call(NamedTuple):
         return torch.cat([of_weight.transpose(1, 2).flatten(2), *bias], 2)
 
 
-class Recorder(TorchFunctionMode):
-    """Records the products of some weights, and cuts the weights themselves off the graph."""
+def _recorded(
+    network: Network, layout: ParameterLayout, x: Any, shared: tuple[str, ...]
+) -> tuple[Tensor, list[Call], bool]:
+    """Return f(x), the calls at which its graph ends, and whether weights are used otherwise, too.
 
-    def __init__(self, leaves: dict[str, Tensor], shared: Container[str], rows: int):
-        super().__init__()
-        self._shared, self._rows = shared, rows
-        self._names = {id(leaf): name for name, leaf in leaves.items()}
-        # they require gradients, so that autograd records a graph
-        self._aliases = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
-        self.calls: list[Call] = []
+    A lookup in one of the ``shared`` tables serves all rows, such as that of positions. Here it is
+    repeated for each row.
+    """
+    weights = network.weights(layout.names)
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    calls: list[Call] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
+    def see(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if func not in _ARGUMENTS:
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(_ARGUMENTS[func], args)) | (kwargs or {})
+            return func(*args, **kwargs)
+        given = dict(zip(_ARGUMENTS[func], args)) | kwargs
         x, W = given["input"], given["weight"]
-        weight, bias = (self._names.get(id(given.get(part))) for part in ("weight", "bias"))
+        weight, bias = (names.get(id(given.get(part))) for part in ("weight", "bias"))
         if weight is bias is None or (func in _CONVS and x.dim() != W.dim()):
             return func(**given)
-        if func is F.embedding and weight in self._shared:
+        if func is F.embedding and weight in shared:
             x = torch.atleast_2d(x)
-            x = given["input"] = x.expand(self._rows, *x.shape[1:])
+            x = given["input"] = x.expand(rows, *x.shape[1:])
         for part, name in (("weight", weight), ("bias", bias)):
-            if name is not None:
-                given[part] = self._aliases[name]
+            if name is not None:  # cut off the graph, but autograd goes on to record it
+                given[part] = given[part].detach().requires_grad_()
         version, z = x._version, func(**given)
         if z.requires_grad:  # not under no_grad
             conv = None
@@ -173,8 +178,14 @@ class Recorder(TorchFunctionMode):
             padding = given.get("padding_idx")
             padding = None if padding is None else padding % len(W)
             edge = get_gradient_edge(z)
-            self.calls.append(Call(weight, bias, W.shape, x, version, edge, z.shape, conv, padding))
+            calls.append(Call(weight, bias, W.shape, x, version, edge, z.shape, conv, padding))
         return z
+
+    rows = num_examples(x)
+    with torch.enable_grad(), Intercepted(see):
+        f = network.function(x)(leaves)
+    reached = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
+    return f, calls, not reached.isdisjoint(names)
 
 
 def _each(value: Any, n: int) -> Any:
@@ -183,42 +194,15 @@ def _each(value: Any, n: int) -> Any:
     return (value,) * n if isinstance(value, int) else tuple(value) * (n // len(value))
 
 
-def recorded(
-    weights: Weights, x: Any, shared: Container[str] = ()
-) -> tuple[Tensor, list[Call], set[str]]:
-    """Return f(x), the calls at which its graph ends, and the weights that are also used otherwise.
-
-    A lookup in one of the ``shared`` tables serves all rows, such as that of positions. Here it is
-    repeated for each row.
-    """
-    leaves = {name: w.detach().requires_grad_() for name, w in weights.values().items()}
-    with torch.enable_grad(), Recorder(leaves, shared, num_examples(x)) as recorder:
-        f = weights.network.function(x)(leaves)
-    reached = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
-    return f, recorder.calls, {name for name, leaf in leaves.items() if id(leaf) in reached}
-
-
-def nodes_of(f: Tensor) -> Iterator[Any]:
-    """Yield every node of the graph of f."""
-    nodes, seen = [f.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        nodes.extend(following for following, _ in node.next_functions)
-
-
 def find(
-    weights: Weights, x: Any, shared: tuple[str, ...] = ()
+    network: Network, layout: ParameterLayout, x: Any, shared: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the weights with influence and the shared tables if all weights act by products at x.
 
     One example is not enough to decide. If one weight acts otherwise, factors of the rest save nothing:
     on a tiny BERT without factors of its tables, a fit takes 4.7 s with them and 5.1 s without.
     """
-    f, calls, others = recorded(weights, x, shared)
+    f, calls, others = _recorded(network, layout, x, shared)
     used = {name for call in calls for name in call.names}
     if len(f) < 2 or others or not used or not f.requires_grad:
         return None
@@ -232,33 +216,20 @@ def find(
         if z is None or not (len(z) % len(f) or call.outputs(z[None], len(f))[1:].any()):
             continue
         if call.is_lookup and call.weight is not None and call.weight not in shared:
-            return find(weights, x, (*shared, call.weight))
+            return find(network, layout, x, (*shared, call.weight))
         return None
     return tuple(sorted(used)), shared
 
 
 def by_factors(
-    weights: Weights, known: Report, x: Any, keep: bool = False, columns: int | None = None
+    network: Network, layout: ParameterLayout, x: Any, known: Report, keep: bool = False
 ) -> ByFactors | None:
-    """Return the linear model at x by factors, or None if a weight acts in another way than before.
+    """Return the linear model at x by one backward pass for each output.
 
-    Factors that are stored (``keep``) share no memory with other tensors.
+    None if a weight acts in another way than before. Factors that are stored (``keep``) share no memory
+    with other tensors.
     """
-    found = factors_of_chain(weights.network, known.names, x, keep) or _by_gradients(
-        weights, known, x, keep
-    )
-    if found is None:
-        return None
-    f, parts, multiplications = found
-    best = None if known.example_bytes is None else best_columns(f, parts)
-    return ByFactors(weights, f, parts, multiplications, fewest(best, columns))
-
-
-def _by_gradients(
-    weights: Weights, known: Report, x: Any, keep: bool
-) -> tuple[Tensor, list[Term], int] | None:
-    """Return f, the factors, and the number of multiplications, by one backward pass for each output."""
-    f, calls, others = recorded(weights, x, known.shared)
+    f, calls, others = _recorded(network, layout, x, known.shared)
     as_before = all(
         call.given._version == call.version and set(call.names) <= set(known.names)
         for call in calls
@@ -280,35 +251,41 @@ def _by_gradients(
         return tuple(z for z in grads if z is not None)
 
     if inner:
-        u = torch.eye(D, dtype=f.dtype, device=f.device)[:, None].expand(D, B, D)
-        step = D
+        one = torch.eye(D, dtype=f.dtype, device=f.device).view(D, 1, *f.shape[1:])
+        u, step = one.expand(D, *f.shape), D
         if known.example_bytes is not None:
             step = max(1, FETCHED_BYTES // (known.example_bytes * max(1, B)))
-        for some in u.reshape(D, *f.shape).split(step):
+        for some in [u] if step >= D else u.split(step):
             # torch.func.vmap, since is_grads_batched takes convolutions one by one
             grads = torch.vmap(pull)(some) if len(some) > 1 else [z[None] for z in pull(some[0])]
             for i, z in zip(inner, grads):
                 pieces[i].append(calls[i].columns(z, given[i], dense[i]))
     parts: list[Term] = []
-    names: list[str] = []
-    sizes: list[int] = []
+    held: list[tuple[str, int]] = []
     columns: list[Tensor] = []
     for call, a, is_dense, end, own in zip(calls, given, dense, ends, pieces):
         if not own and not end:  # no influence
             continue
-        b = None if end else torch.cat(own, 1)
+        b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)
         if is_dense:
             both = (call.weight, call.weight_shape.numel()), (call.bias, call.weight_shape[0])
-            names += call.names
-            sizes += [size for name, size in both if name is not None]
+            held += [(name, size) for name, size in both if name is not None]
             columns.append(b)
         elif call.is_lookup:
             parts.append(Lookup((call.weight,), call.weight_shape, a, b))
         else:
-            whole = a.untyped_storage().nbytes() == a.nbytes and call.given.requires_grad
-            a = a.clone() if keep and not whole else a
-            a = a[:, 0, :, 0] if a.shape[1] == a.shape[3] == 1 else a
-            parts.append(Outer(call.names, a, b))
+            a = a[:, 0, :, 0] if a.dim() == 4 and a.shape[1] == a.shape[3] == 1 else a
+            parts.append(Outer(call.names, a.clone() if keep else a, b))
     if columns:
-        parts.append(Dense(tuple(names), sizes, torch.cat(columns, 2)))
-    return f.detach(), parts, sum(call.multiplications for call in calls)
+        names, sizes = zip(*held)
+        parts.append(Dense(names, list(sizes), torch.cat(columns, 2)))
+    best = None
+    if (
+        known.example_bytes is not None
+    ):  # larger temporary tensors are allocated by the system each time
+        own = [
+            len(t.b) * t.b.shape[2] for t in parts if not isinstance(t, Dense) and t.b is not None
+        ]
+        best = max(1, FETCHED_BYTES // (max([f.numel(), *own]) * f.itemsize))
+    multiplications = sum(call.multiplications for call in calls)
+    return ByFactors(layout, f.detach(), parts, multiplications, best)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.network import Network
@@ -18,37 +20,9 @@ from torch_lla_em.jacobian.parameters import ParameterLayout
 # which takes as long as the arithmetic
 FETCHED_BYTES = 2**24
 
-# if the CPU cache holds fewer columns than this, Jᵀu is faster column by column, since stacked backward
-# passes share nothing: J w and Jᵀu of 17 columns, 200 images and three convolutions take 355 and 443 ms
-_PULLED_ALONE = 8
-
-
-class Weights(Protocol):
-    """The parameters in the posterior, and vectors in their space."""
-
-    network: Network
-    layout: ParameterLayout
-
-    def values(self) -> dict[str, Tensor]: ...
-
-    def unpadded(self, directions: dict[str, Tensor]) -> dict[str, Tensor]: ...
-
-    @property
-    def allow_forward(self) -> bool: ...
-
 
 class Report(NamedTuple):
     """The result of the probe."""
-
-    forward: bool | None = None
-    """Whether J w is by forward mode, or by two reverse passes; None if not known yet, as all weights
-    have factors."""
-
-    adjoint_error: float = 0.0
-    """Relative error of J w and Jᵀu compared with ``backward``."""
-
-    reason: str = ""
-    """Why forward mode is not used; empty if it is."""
 
     names: tuple[str, ...] = ()
     """The weights whose Jacobian is computed by factors: all that have an influence, or none."""
@@ -56,11 +30,21 @@ class Report(NamedTuple):
     shared: tuple[str, ...] = ()
     """Tables of which one lookup is used for all examples."""
 
+    forward: bool | None = None
+    """Whether J w is by forward mode, or by two reverse passes; None if not known yet, as all weights
+    have factors."""
+
+    reason: str = ""
+    """Why forward mode is not used; empty if it is."""
+
+    adjoint_error: float = 0.0
+    """Relative error of J w and Jᵀu compared with ``backward``."""
+
     least_columns: int = 1
     """Number of columns from which factors are worth computing even if they are not stored."""
 
     example_bytes: int | None = None
-    """Bytes of the largest output of a layer for one example, on a CPU; None elsewhere."""
+    """Bytes of the largest tensor of one example in a forward pass, on a CPU; None elsewhere."""
 
     examples: int = 1
     """Number of examples in the probe; with one it is not known which weights have factors."""
@@ -78,38 +62,11 @@ class Report(NamedTuple):
     """Bytes of an example's Jacobian factors; infinity if they are computed in every pass."""
 
     def __str__(self) -> str:
-        words = {
-            True: "J w by forward mode",
-            False: "J w by two reverse passes",
-            None: "J w by factors",
-        }
-        parts = [f"{words[self.forward]}, adjoint error {self.adjoint_error:.1e}"]
+        ways = {True: "forward mode", False: "two reverse passes", None: "factors"}
+        words = f"J w by {ways[self.forward]}, adjoint error {self.adjoint_error:.1e}"
         if self.names:
-            parts.append(f"{len(self.names)} parameter tensors have factors")
-        if self.reason:
-            parts.append(f"forward mode is not used because it {self.reason}")
-        return "; ".join(parts)
-
-
-def num_examples(x: Any) -> int:
-    """Return the number of examples of inputs, from the shapes of their tensors."""
-    return next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
-
-
-def fewest(*limits: int | None) -> int | None:
-    """Return the smallest limit; None stands for none."""
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def at_once(example_bytes: int | None, examples: int) -> tuple[int | None, int | None]:
-    """Return the best numbers of columns of J w and of Jᵀ u at once; None: all.
-
-    ``example_bytes`` is the size of the largest output of a layer for one example, None on a GPU.
-    """
-    if example_bytes is None:
-        return None, None
-    cached = max(2, FETCHED_BYTES // max(1, example_bytes * examples))
-    return cached, 1 if cached <= _PULLED_ALONE else cached
+            words += f"; {len(self.names)} parameter tensors have factors"
+        return f"{words}; forward mode {self.reason}" if self.reason else words
 
 
 class Rows:
@@ -121,48 +78,41 @@ class Rows:
     f: Tensor
     """f(x), shape (B, ..., C)."""
 
+    features: Tensor | None = None
+    """h, (B, ..., D), if J w = W h for all parameters W, those of a last linear layer; else None.
+
+    The last feature is 1 if the layer has a bias."""
+
     nbytes: float = inf
     """Memory in bytes for storing this between passes; infinity: not worth storing."""
 
-    def __init__(self, weights: Weights, pushed: int | None, pulled: int | None):
-        self._weights = weights
-        self.pushed, self.pulled = pushed, pulled
-        """Number of columns of J w and of Jᵀ u that are computed at once; None: all."""
+    def __init__(self, layout: ParameterLayout, columns: int | None):
+        self._layout = layout
+        self.columns = columns
+        """Number of columns that are computed at once; None: all."""
 
-    @property
-    def columns(self) -> int | None:
-        """How many columns of a product are best taken at once; None: all."""
-        if self.pushed is None or self.pulled is None:
-            return None
-        return max(self.pushed, self.pulled)
-
-    @property
-    def features(self) -> Tensor | None:
-        """h, (B, ..., D), if J w = W h for all parameters W, those of a last linear layer; else None.
-
-        The last feature is 1 if the layer has a bias.
-        """
-        return None
+    def at_most(self, columns: int | None) -> Rows:
+        """Compute no more columns at once from now on; None: as many as before."""
+        if columns is not None:
+            self.columns = min(columns, self.columns or columns)
+        return self
 
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
-        layout = self._weights.layout
-        parts = [self._push(layout.unflatten(some)) for some in w.split(self.pushed or len(w))]
+        step = self.columns or len(w)
+        parts = [self._push(self._layout.unflatten(some)) for some in w.split(step)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pull(self, u: Tensor, total: Tensor) -> None:
         """Add Jᵀ u for u (K, B, ..., C) to a total (K, P), completely or, after an error, not at all."""
-        step = self.pulled or len(u)
+        step = self.columns or len(u)
         # all memory is allocated before the first number is added
         found = [
-            {
-                name: grad.reshape(len(grad), -1).to(total.device, total.dtype)
-                for name, grad in self._pull(some).items()
-            }
-            for some in u.split(step)
+            {n: g.reshape(len(g), -1).to(total.device, total.dtype) for n, g in part.items()}
+            for part in map(self._pull, u.split(step))
         ]
-        for part, grads in zip(total.split(step), found):
-            self._weights.layout.add_(part, grads)
+        for part, gradients in zip(total.split(step), found):
+            self._layout.add_(part, gradients)
 
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""
@@ -178,107 +128,130 @@ class Rows:
 
 
 class ByAutodiff(Rows):
-    """The linear model at a batch by its definition, ``torch.func.jvp`` and ``torch.func.vjp``.
+    """The linear model at a batch by its definition, the derivatives of ``torch.func.functional_call``.
 
-    Networks with operations that these do not support are differentiated by reverse mode twice,
-    column by column. Differentiable in x inside ``enable_grad``.
+    J w is by ``torch.func.jvp``. Networks with operations that this does not support are differentiated by
+    reverse mode twice, column by column. Differentiable in x inside ``enable_grad``.
     """
 
     def __init__(
         self,
-        weights: Weights,
+        network: Network,
+        layout: ParameterLayout,
         x: Any,
-        forward: bool = False,
-        columns: tuple[int | None, int | None] = (1, 1),
+        columns: int | None = None,
+        padding: Mapping[str, int] | None = None,
     ):
-        """``forward``: J w by forward mode; ``columns``: how many of J w and of Jᵀu at once."""
-        super().__init__(weights, *(columns if forward else (1, 1)))
-        self._forward, self._values = forward, weights.values()
-        self._function = weights.network.function(x)
+        """``padding``: rows of tables that get no gradient; None: J w by two reverse passes."""
+        super().__init__(layout, 1 if padding is None else columns)
+        self._padding, self._values = padding, network.weights(layout.names)
+        self._of_weights = network.function(x)
         self._f: Tensor | None = None
-        self._pullback: Callable[[Tensor], tuple[dict[str, Tensor]]] | None = None
-        self._recorded: tuple[Tensor, dict[str, Tensor]] | None = None
+        self._graph: tuple[Tensor, list[Tensor]] | None = None
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    def _function(self, weights: dict[str, Tensor]) -> Tensor:
+        with Intercepted(_contiguous):
+            return self._of_weights(weights)
 
     @property
     def f(self) -> Tensor:
         """f(x), shape (B, ..., C)."""
-        if self._f is None:
-            f = self._reverse()[0] if self._forward else self.record()[0]
-            self._f = f if torch.is_grad_enabled() else f.detach()
-        return self._f
+        f = self._recorded()[0] if self._f is None else self._f
+        return f if torch.is_grad_enabled() else f.detach()
 
-    def record(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def _recorded(self) -> tuple[Tensor, list[Tensor]]:
         """Return f with its graph, and the weights at its leaves."""
-        if self._recorded is None:
+        if self._graph is None:
             leaves = {name: w.detach().requires_grad_() for name, w in self._values.items()}
             with torch.enable_grad():
-                self._recorded = self._function(leaves), leaves
-        return self._recorded
-
-    def push(self, w: Tensor) -> Tensor:
-        """Return J w, shape (K, B, ..., C), of columns (K, P)."""
-        if not self._forward:
-            return super().push(w)
-        jvp, parts = partial(torch.func.jvp, self._function, (self._values,)), []
-        for some in w.split(self.pushed or len(w)):
-            directions = self._weights.unpadded(self._weights.layout.unflatten(some))
-            # forward mode copies views that do not start at the beginning of their memory
-            columns = {name: directions[name].to(w, copy=True) for name, w in self._values.items()}
-            if len(some) > 1:
-                self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))[:2]
-            else:
-                self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
-                Jw = Jw[None]
-            parts.append(Jw)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _pull(self, u: Tensor) -> dict[str, Tensor]:
-        if self._forward:
-            pullback = self._reverse()[1]
-            if len(u) > 1:
-                return torch.vmap(pullback)(u.to(self.f))[0]
-            return {name: g[None] for name, g in pullback(u[0].to(self.f))[0].items()}
-        f, leaves = self.record()
-        grads = _gradients([_require(f)], list(leaves.values()), [u[0].to(f)])
-        return {name: g[None] for name, g in zip(leaves, grads) if g is not None}
-
-    def _reverse(self) -> tuple[Tensor, Callable[[Tensor], tuple[dict[str, Tensor]]]]:
-        """Return f, and the map from u to Jᵀu."""
-        if self._pullback is None or self._f is None:
-            # forward mode would go on, without the weights that a no_grad hides from training
-            function = lambda weights: _require(self._function(weights))  # noqa: E731
-            self._f, self._pullback = torch.func.vjp(function, self._values)[:2]
-        return self._f, self._pullback
+                f = self._function(leaves)
+            if not f.requires_grad:
+                raise NotImplementedError(
+                    "The outputs of a batch do not depend on the parameters in the posterior, unlike "
+                    "those of earlier batches: for some inputs the forward pass runs under no_grad, or "
+                    "takes another branch. Choose `parameters` that all inputs use."
+                )
+            self._graph = f, [*leaves.values()]
+        return self._graph
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
+        if self._padding is None:
+            return self._pushed_by_reverse(directions)
+        # forward mode copies views that do not start at the beginning of their memory
+        columns = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
+        for name, row in self._padding.items():  # which reverse mode leaves out by itself
+            columns[name].narrow(-2, row, 1).zero_()
+        jvp = partial(torch.func.jvp, self._function, (self._values,))
+        if len(next(iter(columns.values()))) == 1:
+            self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
+            return Jw[None]
+        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))[:2]
+        return Jw
+
+    def _pull(self, u: Tensor) -> dict[str, Tensor]:
+        f, leaves = self._recorded()
+        known: list[str] = []
+
+        def pull(u: Tensor) -> tuple[Tensor, ...]:
+            gradients = _gradients([f], leaves, [u.to(f)])
+            known[:] = [n for n, g in zip(self._values, gradients) if g is not None]
+            return tuple(g for g in gradients if g is not None)
+
+        found = torch.vmap(pull)(u) if len(u) > 1 else [g[None] for g in pull(u[0])]
+        return dict(zip(known, found))
+
+    def _pushed_by_reverse(self, directions: dict[str, Tensor]) -> Tensor:
         """Return J w as the derivative of u -> Jᵀ u at u = 0, since this map is linear."""
-        f, leaves = self.record()
+        f, leaves = self._recorded()
         if self._transposed is None:
             u = torch.zeros_like(f, requires_grad=True)
             with torch.enable_grad():
-                grads = _gradients([f], list(leaves.values()), [u]) if f.requires_grad else ()
-            known = {n: g for n, g in zip(leaves, grads) if g is not None and g.requires_grad}
-            self._transposed = u, known
+                found = zip(self._values, _gradients([f], leaves, [u]))
+            self._transposed = u, {n: g for n, g in found if g is not None and g.requires_grad}
         u, known = self._transposed
         if not known:
             return torch.zeros_like(f)[None]
-        columns = [directions[name][0].to(leaves[name]) for name in known]
+        columns = [directions[name][0].to(gradient) for name, gradient in known.items()]
         return _gradients([*known.values()], [u], columns)[0][None]
 
 
-def _gradients(of: list[Tensor], by: list[Tensor], u: Sequence[Tensor]) -> tuple[Any, ...]:
+class Intercepted(TorchFunctionMode):
+    """Gives every torch function of a forward pass to another function, with its arguments."""
+
+    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+def _contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Copy inputs of linear layers that are not contiguous.
+
+    ``torch.func`` multiplies a contiguous (B, L, E) by the weight in one product. For other layouts,
+    such as the transposed outputs of attention, it takes one product for each of the B or L entries,
+    and a gradient of the weight's size for each. For a ViT this takes four to six times as long.
+    """
+    # the functions that multi-head attention calls do not come here
+    count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)
+    copies: dict[int, Tensor] = {}  # equal arguments stay one tensor
+    for tensor in args[:count]:
+        if tensor.dim() > 2 and not tensor.is_contiguous():
+            copies.setdefault(id(tensor), tensor.contiguous())
+    return func(*(copies.get(id(own), own) for own in args), **kwargs)
+
+
+def _gradients(of: list[Tensor], by: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return the gradients of ⟨of, u⟩, which may be differentiated if gradients are enabled."""
     return torch.autograd.grad(
         of, by, u, retain_graph=True, create_graph=torch.is_grad_enabled(), allow_unused=True
     )
 
 
-def _require(f: Tensor) -> Tensor:
-    if not f.requires_grad:
-        raise NotImplementedError(
-            "The outputs of a batch do not depend on the parameters in the posterior, unlike "
-            "those of earlier batches: for some inputs the forward pass runs under no_grad, or "
-            "takes another branch. Choose `parameters` that all inputs use."
-        )
-    return f
+def num_examples(x: Any) -> int:
+    """Return the number of examples of inputs, from the shapes of their tensors."""
+    return next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)

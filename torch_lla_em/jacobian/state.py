@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,13 +21,16 @@ if hasattr(os, "register_at_fork"):
         after_in_child=ONE_AT_A_TIME.release_in_child,
     )
 
+# integers of the same size, whose sum shows a change of any one number
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class NetworkState:
     """The layers, parameters and statistics of a network at one time.
 
     ``holds`` compares objects, addresses and version counters, and the sums of the bits in memory,
-    since ``.data`` and fused optimisers write without a new version: a change of any one number
-    changes a sum. If anything looks changed, a hash of every bit decides.
+    since ``.data`` and fused optimisers write without a new version. If anything looks changed, a
+    hash of every bit decides.
     """
 
     def __init__(self, network: Any, fingerprint: Tensor | None = None):
@@ -44,35 +46,25 @@ class NetworkState:
                 self._note(network.module)
 
     def _note(self, module: nn.Module) -> None:
-        """Note what a change of a tensor or of a layer alters."""
-        self._marks = _marks(module)
-        self._words = _words(module)
+        self._marks, self._words = _look_at(module)
         self._sums = _sums(self._words)
-
-    def _looks_the_same(self, module: nn.Module) -> bool:
-        return (
-            self._marks is not None
-            and _marks(module) == self._marks
-            and _sums(self._words) == self._sums
-        )
 
     def changed(self, network: Any) -> str | None:
         """Return the name of a parameter, statistic or layer that looks changed, or None."""
         with ONE_AT_A_TIME:
-            if self._looks_the_same(network.module):
-                return None
-            now = NetworkState(network)
-        for new, old in ((now._marks, self._marks), (now._sums, self._sums)):
-            for name in {**(new or {}), **(old or {})}:
-                if (new or {}).get(name) != (old or {}).get(name):
-                    return name.rpartition("|")[0] or name
-        return None
+            (now, words), before = _look_at(network.module), self._marks or {}
+            for name in {**now, **before}:
+                if now.get(name) != before.get(name):
+                    return name
+            sums = _sums(words)
+        return next((name for name in sums if sums[name] != self._sums[name]), None)
 
     def holds(self, network: Any, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""
         with ONE_AT_A_TIME:
             module = network.module
-            if not surely and self._looks_the_same(module):
+            looks_the_same = self._marks is not None and self._marks == _look_at(module)[0]
+            if not surely and looks_the_same and _sums(self._words) == self._sums:
                 return True
             if [type(layer) for layer in module.modules()] != self._kinds:
                 return False
@@ -86,45 +78,25 @@ class NetworkState:
         return {"fingerprint": self.fingerprint, "_kinds": self._kinds, "_marks": None}
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield layers, parameters and statistics, but no counters, by name."""
+def _look_at(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what a change of a layer or tensor alters, by name, and the memory of tensors as integers."""
+    marks: dict[str, Any] = {}
+    words: dict[str, Tensor] = {}
     for path, layer in module.named_modules():
-        yield f"layer {path}", layer
-        for counts, holder in ((True, layer._parameters), (False, layer._buffers)):
+        marks[f"layer {path}"] = type(layer)
+        for is_parameter, holder in ((True, layer._parameters), (False, layer._buffers)):
             for key, t in holder.items():
-                if t is not None and (counts or t.is_floating_point() or t.is_complex()):
-                    yield f"{path}.{key}" if path else key, t
-
-
-def _marks(module: nn.Module) -> dict[str, Any]:
-    """Return the classes of layers, and the objects, addresses and versions of tensors."""
-    found: dict[str, Any] = {}
-    for name, part in _parts(module):
-        if not isinstance(part, Tensor):
-            found[name] = type(part)
-            continue
-        place = part.data_ptr() if part.layout is torch.strided else 0
-        version = -1 if part.is_inference() else part._version
-        found[name] = id(part), part.dtype, part.device, part.shape, place, version
-    return found
-
-
-def _words(module: nn.Module) -> dict[str, Tensor]:
-    """Return the memory of all tensors as integers, by the name of the first tensor in it."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in _parts(module):
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen:
-            continue
-        seen.add(storage.data_ptr())
-        every = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        whole = len(every) - len(every) % 8
-        parts = every[:whole].view(torch.int64), every[whole:]
-        found.update({f"{name}|{n}": part for n, part in enumerate(parts) if len(part)})
-    return found
+                # counters are no statistics
+                if t is None or not (is_parameter or t.is_floating_point() or t.is_complex()):
+                    continue
+                name, is_plain = f"{path}.{key}" if path else key, t.layout is torch.strided
+                version = -1 if t.is_inference() else t._version
+                place = t.data_ptr() if is_plain else 0
+                marks[name] = id(t), t.dtype, t.device, t.shape, place, version
+                if is_plain and not t.is_quantized:
+                    real = torch.view_as_real(t) if t.is_complex() else t
+                    words[name] = real.detach().view(_INTEGERS[real.itemsize])
+    return marks, words
 
 
 def _sums(words: dict[str, Tensor]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import inputs_of, map_tensors, tensors_in, to_device
-from torch_lla_em.jacobian import LinearModel, explained, require_rows
+from torch_lla_em.jacobian import LinearModel, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, SCALE
 from torch_lla_em.prediction.mixture import FunctionMixture
@@ -45,7 +45,7 @@ def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor,
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
-    with explained(network, x), torch.set_grad_enabled(differentiate):
+    with torch.set_grad_enabled(differentiate):
         try:
             with network.guarded():
                 if linear_model.report is None and not is_empty:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, tensors_in
-from torch_lla_em.jacobian import LinearModel, NetworkState, Rows, explained, layer_of
+from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.pieces import FactorCache, Pieces
-from torch_lla_em.runtime import DoesNotFit, is_shortage, release, report, shortage_of
+from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
 BLOCK, VECTOR, SCALAR = "block", "vector", "scalar"
 """Kinds of sums: a vector per column, (K, P); one vector, (P,); or a number in float64."""
@@ -142,8 +142,7 @@ class Sweep:
                             self.say(rows_done if batch is None else 0)
                         continue
                     except (RuntimeError, MemoryError) as error:
-                        with explained(self.linear_model.network, piece.inputs):
-                            shortage = shortage_of(error)
+                        shortage = shortage_of(error)
                     rows = self._seen = None
                     release()  # what the failed attempt held is free only outside of the handler
                     self._halve(piece, min(step, self.limits.columns or step), shortage)
@@ -218,8 +217,7 @@ class Sweep:
         """Check the derivatives of the network, at the first batch."""
         if self.linear_model.report is None:
             try:
-                with explained(self.linear_model.network, batch.inputs):
-                    self._probe(batch)
+                self._probe(batch)
             except ValueError:  # which is raised for outputs that are not finite, too
                 with self.linear_model.network.guarded():
                     self.expect_outputs(batch, self.linear_model.outputs(batch.inputs))
@@ -241,15 +239,15 @@ class Sweep:
             )
 
     def _probe(self, batch: Batch) -> None:
-        model, few = self.linear_model, next(batch.split(FEW))
+        model, few, failures = self.linear_model, next(batch.split(FEW)), list[Exception]()
         try:
-            model.probe(few.inputs, needs_path=False)
-        except Exception as error:
-            in_network = layer_of(error, model.network) is not None and not is_shortage(error)
-            if len(few.rows) == len(batch.rows) or not in_network:
+            model.probe(few.inputs)
+        except Exception:
+            with suppressed(failures), model.network.guarded():
+                model.outputs(few.inputs)
+            if not failures:
                 raise
-            # the first axis of the inputs is not that of the examples
-            model.probe(batch.inputs, needs_path=False)
+            model.probe(batch.inputs)  # if the first axis of the inputs is not that of the examples
 
     def is_new(self, rows: Rows) -> bool:
         """Whether these examples were not processed before in this pass."""

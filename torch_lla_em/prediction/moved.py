@@ -1,17 +1,15 @@
 """Training examples that are moved, in place of a validation set.
 
-An example is moved by the difference between another one and its nearest neighbour, scaled to its own distance d
-from its nearest neighbour, and keeps its target: x_i + s (x_near(k) - x_k) d_i / d_k. A network that has memorised its
-training set is as wrong there as at new inputs if the length s is right, and that is where its error is the one of a
-simple model without the example: kernel ridge regression, whose leave-one-out error has a closed form. With s = 1
-everywhere, temperatures were up to 2.5 times too large where neighbours are far, and 3 times too small where
-many labels are wrong.
+An example is moved by the difference between another one and its nearest neighbour, scaled to its own distance d from
+its nearest neighbour, and keeps its target: x_i + s (x_near(k) - x_k) d_i / d_k. A network that has memorised its
+training set is wrong on many of these. It should be wrong as often as a simple model is without the example, kernel ridge
+regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that, and
+only a share of the examples is moved if it errs more often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import log2
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +24,12 @@ from torch_lla_em.prediction.scores import aligned
 _MOST, _BYTES, _LEAST = 2_000, 2**28, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different examples."""
 
-_LONGEST = 2.0
-"""Largest length s: with 4, temperatures of networks with many wrong labels doubled, for NLLs that rose by 4 %."""
+_LENGTHS = 1.0, 1.25, 1.5, 1.75, 2.0
+"""The lengths s. With shorter ones, NLLs of networks with wrong labels are up to 10 % higher; with 1 alone, up to 60 %."""
 
-_AT_ONCE, _SITES, _SEARCHED = 250, 64, 500
-"""Examples that the network predicts at once, outputs of an example that are judged, and examples by which the
-simple model is chosen."""
+_AT_ONCE, _COLUMNS, _SEARCHED = 250, 64, 500
+"""Examples that the network predicts at once, targets of an example that the simple model predicts, and examples by
+which that model is chosen."""
 
 Batches = list[tuple[Any, Tensor]]
 
@@ -41,44 +39,44 @@ class NoDistance(ValueError):
 
 
 class Moves(NamedTuple):
-    """Training examples, and the ways that they can be moved."""
+    """Different training examples, and the ways that they are moved."""
 
     inputs: Any
     """A tree of tensors with one row for each example, (n, ...)."""
 
     targets: Tensor
-    ways: Tensor
-    """The example of each move, the one that gives its direction, and the nearest neighbour of that, (m, 3)."""
+    source: Tensor
+    """For each example another one, (n,)."""
+
+    near: Tensor
+    """The nearest neighbour of that, (n,)."""
 
     scale: Tensor
-    """The length of a move relative to that direction, (m,)."""
+    """The factor of their difference, d_i / d_k, (n,)."""
 
     squares: Tensor
-    """The squared distances of all examples, (n, n)."""
-
-    growth: float
-    """The number of all training examples, relative to these."""
+    """The squared distances of all examples, (n, n), relative to their median."""
 
     def batches(self, length: float) -> Iterator[tuple[Any, Tensor]]:
         """Yield moved inputs and their targets, a few at a time."""
-        for ways, scale in zip(self.ways.split(_AT_ONCE), self.scale.split(_AT_ONCE)):
+        for rows in torch.arange(len(self.targets), device=self.scale.device).split(_AT_ONCE):
 
             def moved(t: Tensor) -> Tensor:
-                own, source, near = (t[rows.to(t.device)] for rows in ways.T)
+                own, source, near = (
+                    t[k.to(t.device)] for k in (rows, self.source[rows], self.near[rows])
+                )
                 if not t.is_floating_point():
                     return own
-                changed: Tensor = own + (length * scale).to(t).view(-1, *(1,) * (t.dim() - 1)) * (
-                    near - source
-                )
+                factor = (length * self.scale[rows]).to(t)
+                changed: Tensor = own + factor.view(-1, *(1,) * (t.dim() - 1)) * (near - source)
                 return changed
 
-            yield map_tensors(moved, self.inputs), self.targets[ways[:, 0]]
+            yield map_tensors(moved, self.inputs), self.targets[rows]
 
 
 def moves_of(data: Data) -> Moves:
     """Return how the examples of a loader can be moved; one pass."""
     inputs, targets = _examples(data)
-    growth = data.facts.num_rows / len(targets)
     squares = _squared_distances([t for t in tensors_in(inputs) if t.is_floating_point()])
     targets = targets.to(squares.device)
     # equal examples count once: of these every one has a neighbour without it
@@ -87,29 +85,23 @@ def moves_of(data: Data) -> Moves:
     order = (~(zero & (same[:, None] == same)).tril(-1).any(1)).nonzero()[:, 0]
     if len(order) < _LEAST:
         raise NoDistance(f"only {len(order)} examples differ")
-    generator, count = torch.Generator("cpu").manual_seed(0), len(order)
-
-    def shuffled() -> Tensor:
-        return torch.randperm(count, generator=generator, device="cpu").to(squares.device)
-
+    generator = torch.Generator("cpu").manual_seed(0)
+    shuffled = [torch.randperm(len(order), generator=generator, device="cpu") for _ in range(2)]
+    mixed, source = (one.to(squares.device) for one in shuffled)
     # an order that neither that of the data nor a rotation of the inputs changes
-    order = order[squares[order].mean(1).argsort()][shuffled()]
+    order = order[squares[order].mean(1).argsort()][mixed]
     squares = squares[order][:, order]
     distance, near = squares.masked_fill(zero[order][:, order], torch.inf).min(1)
     if distance.isinf().any():
         raise NoDistance("all inputs are equal")
-    copies = max(1, min(2, _MOST // count))
-    rows = torch.arange(count, device=squares.device).repeat(copies)
-    source = torch.cat([shuffled() for _ in range(copies)])
-    scale = (distance[rows] / distance[source]).sqrt().clamp_max(10)
+    scale = (distance / distance[source]).sqrt().clamp_max(10)
     inputs = map_tensors(lambda t: t[order.to(t.device)], inputs)
-    ways = torch.stack([rows, source, near[source]], 1)
-    return Moves(inputs, targets[order], ways, scale, squares / squares.median(), growth)
+    return Moves(inputs, targets[order], source, near[source], scale, squares / squares.median())
 
 
 def without_itself(squares: Tensor, table: Tensor) -> Tensor:
     """Return what kernel ridge regression of a table (n, columns) predicts for each example without it."""
-    few, best = slice(min(len(table), _SEARCHED)), (torch.inf, 1.0, 1.0)
+    few, best = slice(_SEARCHED), (torch.inf, 1.0, 1.0)
     some = table[few] - table[few].mean(0)
 
     def kernel(width: float, rows: slice) -> Tensor:
@@ -122,7 +114,7 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
             errors = vectors @ (weights[:, None] * (vectors.T @ some))
             errors /= (vectors.square() @ weights)[:, None]
             best = min(best, (errors.square().mean().item(), width, ridge))
-    whole = kernel(best[1], slice(len(table)))
+    whole = kernel(best[1], slice(None))
     whole.diagonal().add_(best[2])
     inverse = torch.linalg.inv(whole)
     found: Tensor = table - inverse @ (table - table.mean(0)) / inverse.diagonal()[:, None]
@@ -130,115 +122,74 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
 
 
 class _Judge:
-    """Errors of a network at moved examples, and of a simple model: shares of wrong labels, or squared errors."""
+    """Mean errors of a network at moved examples, and of a simple model: shares of wrong labels, or squared errors."""
 
     def __init__(self, network: Network, likelihood: Likelihood):
-        self._network, self.likelihood = network, likelihood
+        self._network, self._likelihood = network, likelihood
         self._has_classes = likelihood.gives_probabilities and not likelihood.elementwise
 
-    def outputs(self, x: Any) -> Tensor:
-        """Return f(x), classes last; raise if it is not finite."""
-        with self._network.guarded():
-            f = self._network.function(x)({})
-        if not f.isfinite().all():
-            raise NoDistance("outputs at moved inputs are not finite")
-        return f
-
-    def at(self, batches: Iterator[tuple[Any, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the errors of the network, (m, ...), and the weights with which they count."""
+    def outputs(self, batches: Iterator[tuple[Any, Tensor]] | Batches) -> tuple[Tensor, Tensor]:
+        """Return f(x) and y, classes last; raise if outputs are not finite."""
         each = []
         for x, y in batches:
-            f = self.outputs(x)
+            with self._network.guarded():
+                f = self._network.function(x)({})
+            if not f.isfinite().all():
+                raise NoDistance("outputs at moved inputs are not finite")
             if len(f) != len(y):
                 raise NoDistance("outputs do not have one row for each example")
-            y = aligned(self.likelihood, y, f, self._network.class_dim)
-            each.append(self._errors(self.likelihood.mean(f), y))
-        wrong, known = map(torch.cat, zip(*each))
-        return wrong, known
+            each.append((f, aligned(self._likelihood, y, f, self._network.class_dim)))
+        f, y = map(torch.cat, zip(*each))
+        return f, y
 
-    def slopes(self, x: Any, y: Tensor) -> Tensor:
-        """Return the slope of log p(y | x) in the logarithm of a factor of the logits, (B,)."""
-        f = self.outputs(x)
-        y = aligned(self.likelihood, y, f, self._network.class_dim).clamp_min(0)
-        return f.gather(-1, y[:, None])[:, 0] - (self.likelihood.mean(f) * f).sum(-1)
+    def error(self, batches: Iterator[tuple[Any, Tensor]]) -> float:
+        """Return the mean error of the network."""
+        f, y = self.outputs(batches)
+        return self._error(self._likelihood.mean(f), y)
 
     def due(self, moves: Moves) -> float:
-        """Return the error of the simple model, each example without itself; raise if all targets are equal."""
-        f = self.outputs(map_tensors(lambda t: t[:2], moves.inputs))
-        y = self.likelihood.align(moves.targets.to(f.device), self._network.class_dim)
-        self.likelihood.check(f, y[: len(f)])
-        f = self.likelihood.mean(f)
-        if self._has_classes:
-            y = _sites(y[..., None])[..., 0]
-            table = nn.functional.one_hot(y.clamp_min(0), f.shape[-1]).double()
-        elif y.shape[1:] == f.shape[1:]:
-            y = _sites(y)
-            table = y.double()
-        else:
+        """Return the mean error of the simple model, each example without itself; raise if all targets are equal."""
+        f, y = self.outputs(moves.batches(0.0))
+        if not self._has_classes and y.shape != self._likelihood.mean(f).shape:
             raise NoDistance("their targets do not have the form of the predictions")
-
-        def error(found: Tensor) -> float:
-            return mean(*self._errors(found.view(-1, *table.shape[1:]), y[: len(found)]))
-
-        if not error(table.mean(0).expand(table.shape)) > 0:
+        y = y.reshape(len(y), -1)
+        y = y[:, :: -(-y.shape[1] // _COLUMNS)]
+        table = y.double()
+        if self._has_classes:
+            table = nn.functional.one_hot(y.clamp_min(0), f.shape[-1]).double()
+        if not self._error(table.mean(0).expand(table.shape), y) > 0:
             raise NoDistance("all targets are equal")
-        found = error(without_itself(moves.squares, table.flatten(1)))
-        if moves.growth == 1:
-            return found
-        # it falls on with more examples, as it has from half of these: from 500 to 2,000 examples of four sets of
-        # digits and tables, with and without wrong labels, this was nearer than no change for seven of eight
-        half = error(without_itself(moves.squares, table.flatten(1)[: len(table) // 2]))
-        return float(found * min(1.0, found / max(half, 1e-12)) ** log2(moves.growth))
+        found = without_itself(moves.squares, table.flatten(1).to(moves.squares.device))
+        return self._error(found.view(table.shape).to(y.device), y)
 
-    def _errors(self, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        mask = self.likelihood.mask(y)
+    def _error(self, mean: Tensor, y: Tensor) -> float:
         if self._has_classes:
             wrong = (mean.argmax(-1) != y).double()
-        elif self.likelihood.gives_probabilities:
+        elif self._likelihood.gives_probabilities:
             wrong = ((mean > 0.5) != (y > 0.5)).double()
         else:
             wrong = (mean - y).double().square()
-        return wrong, torch.ones_like(wrong) if mask is None else mask.double().expand(wrong.shape)
-
-
-def mean(wrong: Tensor, known: Tensor) -> float:
-    """Return the mean of errors with these weights."""
-    return ((wrong * known).sum() / known.sum().clamp_min(1)).item()
-
-
-def _sites(y: Tensor) -> Tensor:
-    """Return a few of the outputs of each example, (n, sites, C)."""
-    y = y.reshape(len(y), -1, y.shape[-1] if y.dim() > 1 else 1)
-    return y[:, :: -(-y.shape[1] // _SITES)]
+        mask = self._likelihood.mask(y)
+        return (wrong if mask is None else wrong[(mask > 0).expand(wrong.shape)]).mean().item()
 
 
 def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches, float]:
-    """Return batches of moved training examples, and the length at which the network's error is the simple model's.
-
-    Of single labels it is at least 1: moves of images and of many columns that are shorter hide wrong labels. If the
-    network is wrong too often there, since labels change on the way, only some of its errors are kept.
-    """
+    """Return batches of moved training examples, and the length by which they are moved."""
     moves, judge = moves_of(data), _Judge(network, likelihood)
-    due, low, high = judge.due(moves), 0.0, _LONGEST
-    wrong, known = judge.at(moves.batches(1.0))
-    if wrong.dim() == 1 and likelihood.gives_probabilities:
-        low, errors = 1.0, (wrong * known).cumsum(0)
-        if mean(wrong, known) > due:
-            # no fewer than make the network as confident as it should be: it would become more so
-            slopes = torch.cat([judge.slopes(x, y) for x, y in moves.batches(low)]) * known
-            right, falls = (wrong == 0).double(), -(wrong * slopes).sum() / (wrong * known).sum()
-            least = (right * slopes).sum() / falls.clamp_min(1e-12)
-            most = least if due == 1 else least.maximum(due / (1 - due) * (right * known).sum())
-            kept = ((wrong == 0) | (errors <= most)).to(moves.ways.device)
-            moves = moves._replace(ways=moves.ways[kept], scale=moves.scale[kept])
-            return list(moves.batches(low)), low
-    if mean(*judge.at(moves.batches(high))) <= due:
-        return list(moves.batches(high)), high
-    for _ in range(8):
-        middle = (low + high) / 2
-        is_less = mean(*judge.at(moves.batches(middle))) <= due
-        low, high = (middle, high) if is_less else (low, middle)
-    return list(moves.batches((low + high) / 2)), (low + high) / 2
+    due, still = judge.due(moves), judge.error(moves.batches(0.0))
+    for length in _LENGTHS:
+        wrong = judge.error(moves.batches(length))
+        if wrong >= due:
+            break
+    share = min(1.0, (due - still) / (wrong - still)) if wrong > still else 1.0
+    rows = torch.arange(len(moves.scale), device=moves.scale.device)
+    moves = moves._replace(scale=moves.scale * (_spread(rows) < share))
+    return list(moves.batches(length)), length
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """Return numbers between 0 and 1, spread evenly: multiples of the golden ratio."""
+    return (rows + 1).double() * 0.6180339887498949 % 1
 
 
 def temperature_of_neighbours(
@@ -252,8 +203,8 @@ def temperature_of_neighbours(
 ) -> float:
     """Return a temperature for the logits of a classifier, from its training data alone.
 
-    It has the least negative log-likelihood (NLL) on training examples that are moved towards their neighbours,
-    where a network that has memorised its training set is as wrong as at new inputs. Divide logits by it.
+    It has the least negative log-likelihood (NLL) on training examples that are moved, so that a network that has
+    memorised its training set is as wrong there as at new inputs. Divide logits by it.
 
     Args:
         model (nn.Module): The trained network. It is called in eval mode, and not changed.
@@ -282,11 +233,7 @@ def temperature_of_neighbours(
             f"These training examples cannot be moved towards neighbours: {error}. Fit a temperature to a "
             "validation set instead."
         ) from error
-    judge = _Judge(network, likelihood)
-    f = torch.cat([judge.outputs(x) for x, _ in batches])
-    return temperature_of(
-        likelihood, f, aligned(likelihood, torch.cat([y for _, y in batches]), f, class_dim)
-    )
+    return temperature_of(likelihood, *_Judge(network, likelihood).outputs(batches))
 
 
 def _examples(data: Data) -> tuple[Any, Tensor]:
@@ -302,8 +249,7 @@ def _examples(data: Data) -> tuple[Any, Tensor]:
                     raise NoDistance("inputs are not plain tensors with one row for each example")
             size = sum(t[:1].nbytes for t in tensors)
             most = max(_LEAST, min(_MOST, _BYTES // max(1, size)))
-            # multiples of the golden ratio are spread evenly
-            keys = torch.cat([keys, (batch.rows + 1).double() * 0.6180339887498949 % 1])
+            keys = torch.cat([keys, _spread(batch.rows)])
             parts.append((batch.inputs, batch.targets))
             if len(keys) > 2 * most:
                 parts, keys = _least(parts, keys, most)

@@ -13,9 +13,9 @@ def rows_of(problem):
     parts = []
 
     def add(rows, batch, _, sums):
-        at = problem._at(rows, batch)
+        at = problem.at(rows, batch)
         identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
-        u = problem._loss(batch).root(at, identity.view(-1, *at.shape))
+        u = problem.loss(batch.targets, batch.weights).root(at, identity.view(-1, *at.shape))
         R = torch.zeros(len(u), problem.size, dtype=problem.dtype, device=u.device)
         for column, into in zip(u.split(1), R.split(1)):
             rows.pull(column, into)

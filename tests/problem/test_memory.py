@@ -57,7 +57,7 @@ def gradient(problem):
 
 
 def noise(problem):
-    return problem.noise_features(K, seed=0).eta
+    return problem.noise_features(K, seed=0)[0]
 
 
 def outputs(problem):

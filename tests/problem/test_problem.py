@@ -83,7 +83,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
     at = problem.with_curvature_at(w[0])
     for _ in range(4):
         Gw = at.ggn_product(w)
-    assert problem.data.cache and problem.sweep.factors.known
+    assert problem.data.cache and problem.sweep.limits.factors
     assert_close(sum(product(w) for _, product in at.minibatch_products()), Gw)
 
 
@@ -158,7 +158,7 @@ def test_squares_are_exact_by_factors_however_rows_are_batched(name):
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
         problem.sweep.take(problem.sweep.limits._replace(columns=columns))
-        assert_close(problem.noise_features(5, 0).squares, case.exact().expected_squared_features)
+        assert_close(problem.noise_features(5, 0)[1], case.exact().expected_squared_features)
 
 
 def test_the_squares_of_groups_are_those_of_32_rows_on_average():
@@ -166,20 +166,20 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average():
     problem = case.problem(50)
     problem.linear_model.probe(case.x)
     problem.linear_model.leave_factors()
-    ratio = problem.noise_features(K, 0).squares / case.exact().expected_squared_features
+    ratio = problem.noise_features(K, 0)[1] / case.exact().expected_squared_features
     # chi-squared with at least one degree of freedom a group and sample
     assert ((ratio - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
 
 
 @pytest.mark.slow
 def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.problem.curvature._EXACT_OUTPUTS", 0)
+    monkeypatch.setattr("torch_lla_em.problem.problem._EXACT_OUTPUTS", 0)
     case, seeds, K = repeated("classification"), 100, 2
     expected, found = case.exact().expected_squared_features, 0
     for seed in range(seeds):
         problem = case.problem(50)
         problem.linear_model.probe(case.x)
-        found = found + problem.noise_features(K, seed).squares / seeds
+        found = found + problem.noise_features(K, seed)[1] / seeds
     assert not torch.allclose(found, expected)
     assert ((found / expected - 1).abs() < 5 * (2 / (K * seeds)) ** 0.5).all()
 
@@ -296,7 +296,7 @@ def test_inputs_that_are_not_finite_name_their_batch_unless_the_network_imputes_
     with pytest.raises(ValueError, match=f"inputs of batch {batch} hold NaN"):
         at(row, torch.nan).problem(*CUTS).noise_features(2, 0)
     imputed = at(row, torch.nan, wrap=Imputed).problem(*CUTS)
-    assert imputed.noise_features(2, 0).eta.isfinite().all()
+    assert imputed.noise_features(2, 0)[0].isfinite().all()
 
 
 @pytest.mark.cuda

@@ -24,7 +24,7 @@ from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver
 from torch_lla_em.inference.quadrature import log_dets, log_evidences
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise
-from torch_lla_em.problem import Problem, WhitenedGGN, WhitenedLoss
+from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.solvers import Newton, dot, dots, norm
 
 logger = logging.getLogger("torch_lla_em")
@@ -205,7 +205,7 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
     start = mean.clamp_min(1e-8).item()
     if layerwise:
         return start
-    _, gradient = WhitenedLoss(problem, scale).value_and_gradient(problem.zeros(1)[0])
+    _, gradient = WhitenedGGN(problem, scale).value_and_gradient(problem.zeros(1)[0])
     size = norm(gradient)
     if not 0 < size < inf:
         return start

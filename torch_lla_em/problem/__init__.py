@@ -13,7 +13,6 @@ from torch_lla_em.problem.loss import Loss
 from torch_lla_em.problem.operators import (
     Outputs,
     WhitenedGGN,
-    WhitenedLoss,
     gathered,
     pull_back,
 )
@@ -30,7 +29,7 @@ from torch_lla_em.problem.plan import (
     size_of,
     time_of_fit,
 )
-from torch_lla_em.problem.problem import NoiseFeatures, Problem, output_noise
+from torch_lla_em.problem.problem import Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
 
 __all__ = [
@@ -43,13 +42,11 @@ __all__ = [
     "Hessian",
     "Loss",
     "Memory",
-    "NoiseFeatures",
     "Outputs",
     "Plan",
     "Problem",
     "Sites",
     "WhitenedGGN",
-    "WhitenedLoss",
     "duration",
     "functions",
     "gathered",

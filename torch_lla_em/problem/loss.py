@@ -62,21 +62,19 @@ class Loss:
 
     def root(self, f: Tensor, noise: Tensor) -> Tensor:
         """Return S(f) ε with S Sᵀ = H, in the shape of ε."""
-        u, counts = self.likelihood.hessian_sqrt_product(self._shifted(f), noise), self.counts
-        return u if counts is None else u * counts.sqrt().to(u.dtype)
+        return self._counted(
+            self.likelihood.hessian_sqrt_product(self._shifted(f), noise), root=True
+        )
 
     def expected_hessian(self, f: Tensor) -> Tensor:
         """Return H averaged over functions (S, B, ..., C): (B, ..., C, C), or its diagonal."""
-        H, counts = self.likelihood.expected_hessian(self._shifted(f)), self.counts
-        if counts is not None:
-            H = H * (counts if self.likelihood.elementwise else counts.unsqueeze(-1)).to(H.dtype)
-        return H
+        H = self.likelihood.expected_hessian(self._shifted(f))
+        return self._counted(H, columns=not self.likelihood.elementwise)
 
     def roots_of_probabilities(self, f: Tensor) -> Tensor:
         """Return √(w / S) p, (B, ..., S, C), for the probabilities p of functions (S, B, ..., C)."""
-        p, counts = self.likelihood.mean(self._shifted(f)).movedim(0, -2), self.counts
-        p = p / len(f) ** 0.5
-        return p if counts is None else p * counts.sqrt().unsqueeze(-1).to(p.dtype)
+        p = self.likelihood.mean(self._shifted(f)).movedim(0, -2)
+        return self._counted(p / len(f) ** 0.5, root=True, columns=True)
 
     @property
     def counts(self) -> Tensor | None:
@@ -122,29 +120,25 @@ class Loss:
     def check(self, f: Tensor) -> None:
         """Raise an error if targets or weights do not fit the outputs."""
         y, w = self.targets, self.weights
-        if w is not None and w.dim() > 1:
-            self._check_weights(y, w)
-        self.likelihood.check(f, y)
-
-    def _check_weights(self, y: Tensor, w: Tensor) -> None:
-        if w.shape != y.shape:
-            raise ValueError(
-                f"The weights have shape {tuple(w.shape)}, but the targets {tuple(y.shape)}: pass "
-                "one weight for each example, or for each label."
-            )
-        if self.likelihood.elementwise and (w.flatten(1) != w.flatten(1)[:, :1]).any():
+        several = w is not None and w.dim() > 1 and self.likelihood.elementwise
+        if several and (w.flatten(1) != w.flatten(1)[:, :1]).any():
             raise ValueError(
                 "The weights of an example differ between its outputs, but one weight multiplies "
                 f"the whole log-likelihood of an example: pass {len(y)} weights for these "
                 f"examples, shape ({len(y)},), not {tuple(w.shape)}."
             )
+        self.likelihood.check(f, y)
 
     def _shifted(self, f: Tensor) -> Tensor:
         return f if self.shift is None else f + self.shift.to(f)
 
-    def _counted(self, u: Tensor) -> Tensor:
+    def _counted(self, u: Tensor, root: bool = False, columns: bool = False) -> Tensor:
+        """Return u times the weights, or their roots; with ``columns`` its last axis is that of columns."""
         counts = self.counts
-        return u if counts is None else u * counts.to(u.dtype)
+        if counts is not None:
+            counts = counts.unsqueeze(-1) if columns else counts
+            u = u * (counts.sqrt() if root else counts).to(u.dtype)
+        return u
 
 
 def check_weights(likelihood: Likelihood) -> None:

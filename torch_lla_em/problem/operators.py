@@ -1,8 +1,4 @@
-"""What solvers and E-steps see of a problem: whitened products, and the outputs of all examples.
-
-Solvers multiply by A = D G D in whitened coordinates x = w / D. E-steps also keep outputs of the
-linear model for all examples of a rank at once, if their order is the same in every pass.
-"""
+"""What solvers and E-steps see of a problem: whitened products, and the outputs of all examples."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _REORDERED = 1e-2
 
 
 class WhitenedGGN(Operator):
-    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or ().
+    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the loss in x.
 
     With D the prior's own, w = D x turns G + Λ into A + I.
     """
@@ -51,23 +47,14 @@ class WhitenedGGN(Operator):
 
             yield whitened
 
-
-class WhitenedLoss:
-    """The loss of the linear model in whitened coordinates, for Newton's method."""
-
-    def __init__(self, problem: Problem, deviation: Tensor):
-        self.problem, self.deviation = problem, deviation
-        self.rounding = problem.linear_model.rounding
-
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
         loss, gradient = self.problem.loss_and_gradient(x * self.deviation)
         return loss, gradient * self.deviation
 
     def hessian(self, x: Tensor) -> WhitenedGGN:
-        """Return the Hessian at x as a product."""
-        problem = self.problem.with_curvature_at(x * self.deviation)
-        return WhitenedGGN(problem, self.deviation)
+        """Return the Hessian of the loss at x, (P,), as a product."""
+        return WhitenedGGN(self.problem.with_curvature_at(x * self.deviation), self.deviation)
 
 
 class Outputs(NamedTuple):
@@ -105,14 +92,10 @@ def gathered(
     In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as ``each``.
     """
     group, like = problem.data.group, problem.zeros(1)
-    seen = []
-    for b, f, Jw in pushed:
-        shapes = [list(part.shape[1:]) for part in (b.targets, f, Jw[0])]
-        of_weights = None if b.weights is None else list(b.weights.shape[1:])
-        seen.append([str(b.targets.dtype), *shapes, of_weights])
-    dtype, of_targets, of_f, of_Jw, of_weights = group.meet(seen, _the_same)
-    if dtype is None:
+    form = group.meet([_form(*part) for part in pushed], _the_same)
+    if form is None:
         return None
+    dtype, of_targets, of_f, of_Jw, of_weights = form
     if not of_f:  # the last axis is that of the classes
         of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
@@ -121,7 +104,7 @@ def gathered(
     found = Outputs(
         share,
         like.new_zeros(N, *of_f),
-        like.new_zeros(N, *of_targets, dtype=getattr(torch, dtype.split(".")[1])),
+        like.new_zeros(N, *of_targets, dtype=dtype),
         like.new_zeros(K, N, *of_Jw),
         None if of_weights is None else like.new_zeros(N, *of_weights),
     )
@@ -156,18 +139,14 @@ def pull_back(
         here = here.to(u.device)
         expected = known.f[here]
         f = rows.f if places is None else rows.f.flatten(0, -2)[places]
-        change = (f.to(expected).view_as(expected) - expected).norm().double().square()
-        size = expected.norm().double().square()
         own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
-        if places is not None:
-            at_rows = own
-            own = own.new_zeros(len(own), rows.f[..., 0].numel(), rows.f.shape[-1])
-            own.index_add_(
-                1, places.to(own.device), at_rows
-            )  # neighbouring strata may share a site
+        if places is not None:  # neighbouring strata may share a site
+            every = own.new_zeros(len(own), rows.f[..., 0].numel(), rows.f.shape[-1])
+            own = every.index_add_(1, places.to(own.device), own)
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
-        sums["change"] += change
-        sums["size"] += size
+        change = f.to(expected).view_as(expected) - expected
+        sums["change"] += change.norm().double().square()
+        sums["size"] += expected.norm().double().square()
 
     task = Pass({"Ju": BLOCK, "change": SCALAR, "size": SCALAR}, add)
     sums = problem.sweep(torch.arange(len(u), device="cpu"), task)
@@ -180,7 +159,13 @@ def _is_same_order(change: float, size: float) -> bool:
     return change <= _REORDERED**2 * size
 
 
-def _the_same(every: list[list[list[Any]]]) -> list[Any]:
-    """Return the dtype and the shapes of single examples if they agree on all batches and ranks."""
+def _form(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
+    """Return the dtype of targets and the shapes of single examples."""
+    w = None if batch.weights is None else batch.weights.shape[1:]
+    return batch.targets.dtype, batch.targets.shape[1:], f.shape[1:], Jw.shape[2:], w
+
+
+def _the_same(every: list[list[Any]]) -> Any:
+    """Return what all batches of all ranks have in common; None if they differ."""
     seen = [one for rank in every for one in rank]
-    return seen[0] if all(one == seen[0] for one in seen) else [None] * 5
+    return seen[0] if all(one == seen[0] for one in seen) else None

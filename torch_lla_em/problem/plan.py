@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -67,9 +66,6 @@ class Plan(NamedTuple):
     example: Report
     """What an example takes."""
 
-    group: int | None
-    """Columns that are on the device at once, if vectors are stored elsewhere; None: all of them."""
-
     batches: float = 0.0
     """Bytes that batches may take to be kept from pass to pass."""
 
@@ -88,13 +84,6 @@ class Plan(NamedTuple):
         return self.vectors > self.free
 
     @property
-    def of_time(self) -> str:
-        """What ``str`` says of the time."""
-        if self.pass_seconds is None:
-            return "How long a pass takes is not known: the loader does not state its length."
-        return time_of_fit(self.pass_seconds)
-
-    @property
     def of_memory(self) -> str:
         """What ``str`` says of the memory."""
         fit = f"{self.num_samples} samples of {self.size:,} parameters"
@@ -110,7 +99,9 @@ class Plan(NamedTuple):
         return f"{words}; {size_of(self.free)} are free.{remedy if self.tight else ''}"
 
     def __str__(self) -> str:
-        return f"{self.of_time} {self.of_memory}"
+        seconds = self.pass_seconds
+        unknown = "How long a pass takes is not known: the loader does not state its length."
+        return f"{unknown if seconds is None else time_of_fit(seconds)} {self.of_memory}"
 
 
 def time_of_fit(pass_seconds: float) -> str:
@@ -134,6 +125,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     them if memory runs out.
     """
     model, data, sweep = problem.linear_model, problem.data, problem.sweep
+    P, itemsize, device = model.layout.size, model.dtype.itemsize, model.network.device
     model.network.use(compute.precision)
     limits = sweep.limits._replace(rows=compute.rows or inf, columns=compute.columns)
     sweep.take(limits)  # the probe keeps to them
@@ -142,34 +134,43 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         model.forget()
     example = measured(problem, first)
     _warn_of_influence(problem)
-    batch_rows, merge_rows = inf, 0
-    if sweep.pieces.stand_alone(first):
+    free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
+    place = place_of_vectors(vectors, compute, device, free)
+    is_near = place.type == device.type
+    left = _SHARE * max(free - vectors * is_near, 0.1 * free)
+    keeps = (
+        compute.keep_data and data.group.size == 1
+    )  # several ranks compare their data in every pass
+    if is_near:
+        group = None
+    else:  # directions, products and one chunk of gradients: a third of what is left
+        group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
+        free = free_for_each(data.group, place)
+    kept = _BATCHES * left * keeps, _FACTORS * left * keeps * is_near
+    plan = Plan(P, num_samples, vectors, place, free, example, *kept)
+    batch_rows, merged = inf, 0
+    if sweep.stand_alone(first):
         rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
-        on_cpu = model.network.device.type == "cpu"
-        batch_rows = rows if on_cpu else inf
-        merge_rows = rows if compute.keep_data and data.group.size == 1 else 0
-    plan = _planned(problem, num_samples, compute, example)
-    data.store(plan.batches, merge_rows)
-    sweep.factors.allow(plan.factors)
-    limits = sweep.limits._replace(batch_rows=batch_rows, group=plan.group, device=plan.vectors_on)
-    sweep.take(limits)
+        batch_rows, merged = rows if device.type == "cpu" else inf, rows * keeps
+    data.store(plan.batches, merged)
+    known = {"batch_rows": batch_rows, "group": group, "factors": plan.factors}
+    sweep.take(sweep.limits._replace(device=place, **known))
     return plan
 
 
 def _warn_of_influence(problem: Problem) -> None:
     """Warn if the outputs for an example depend on the others in its batch."""
-    pieces, module = problem.sweep.pieces, problem.linear_model.network.module
-    if not pieces.influence:
+    if not problem.sweep.influence:
         return
     layers = [
         f"{type(layer).__name__} {name!r}"
-        for name, layer in module.named_modules()
+        for name, layer in problem.linear_model.network.module.named_modules()
         if isinstance(layer, _BatchNorm) and layer.running_mean is None
     ]
     named = f" (by {', '.join(layers)})" if layers else ""
     report(
         "log",
-        f"The network's outputs for an example change by {100 * pieces.influence:.0f} % with the other "
+        f"The network's outputs for an example change by {100 * problem.sweep.influence:.0f} % with the other "
         f"examples in its batch{named}, and so do predictions. Let layers use running statistics, or always "
         "predict with batches like those of the fit.",
     )
@@ -192,7 +193,7 @@ def measured(problem: Problem, first: Batch) -> Report:
         try:
             with model.network.guarded():
                 sweep.probe(part)
-                sweep.pieces.stand_alone(part)
+                sweep.stand_alone(part)
                 if model.report is not None:
                     return model.report
                 f = model.outputs(next(part.split(FEW)).inputs)  # J is zero at these
@@ -207,8 +208,7 @@ def measured(problem: Problem, first: Batch) -> Report:
 
 def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
     """Return the seconds of a pass over so many examples, from those of some of the first."""
-    model, first = problem.linear_model, problem.data.first()
-    few = next(first.split(_TIMED)) if problem.sweep.pieces.stand_alone(first) else first
+    model, few = problem.linear_model, problem.sweep.few(problem.data.first(), _TIMED)
     w = torch.ones(plan.num_samples + 1, plan.size, dtype=model.dtype, device=problem.device)
 
     def once() -> float:
@@ -221,26 +221,6 @@ def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
 
     with model.network.guarded():
         return min(once(), once()) * rows / len(few.rows)  # the first loads kernels
-
-
-def _planned(problem: Problem, num_samples: int, compute: Compute, example: Report) -> Plan:
-    """Return the plan for the memory that each process has on a device."""
-    model, free_on = problem.linear_model, partial(free_for_each, problem.data.group)
-    P, itemsize, device = model.layout.size, model.dtype.itemsize, model.network.device
-    block = num_samples * P * itemsize
-    vectors = VECTORS * block
-    free = free_on(device)
-    place = place_of_vectors(vectors, compute, device, free)
-    is_near = place.type == device.type
-    left = _SHARE * max(free - vectors * is_near, 0.1 * free)
-    # factors belong to kept batches, of which several ranks have none
-    kept = left if compute.keep_data and problem.data.group.size == 1 else 0.0
-    of_batches, of_factors = _BATCHES * kept, _FACTORS * kept * is_near
-    if is_near:
-        return Plan(*(P, num_samples, vectors, place, free, example, None, of_batches, of_factors))
-    # directions, products and one chunk of gradients: a third of what is left
-    group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
-    return Plan(P, num_samples, vectors, place, free_on(place), example, group, of_batches)
 
 
 def place_of_vectors(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,37 +14,28 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
-from torch_lla_em.problem.curvature import Point, RowSquares
 from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals, on_cpu
-from torch_lla_em.problem.sweep import (
-    BLOCK,
-    DERIVATIVE,
-    LIKELIHOOD,
-    SCALAR,
-    VECTOR,
-    Fold,
-    Kind,
-    Pass,
-    Sums,
-    Sweep,
-)
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Kind, Pass, Sums, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
+_DERIVATIVE = (
+    "The derivative of the network's outputs on batch {} is not finite, although the outputs are: "
+    "some layer has no derivative there, for example a square root or a norm at 0. Use for "
+    "example sqrt(x + 1e-12), or remove those examples."
+)
+_LIKELIHOOD = (
+    "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
+    "targets of this batch for extreme values."
+)
 _EPSILON_STREAM = 1
 
 # smallest number of targets of an output from which a mean is taken
 _FEWEST = 10
-
-
-class NoiseFeatures(NamedTuple):
-    """The part of the random probes that depends on the data."""
-
-    eta: Tensor
-    """η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), shape (K, P)."""
-
-    squares: Tensor
-    """The expected squared feature s², shape (P,); 0 if it was not requested."""
+# examples whose sum is squared where there are no factors
+_GROUP_ROWS = 32
+# outputs of an example up to which all columns of S are taken, also of fewer samples
+_EXACT_OUTPUTS = 32
 
 
 @dataclass
@@ -70,18 +60,10 @@ class Cost:
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    The loss of an example is -log p(y | f) times its weight. Continuous targets
-    are taken less their mean. All vectors here are in weight space; solvers see them through
-    ``operators.py``. ``sweep`` goes over the data, and handles memory, ranks, and vectors that are stored
-    on another device.
+    The loss of an example is -log p(y | f) times its weight. Continuous targets are taken less their mean. All vectors here are in weight space; solvers see them through ``operators.py``.
     """
 
-    def __init__(
-        self,
-        linear_model: LinearModel,
-        likelihood: Likelihood,
-        data: Data,
-    ):
+    def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         self.moments: Tensor | None = None
         """Mean and variance of the targets, (2, C) or (2,), once the first pass has found them; None: 0."""
@@ -92,8 +74,10 @@ class Problem:
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data)
-        self.point = Point(data)
         self.cost = Cost()
+        self._point: Tensor | None = None
+        """The w of J w at which H is evaluated, (1, P); None: at the network's own outputs."""
+
         self._is_compared = False
         """Whether derivatives have been compared with log_prob."""
 
@@ -101,7 +85,7 @@ class Problem:
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
-        total = self.sweep(w, self._product)["Gw"]
+        total = self.sweep(w, self._product())["Gw"]
         self.cost.add(len(w))
         return total
 
@@ -111,7 +95,7 @@ class Problem:
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
             Jw = rows.push(w)
             self.inspect(rows, batch)
-            loss = self._loss(batch)
+            loss = self.loss(batch.targets, batch.weights)
             rows.pull(loss.gradient(Jw), sums["g"])
             sums["loss"] += loss.value(Jw)
 
@@ -121,36 +105,37 @@ class Problem:
 
     def noise_features(
         self, num_samples: int, seed: int, with_squares: bool = True
-    ) -> NoiseFeatures:
-        """Return η and s² from one pass, whose noise is keyed by (seed, row).
+    ) -> tuple[Tensor, Tensor]:
+        """Return η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), (K, P), and the expected squared feature s², (P,), from one pass.
 
-        The first such pass finds the mean of continuous targets and σ of the network's residuals, too, from
-        which σ starts if the likelihood has none of its own.
+        The noise is keyed by (seed, row). Without ``with_squares``, s² is 0. The first such pass finds the mean of
+        continuous targets and σ of the network's residuals, too, from which σ starts if the likelihood has none.
         """
-        squares_of = RowSquares(self.linear_model, num_samples)
         likelihood, of_targets = self.likelihood, self._sums_of_targets()
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
-            at = self._at(rows, batch)
-            root = partial(self._loss(batch).root, at)
-            u = root(output_noise(seed, samples, batch.rows, at))
+            at, loss = self.at(rows, batch), self.loss(batch.targets, batch.weights)
+            u = loss.root(at, output_noise(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
-            for tensor, message in ((u, LIKELIHOOD), (product, DERIVATIVE)):
+            for tensor, message in ((u, _LIKELIHOOD), (product, _DERIVATIVE)):
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
             if with_squares:
-                noise = squares_of.columns(samples, at)
-                own = u if noise is None else root(noise)
-                sums["squares"] += squares_of(rows, own, product)
+                units = _unit_columns(samples, at, num_samples)
+                own = u if units is None else loss.root(at, units)
+                sums["squares"] += _squares(rows, self.layout, own, product)
             sums["eta"] += product
             if of_targets:
-                for name, part in self._loss(batch).sums_of_targets(at).items():
+                for name, part in loss.sums_of_targets(at).items():
                     # a batch is processed once for each group of samples
                     sums[name] += len(samples) * part
 
+        known_names = self.linear_model.report is not None and self.linear_model.factored
+        by_factors = {*(known_names or ())} == {*self.layout.names}
+        at_most = _GROUP_ROWS if with_squares and not by_factors else inf
         kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR, **of_targets}
-        task = Pass(kinds, add, squares_of.rows_at_once if with_squares else inf, with_squares)
-        sums = self.sweep(torch.arange(num_samples, device="cpu"), task)
+        samples = torch.arange(num_samples, device="cpu")
+        sums = self.sweep(samples, Pass(kinds, add, at_most, with_squares))
         eta, squares = sums["eta"], sums["squares"]
         self.cost.add(num_samples)
         # a feature that is only rounding is 0: it must not be scaled up
@@ -163,7 +148,71 @@ class Problem:
             eta, squares = eta / sigma.item(), squares / sigma.item() ** 2
         if of_targets and self._has_offset and known["counted"] >= num_samples * _FEWEST:
             self.moments = moments_of(sums, self.dtype)
-        return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows))
+        return eta, squares / (num_samples * self.data.facts.num_rows)
+
+    def push_forward(
+        self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
+    ) -> list[Any]:
+        """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C).
+
+        If ``take`` is given, its values at these three are returned, and nothing else is kept. It may
+        be called again if memory runs out in it.
+        """
+        self.cost.add(0.5 * len(w))  # half a product
+        return self._taken(lambda rows: rows.push(w), take, len(w))
+
+    def features(
+        self, take: Callable[[Batch, Tensor, Tensor], Any]
+    ) -> list[tuple[Batch, Tensor, Tensor]] | None:
+        """Return what ``take`` keeps of each of this rank's batches, f and the features of a last layer, (1, B, ..., D).
+
+        None if the parameters are not those of one last linear layer, on any rank.
+        """
+        if not self.linear_model.is_last_layer:
+            return None
+
+        def features(rows: Rows) -> Tensor | None:
+            return None if rows.features is None else rows.features.to(self.dtype)[None]
+
+        found = self._taken(features, take, 1, factored=True)
+        return found if self.data.group.meet(None not in found, all) else None
+
+    def _taken(
+        self,
+        of: Callable[[Rows], Tensor | None],
+        take: Callable[[Batch, Tensor, Tensor], Any] | None,
+        columns: int,
+        factored: bool = False,
+    ) -> list[Any]:
+        """Return what is taken of each batch, of f, and of a function of the linear model; None where that is None."""
+        found: list[Any] = []
+
+        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+            each = of(rows)
+            self.inspect(rows, batch)
+            if each is None:
+                found.append(None)
+                return
+            self.sweep.expect_finite(each)
+            with torch.autocast(self.device.type, enabled=False):
+                kept = batch, rows.f, each
+                found.append(kept if take is None else take(*kept))
+
+        self.sweep(torch.arange(columns, device="cpu"), Pass({}, add, factored=factored))
+        return found
+
+    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
+        """Yield the number of examples of every batch, and its own product w -> J_bᵀ H_b J_b w."""
+        for num_rows, fold in self.sweep.steps():
+
+            def product(w: Tensor, num_rows: int = num_rows, fold: Any = fold) -> Tensor:
+                self.cost.add(len(w) * num_rows / (self.data.facts.num_rows or 1))
+                Gw: Tensor = fold(w, self._product())["Gw"]
+                return Gw
+
+            yield num_rows, product
+
+    # the constant of the linear model, and σ
 
     def take(self, sigma: Tensor | None, *of_targets: Tensor | None) -> None:
         """Use σ, the moments of the targets and σ of the network's residuals that a first pass has found."""
@@ -208,68 +257,6 @@ class Problem:
         """σ, if the fit learns it, as it does without weights."""
         return None if self.data.is_weighted else self.likelihood.observation_noise
 
-    def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
-        """Return the loss of examples in any number."""
-        if self.moments is not None:
-            dtype = targets.dtype if targets.is_floating_point() else self.dtype
-            targets = (targets.double() - self.moments[0].to(targets.device)).to(dtype)
-        return Loss(self.likelihood, targets, weights, self.shift)
-
-    def push_forward(
-        self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
-    ) -> list[Any]:
-        """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C).
-
-        If ``take`` is given, its values at these three are returned, and nothing else is kept. It may
-        be called again if memory runs out in it.
-        """
-        found: list[Any] = []
-
-        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-            Jw = rows.push(w)
-            self.inspect(rows, batch)
-            self.sweep.expect_finite(Jw)
-            with torch.autocast(self.device.type, enabled=False):
-                found.append((batch, rows.f, Jw) if take is None else take(batch, rows.f, Jw))
-
-        self.sweep(torch.arange(len(w), device="cpu"), Pass({}, add))
-        self.cost.add(0.5 * len(w))  # half a product
-        return found
-
-    def features(
-        self, take: Callable[[Batch, Tensor, Tensor], Any]
-    ) -> list[tuple[Batch, Tensor, Tensor]] | None:
-        """Return each of this rank's batches with f and the features of a last layer, (1, B, ..., D).
-
-        ``take`` returns what is kept of them. They are None if the parameters are not those of one last
-        linear layer, on any rank.
-        """
-        found, every = [], True
-        if not self.linear_model.is_last_layer:
-            return None
-
-        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-            nonlocal every
-            self.inspect(rows, batch)
-            h = rows.features
-            every = every and h is not None
-            if h is not None:
-                self.sweep.expect_finite(h)
-                found.append(take(batch, rows.f, h.to(self.dtype)[None]))
-
-        self.sweep(torch.arange(1, device="cpu"), Pass({}, add, factored=True))
-        return found if self.data.group.meet(every, all) else None
-
-    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
-        """Yield the number of examples of every batch, and its own product w -> J_bᵀ H_b J_b w."""
-        for num_rows, fold in self.sweep.steps():
-
-            def product(w: Tensor, num_rows: int = num_rows, fold: Fold = fold) -> Tensor:
-                self.cost.add(len(w) * num_rows / (self.data.facts.num_rows or 1))
-                return fold(w, self._product)["Gw"]
-
-            yield num_rows, product
-
     # the same problem, otherwise
 
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
@@ -281,35 +268,42 @@ class Problem:
     def with_curvature_at(self, w: Tensor | None) -> Problem:
         """Return the same problem with H at the network's outputs, or at J w, for w (P,)."""
         other, near = copy.copy(self), self.linear_model.network.device
-        other.point = Point(self.data, None if w is None else w[None].to(near))
+        other._point = None if w is None else w[None].to(near)
         return other
 
     # one batch
 
-    @property
     def _product(self) -> Pass:
-        """The pass of products with G."""
+        """Return the pass of products with G."""
+        last: list[Any] = [None, None]  # the point's outputs, for all columns of a batch
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            own = self.point.missing(rows, batch)
-            Jw = rows.push(w if own is None else torch.cat([own.to(w), w]))
-            if own is not None:
-                self.point.note(rows, batch, Jw[0])
-            at = self.point.outputs(rows, batch)
-            at = self.less_shift(at) if self.point.w is None else at
+            if self._point is None:
+                Jw, at = rows.push(w), self.less_shift(rows.f)
+            elif last[0] is rows:
+                Jw, at = rows.push(w), last[1]
+            else:
+                both = rows.push(torch.cat([self._point.to(w), w]))
+                last[:] = rows, both[0]
+                Jw, at = both[1:], both[0]
             self.inspect(rows, batch)
-            rows.pull(self._loss(batch).product(at, Jw[-len(w) :]), sums["Gw"])
+            loss = self.loss(batch.targets, batch.weights)
+            rows.pull(loss.product(at, Jw), sums["Gw"])
 
         return Pass({"Gw": BLOCK}, add)
 
-    def _at(self, rows: Rows, batch: Batch) -> Tensor:
-        """Return the outputs at which H is evaluated, (B, ..., C)."""
-        at = self.point.of(rows)
+    def at(self, rows: Rows, batch: Batch) -> Tensor:
+        """Return the outputs of a batch at which H is evaluated, (B, ..., C)."""
+        at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
         self.inspect(rows, batch)
-        return self.less_shift(at) if self.point.w is None else at
+        return at
 
-    def _loss(self, batch: Batch) -> Loss:
-        return self.loss(batch.targets, batch.weights)
+    def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
+        """Return the loss of examples in any number."""
+        if self.moments is not None:
+            dtype = targets.dtype if targets.is_floating_point() else self.dtype
+            targets = (targets.double() - self.moments[0].to(targets.device)).to(dtype)
+        return Loss(self.likelihood, targets, weights, self.shift)
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
         """Check that outputs are finite: in the first pass each batch, with its targets."""
@@ -320,7 +314,7 @@ class Problem:
             self.sweep.expect_finite(f)
             return
         self.sweep.expect_outputs(batch, f)
-        loss = self._loss(batch)
+        loss = self.loss(batch.targets, batch.weights)
         try:
             loss.check(f)
             if not self._is_compared:
@@ -331,7 +325,7 @@ class Problem:
             found = type(error)(f"Batch {batch.index}: {error}")
             raise self.sweep.fault() or found from None
 
-    # vectors, memory, checkpoints
+    # vectors
 
     @property
     def layout(self) -> ParameterLayout:
@@ -368,3 +362,27 @@ def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor
     near, entries = rows.to(at.device, non_blocking=True), at.shape[1:].numel()
     noise = normals(seed, _EPSILON_STREAM, samples.tolist(), near, entries)
     return noise.to(at.dtype).view(len(samples), *at.shape)
+
+
+def _unit_columns(samples: Tensor, at: Tensor, num_samples: int) -> Tensor | None:
+    """Return the share of these samples in the unit columns, times √K; None for S ε of rows with many outputs."""
+    size = at[0].numel()
+    if size > max(num_samples, _EXACT_OUTPUTS):
+        return None
+    # no index of a list, which a GPU would be waited for
+    eye = num_samples**0.5 * torch.eye(size, dtype=at.dtype, device=at.device)
+    units = torch.cat([eye[k::num_samples] for k in samples.tolist()])
+    return units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
+
+
+def _squares(rows: Rows, layout: ParameterLayout, own: Tensor, product: Tensor) -> Tensor:
+    """Return K Σ_n diag(J_nᵀ H_n J_n) of a batch for some samples, (P,), from S times unit columns, and Jᵀ S ε.
+
+    By factors of J the gradients of single examples are known, and the sum is exact. Other weights have the squares
+    of sums over up to 32 examples: the same expectation, since the draws of examples are independent.
+    """
+    squares, total = rows.row_squares(own), product.square().sum(0)
+    for name, block in zip(layout.names, total.split(layout.sizes)):
+        if name in squares:
+            block.copy_(squares[name].flatten())
+    return total

@@ -81,7 +81,7 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     if data.facts.num_outputs <= KEPT_OUTPUTS or problem.likelihood.real_valued:
         return None
     first = data.first()
-    few = next(first.split(FEW)) if problem.sweep.pieces.stand_alone(first) else first
+    few = problem.sweep.few(first, FEW)
     with model.network.guarded():
         _, *sites, classes = model.outputs(few.inputs).shape or (1, 1)
     if torch.Size(sites).numel() == 1:

@@ -9,7 +9,7 @@ from torch_lla_em.likelihoods import Bernoulli, Classification
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
 from torch_lla_em.prediction.reference import is_second
 from torch_lla_em.prediction.regions import Ellipsoid
-from torch_lla_em.prediction.scores import Masses, mass_above, p_values, quantiles
+from torch_lla_em.prediction.scores import mass_above, p_values, quantiles
 
 RATES = 0.02, 0.05, 0.1, 0.3, 0.8
 
@@ -71,9 +71,9 @@ def test_weights_are_the_probability_of_being_the_new_one(level):
     errors, weights = draw(30, 1).abs(), draw(30, seed=1).exp()
     share, bounds, found = weights / weights.sum(), [], []
     for i in range(30):
-        masses = Masses(others(weights, i), weights[i : i + 1])
-        bounds.append(quantiles(others(errors, i), level, masses=masses)[0])
-        found.append(p_values(others(errors, i), errors[i : i + 1], masses=masses)[0])
+        given = {"weights": others(weights, i), "own": weights[i : i + 1]}
+        bounds.append(quantiles(others(errors, i), level, **given)[0])
+        found.append(p_values(others(errors, i), errors[i : i + 1], **given)[0])
     covered = (share * (errors <= torch.stack(bounds))[:, 0]).sum()
     assert level - 1e-9 <= covered <= level + share.max()
     alarms = (share * (torch.stack(found) <= 1 - level)).sum()
@@ -82,11 +82,11 @@ def test_weights_are_the_probability_of_being_the_new_one(level):
 
 def test_equal_weights_change_nothing_and_too_large_ones_have_no_bound():
     scores, new, ones = draw(40, 2), draw(9, 2, seed=1), torch.ones(40).double()
-    masses = Masses(3 * ones, 3 * ones[:9])
-    assert_close(p_values(scores, new, masses=masses), p_values(scores, new))
-    found = quantiles(scores.abs(), 0.8, masses=masses)
+    given = {"weights": 3 * ones, "own": 3 * ones[:9]}
+    assert_close(p_values(scores, new, **given), p_values(scores, new))
+    found = quantiles(scores.abs(), 0.8, **given)
     assert_close(found, scores.abs().sort(0).values[32].expand(9, 2))  # the 33rd of 40
-    found = quantiles(scores.abs(), 0.9, masses=Masses(ones, torch.tensor([1.0, 5.0])))
+    found = quantiles(scores.abs(), 0.9, weights=ones, own=torch.tensor([1.0, 5.0]))
     assert found[0].isfinite().all() and found[1].isinf().all()
 
 

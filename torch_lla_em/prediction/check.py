@@ -193,46 +193,36 @@ def _groups(
         inside = sets.gather(1, y.long()[:, None])[:, 0].double()
         size, noise = sets.double().sum(1), prediction.entropy
 
-    def group(name: str, rows: Tensor, own: Tensor | None = None, label: int = 0) -> GroupCoverage:
-        each, references = (
-            [v[rows.to(v.device)] for v in (inside, size)],
-            _effective(reference, own, label),
-        )
-        shares = (v.mean().item() for v in each)
-        return GroupCoverage(name, len(each[0]), *shares, references)
-
-    def quarters(name: str, values: Tensor) -> Iterator[GroupCoverage]:
-        order = values.argsort(stable=True)
-        if values[order[0]] != values[order[-1]]:
-            for part, rows in zip(_QUARTERS, order.tensor_split(len(_QUARTERS))):
-                yield group(f"{name}, {part} quarter", rows)
-
-    yield group("all", torch.ones_like(inside, dtype=torch.bool))
-    for label in [] if labels is None else labels.unique().tolist():
-        yield group(f"group {label}", labels == label, reference.groups, label)
-    for label in [] if likelihood.real_valued else y.unique().tolist():
-        yield group(f"class {int(label)}", y == label, reference.classes, int(label))
+    rows: dict[str, Any] = {"all": slice(None)}
+    own = {}
+    kinds = ("group", labels, reference.groups), ("class", y, reference.classes)
+    for kind, given, known in kinds[: 1 if likelihood.real_valued else 2]:
+        for label in [] if given is None else given.unique().tolist():
+            rows[f"{kind} {int(label)}"] = given == label
+            if known is not None:
+                own[f"{kind} {int(label)}"] = known == label
     words = "predicted noise" if likelihood.real_valued else "entropy"
-    yield from quarters(words, noise.double().reshape(len(y), -1).mean(1))
+    columns = {words: noise.double().reshape(len(y), -1).mean(1)}
     if x is not None and x.dim() == 2 and x.is_floating_point():
         scaled = (x.double() - x.double().mean(0)) / x.double().std(0).clamp_min(1e-30)
         for feature in scaled.abs().amax(0).topk(min(_LARGEST, x.shape[1])).indices.tolist():
-            yield from quarters(f"feature {feature}", x[:, feature].double())
+            columns[f"feature {feature}"] = x[:, feature].to(inside)
+    for name, values in columns.items():
+        order = values.argsort(stable=True)
+        if values[order[0]] != values[order[-1]]:
+            parts = order.tensor_split(len(_QUARTERS))
+            rows |= {f"{name}, {part} quarter": some for part, some in zip(_QUARTERS, parts)}
+    every = torch.ones_like(inside[:1]).expand(len(reference.unusual))
+    every = every if reference.weights is None else reference.weights.double()
+    for name, some in rows.items():
+        weights = every[own.get(name, slice(None))]
+        references = float(weights.sum() ** 2 / weights.square().sum().clamp_min(1e-30))
+        shares = inside[some].mean().item(), size[some].mean().item()
+        yield GroupCoverage(name, len(inside[some]), *shares, references)
 
 
 def _reference_of(prediction: Prediction) -> Reference:
     return prediction.judged("check", by_labels=True)[0]
-
-
-def _effective(reference: Reference, own: Tensor | None, label: int) -> float:
-    """Return the effective number of calibration examples: of all, or of those with their own label."""
-    weights = (
-        torch.ones(len(reference.unusual), device="cpu")
-        if reference.weights is None
-        else reference.weights
-    )
-    weights = weights.double().cpu() if own is None else weights.double().cpu()[own.cpu() == label]
-    return float(weights.sum().square() / weights.square().sum().clamp_min(1e-30))
 
 
 def _copies(x: Tensor) -> Iterator[tuple[str, Tensor]]:

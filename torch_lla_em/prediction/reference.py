@@ -17,7 +17,6 @@ from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.prediction.scores import (
     ROUNDING,
-    Masses,
     errors_of_classes,
     errors_of_values,
     has_classes,
@@ -160,7 +159,7 @@ class Reference(NamedTuple):
         With a reference for every class, an input is compared with each class and has the largest p-value.
         """
         each = [
-            p_values(self.unusual[rows], scores, room, unit, self._masses(rows, inputs))
+            p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
         ]
         found = torch.stack(each)
@@ -179,7 +178,7 @@ class Reference(NamedTuple):
         elif self.classes is not None and classes is not None:
             parts = [(f" of class {label}", self.classes == label) for label in range(classes)]
         each = [
-            quantiles(errors[rows], level, of, self._masses(rows, inputs)) for of, rows in parts
+            quantiles(errors[rows], level, of, *self._weights(rows, inputs)) for of, rows in parts
         ]
         if self.groups is None:
             return torch.cat(each, 1)
@@ -196,13 +195,12 @@ class Reference(NamedTuple):
             labels = own[:1]
         return [(f" of {word} {label}", own == label) for label in labels.unique().tolist()]
 
-    def _masses(self, rows: Any, inputs: Stated) -> Masses | None:
+    def _weights(self, rows: Any, inputs: Stated) -> tuple[Tensor | None, Tensor | None]:
         """Return the weights of some examples and of inputs; inputs without weights have the largest."""
         if self.weights is None:
-            return None
-        weights = self.weights.double()
-        own = weights.max()[None] if inputs.weights is None else inputs.weights
-        return Masses(weights[rows], own)
+            return None, None
+        own = self.weights.max()[None] if inputs.weights is None else inputs.weights
+        return self.weights[rows], own
 
 
 def _of_groups(each: Tensor, inputs: Stated) -> Tensor:

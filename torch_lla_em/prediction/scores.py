@@ -33,13 +33,6 @@ class Interval(NamedTuple):
     upper: Tensor
 
 
-class Masses(NamedTuple):
-    """The weights of reference examples, (n,), and of inputs, (B,) or (1,)."""
-
-    reference: Tensor
-    inputs: Tensor
-
-
 def mean_and_error(values: Tensor) -> tuple[float, float]:
     """Return a mean over examples and its standard error, NaN for one example."""
     error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else nan
@@ -61,19 +54,19 @@ def p_values(
     scores: Tensor,
     room: float | Tensor = 0.0,
     unit: float | Tensor = 0.0,
-    masses: Masses | None = None,
+    weights: Tensor | None = None,
+    own: Tensor | None = None,
 ) -> Tensor:
     """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
     The share of examples with at least the same score is taken for each score, and a mean of these
     shares is ranked (``combined``), among the reference examples and the input together. A score is
     at least as large as another one s if it exceeds s - ``room`` (s + ``unit``). All examples are treated
-    alike, so the p-value is exact without ties, and conservative with them. With ``masses``, examples count
-    by their weights.
+    alike, so the p-value is exact without ties, and conservative with them. Examples count by their ``weights``,
+    (n,), and inputs by their ``own``, (1 or B,).
     """
     reference, count = reference.to(scores.device), len(reference)
-    given = masses or Masses(scores.new_ones(count), scores.new_ones(1))
-    weights, own = (part.to(scores.device, torch.float64) for part in given)
+    weights, own = _weights(reference, weights, own)
     in_order, order = reference.sort(0)
     in_order = in_order.T.contiguous()
     # the weight of all examples from a place in this order on, (S, n + 1)
@@ -104,6 +97,13 @@ def p_values(
     return (own + found) / total
 
 
+def _weights(reference: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the weights of reference examples, (n,), and of inputs, (1 or B,): 1 where they are not given."""
+    sizes = len(reference), 1
+    filled = (reference.new_ones(n) if w is None else w for n, w in zip(sizes, given))
+    return tuple(weights.to(reference.device, torch.float64) for weights in filled)
+
+
 def combined(shares: Tensor) -> Tensor:
     """Return the weighted harmonic mean of shares in columns, up to a factor.
 
@@ -127,19 +127,22 @@ def crossed(each: Tensor, counts: Tensor) -> Tensor:
     return (1 + above.sum(0)) / (1 + counts.sum())
 
 
-def quantiles(errors: Tensor, level: float, of: str = "", masses: Masses | None = None) -> Tensor:
+def quantiles(
+    errors: Tensor,
+    level: float,
+    of: str = "",
+    weights: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
     """Return the conformal quantile of each column of errors (n, outputs), (1 or B, outputs).
 
-    ``of`` says in an error which part of the examples these are. With ``masses``, examples count by their weights.
-    The error of an input itself counts as infinity, and so the quantile is infinite if its weight is more
-    than a share 1 - ``level`` of all weights.
+    ``of`` says in an error which part of the examples these are. The error of an input itself counts as infinity, and
+    so the quantile is infinite if its weight is more than a share 1 - ``level`` of all weights.
     """
     require_share(level)
     require(len(errors), ceil(level / (1 - level) - ROUNDING), f"level={level}", of)
     in_order, order = errors.sort(0)
-    if masses is None:
-        return in_order[ceil((len(errors) + 1) * level - ROUNDING) - 1][None]
-    weights, own = (part.to(errors.device, torch.float64) for part in masses)
+    weights, own = _weights(errors, weights, own)
     sums = weights[order].cumsum(0).T.contiguous()
     needed = level * (weights.sum() + own) * (1 - ROUNDING)
     places = torch.searchsorted(sums, needed.expand(len(sums), -1).contiguous())

@@ -85,9 +85,8 @@ for name, (width, epochs) in networks.items():
 print(compare(posteriors, x[validation], y[validation]))
 
 # %% [markdown]
-# *NLL* ranks the networks with their posteriors; *network NLL* ranks the networks alone; *held-out
-# evidence* ranks joint predictions of ten examples. Networks that were trained for too few or too
-# many epochs predict much better with their posterior than alone.
+# *NLL* ranks the networks with their posteriors; *network NLL* ranks the networks alone. Networks
+# that were trained for too few or too many epochs predict much better with their posterior than alone.
 #
 # The same table on the test set, which was not used above:
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from html import escape
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torch_lla_em import plot
-from torch_lla_em.distil import Student
 from torch_lla_em.prediction import (
     CALL,
     PredictedData,
@@ -48,7 +44,6 @@ def report(
     loader: Any,
     path: str | PathLike[str] = "report.html",
     other: Any = None,
-    student: Student | None = None,
 ) -> None:
     """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
 
@@ -57,21 +52,13 @@ def report(
         loader (DataLoader, Dataset or list of batches): Held-out data with targets.
         path (str): Name of the file. Default "report.html".
         other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
-        student (Student, optional): A student of this posterior, shown beside it.
-
-    Raises:
-        TypeError: If ``student`` is something else.
 
     Example:
         >>> la.report(validation_loader)  # doctest: +SKIP
     """
-    if not isinstance(student, Student | None):
-        raise TypeError(f"student must be what la.distil has returned, not {student!r}.")
     rows, (title, known) = predicted_data(la, loader), la._table()
-    to_do = [*to_do_for(la, rows), *(student.error.warnings if student else ())]
-    items = "".join(f"<li>{escape(words)}</li>" for words in to_do)
-    tables = [la, *([student] if student else []), _scored(rows, student)]
-    parts = [table._repr_html_() for table in tables]
+    items = "".join(f"<li>{escape(words)}</li>" for words in to_do_for(la, rows))
+    parts = [la._repr_html_(), _scored(rows)._repr_html_()]
     parts.append(
         f"<h2>What to do</h2><ul>{items or '<li>Nothing: no problem was found.</li>'}</ul>"
     )
@@ -101,16 +88,12 @@ def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
     yield from to_do
 
 
-def _scored(rows: PredictedData, student: Student | None) -> Table:
-    """Return the scores of the network, the posterior and a student, the heading first."""
+def _scored(rows: PredictedData) -> Table:
+    """Return the scores of the network and the posterior, the heading first."""
     name = "networks" if len(rows.network.members) > 1 else "network"
-    predictions: dict[str, Any] = {name: rows.network, "posterior": rows.posterior}
-    if student is not None and rows.inputs is not None:
-        with torch.no_grad():  # classes last, as the targets
-            predictions["student"] = replace(student.predict(rows.inputs), class_dim=-1)
-    each = [scores(p, rows.targets) for p in predictions.values()]
-    values = [(name, *(f"{found[name]:.4g}" for found in each)) for name in each[0]]
-    return Table(f"Scores on {len(rows.targets):,} examples", [("", *predictions), *values])
+    of_network, of_posterior = (scores(p, rows.targets) for p in (rows.network, rows.posterior))
+    values = [(key, f"{of_network[key]:.4g}", f"{of_posterior[key]:.4g}") for key in of_network]
+    return Table(f"Scores on {len(rows.targets):,} examples", [("", name, "posterior"), *values])
 
 
 def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:

@@ -55,22 +55,6 @@ def test_a_page_is_complete(name, tmp_path):
     assert not re.search(r"https?://", page)
 
 
-@pytest.mark.parametrize("name", ["classification", "regression per output", "poisson"])
-@pytest.mark.filterwarnings("ignore")
-def test_a_student_is_beside_its_posterior(name, tmp_path):
-    case, la = known(name)
-    student = la.distil(case.x, steps=3, num_inputs=20, progress_bar=False)
-    page = page_of(la, [(case.x, case.y)], tmp_path / "report.html", student=student)
-    found = re.search(r">network</t.>.{0,9}>posterior</t.>.{0,9}>student<.*?(>NLL<.*?</tr>)", page)
-    network = predicted_data(la, [(case.x, case.y)]).network
-    each = network, la.predict(case.x), student.predict(case.x)
-    due = [f"{-predicted.log_prob(case.y).mean():.4g}" for predicted in each]
-    assert re.findall(r">(-?[\d.]+)</t", found[1]) == due
-    assert "The student is not close to the posterior" in page and "held-out inputs" in page
-    with pytest.raises(TypeError, match=r"what la\.distil has returned, not 3"):
-        la.report([(case.x, case.y)], tmp_path / "report.html", student=3)
-
-
 def test_coverage_of_classes_is_shown_and_inputs_that_are_not_finite_are_named(tmp_path):
     case, la = known()
     x = case.x.index_fill(0, torch.tensor([3]), float("nan"))

@@ -67,7 +67,7 @@ def distil(
         inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
             shape, or training data, whose targets are not used.
         targets (Tensor, optional): Not used either, so that ``la.distil(x, y)`` takes the arguments of
-            ``la.fit(x, y)``. ``la.report(loader, student=student)`` compares scores on labelled data.
+            ``la.fit(x, y)``.
         student (nn.Module, optional): A network with the inputs and outputs of the model,
             trained or not; it is copied. Default None: the model itself (of an ensemble, the
             first one).

@@ -68,13 +68,9 @@ def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a prediction."""
     count, likelihood = len(prediction.centre), prediction.likelihood
     title += f" under {type(likelihood).__name__}"
-    if prediction.centre.dim() < 2 or not count:
-        return title, [("outputs", f"of shape {tuple(prediction.centre.shape)}")]
+    if prediction.centre.dim() != 2 or not count:
+        return title, [("outputs", f"of shape {tuple(prediction.expectation.shape)}")]
     columns = _columns(prediction.first(_SHOWN))
-    if prediction.centre.dim() > 2:
-        title += f", means over outputs of shape {tuple(prediction.expectation.shape)}"
-        columns.pop("class", None)
-        columns = {name: v.double().flatten(1).mean(1) for name, v in columns.items()}
     rows: Cells = [("example", *columns)]
     for i in range(min(count, _SHOWN)):
         rows.append((str(i), *(_cell(values[i]) for values in columns.values())))
@@ -82,7 +78,7 @@ def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
 
 
 def _columns(prediction: Any) -> dict[str, Tensor]:
-    """Return what is shown of each example, or of each of its pixels or tokens."""
+    """Return what is shown of each example."""
     likelihood = prediction.likelihood
     if likelihood.real_valued:
         of_y, of_mean = prediction.predictive_variance.sqrt(), prediction.epistemic.sqrt()

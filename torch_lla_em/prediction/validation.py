@@ -104,11 +104,10 @@ class Comparison(Printed):
     def _table(self) -> tuple[str, Cells]:
         count = len(self.log_probs[self.ranking[0]])
         known = [c for c in _COLUMNS if any(c in record for record in self.records.values())]
-        rows = [("", *known, "EM seconds", "parameters")]
+        rows = [("", *known, "parameters")]
         for name, record in self.records.items():
             cells = [f"{record[c]:.4f}" if c in record else "" for c in known]
-            cost = f"{record['seconds']:.1f}" if "seconds" in record else ""
-            rows.append((name, *cells, cost, f"{record['parameters']:,}"))
+            rows.append((name, *cells, f"{record['parameters']:,}"))
         several = "posteriors" if len(self.records) > 1 else "posterior"
         return f"{len(self.records)} {several} on {count:,} examples; NLL: lower is better", rows
 
@@ -163,8 +162,6 @@ def compare(
             "network NLL": (gains[name] - log_probs[name]).mean().item(),
             "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
         }
-        if all(p.history for p in record.members):
-            records[name]["seconds"] = sum(p.history[-1]["seconds"] for p in record.members)
     return Comparison(records, log_probs, gains)
 
 

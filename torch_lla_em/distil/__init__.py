@@ -1,13 +1,11 @@
 """Students: networks that predict in one forward pass what a posterior predicts.
 
-``training`` has ``distil``, which makes a student; ``inputs`` gathers unlabelled inputs and makes more of them, and
-``error`` has what is learnt at each, and how far a student is from it. ``student`` is the network, and
-``prediction`` what it predicts.
+``training`` has ``distil``, which makes a ``student`` and measures its error; ``inputs`` gathers unlabelled inputs and makes
+more of them, and ``prediction`` is what a student predicts.
 """
 
-from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.prediction import StudentPrediction
-from torch_lla_em.distil.student import Student
+from torch_lla_em.distil.student import Student, StudentError
 from torch_lla_em.distil.training import distil
 
 __all__ = ["Student", "StudentError", "StudentPrediction", "distil"]

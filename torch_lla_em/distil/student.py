@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from math import nan
 from os import PathLike
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from torch_lla_em.data import (
     paired,
     to_device,
 )
-from torch_lla_em.distil.error import StudentError
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
 from torch_lla_em.jacobian import ForwardFn, Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
@@ -32,23 +32,90 @@ from torch_lla_em.runtime import files
 
 # width of the hidden layer of a head
 _HIDDEN = 64
+# largest mean KL, in nats, of a student that is good enough; more is accepted far from the data
+_KL, _KL_MADE = 0.03, 0.1
+# smallest rank correlation that is good enough
+_CORRELATION = 0.8
+
+
+class StudentError(NamedTuple):
+    """How far a student is from its posterior; ``print(student)`` shows it.
+
+    Inputs are those that were left out of the training, or made from these. OOD scores of the former are nearly
+    equal, and their ranks noise; uncertainties of the latter matter less.
+    """
+
+    number: int = 0
+    """Number of inputs that were left out."""
+
+    kl: float = nan
+    """Mean KL(posterior's prediction ‖ student's) there, in nats."""
+
+    kl_error: float = nan
+    """Its standard error."""
+
+    epistemic: float = nan
+    """Rank correlation of the epistemic uncertainties there."""
+
+    kl_made: float = nan
+    """Mean KL at inputs that were made."""
+
+    ood_made: float = nan
+    """Rank correlation of the out-of-distribution scores there; the smallest, if there are several."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is not good enough, and what helps."""
+        found = [
+            f"its mean KL from the posterior at {name} inputs is {kl:.2g} nats"
+            for name, kl, most in (("held-out", self.kl, _KL), ("made", self.kl_made, _KL_MADE))
+            if kl > most
+        ]
+        if self.epistemic < _CORRELATION:
+            found.append(
+                f"the rank correlation of its epistemic uncertainty is {self.epistemic:.2f}"
+            )
+        if self.ood_made < _CORRELATION:
+            found.append(f"the rank correlation of its OOD scores is {self.ood_made:.2f}")
+        if not found:
+            return []
+        return [
+            f"The student is not close to the posterior: {'; '.join(found)}. Pass more unlabelled "
+            "inputs, increase num_inputs or steps, or pass a wider network as student=."
+        ]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of a table."""
+        if not self.number:
+            return []
+        own = f"KL {self.kl:.2g} ± {self.kl_error:.1g}, rank correlation of epistemic {self.epistemic:.3f}"
+        rows = [("held-out inputs", f"{own} ({self.number:,} inputs)")]
+        made = f"KL {self.kl_made:.2g}, rank correlation of OOD scores {self.ood_made:.3f}"
+        return [*rows, ("made inputs", made), *(("warning", words) for words in self.warnings)]
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> StudentError:
+        """Return the error of a JSON record, also of one of version 0.4, which has a record for each kind of inputs."""
+        if "held_out" in record:
+            own, made = (record[name] or [0, *4 * [nan]] for name in ("held_out", "made"))
+            return cls(*own[:4], made[1], made[4])
+        return cls(**record)
 
 
 class Form(NamedTuple):
-    """How a student's network is called, and what its head returns."""
+    """How a student's network is called, and what its head returns.
+
+    ``last`` is the path of the layer whose inputs are the features of the head, which returns so many
+    ``uncertainties`` for each site, and OOD ``scores``.
+    """
 
     likelihood: Likelihood
     forward_fn: ForwardFn
     target_fn: TargetFn | None
     class_dim: int
     last: str
-    """Path of the layer whose inputs are the features of the head."""
-
     uncertainties: int
-    """Number of outputs of the head for each site."""
-
     scores: int
-    """Number of out-of-distribution scores of an example."""
 
 
 class Student(Printed, nn.Module):
@@ -225,21 +292,17 @@ class Student(Printed, nn.Module):
                 return found | {"prediction_set": prediction.prediction_set(level)}
             return found | prediction.interval(level)._asdict()
 
-        return program_of(answer, answer, [self._called], to_device(x, self._device), path)
+        network = Network(self.network, self.form.forward_fn, self.form.class_dim)
+        return program_of(answer, answer, [network], to_device(x, self._device), path)
 
     @property
     def _device(self) -> torch.device:
         return next(self.head.parameters()).device
 
-    @property
-    def _called(self) -> Network:
-        return Network(self.network, self.form.forward_fn, self.form.class_dim)
-
     def _outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""
-        form = self.form
-        f = form.forward_fn(self.network, x)
-        return f if form.class_dim == -1 else f.movedim(form.class_dim, -1)
+        f = self.form.forward_fn(self.network, x)
+        return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
 
     def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:
         """Return outputs, and the features of each site or example, (B, *sites, D)."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from math import cos, pi
-from typing import Any
+from math import cos, nan, pi
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.distil.error import Known, StudentError, rank_correlation
 from torch_lla_em.distil.inputs import (
     Way,
     augmented,
@@ -24,9 +23,10 @@ from torch_lla_em.distil.inputs import (
     pieces,
     rows_of,
 )
-from torch_lla_em.distil.student import Form, Student
+from torch_lla_em.distil.student import Form, Student, StudentError
 from torch_lla_em.jacobian import Network, called_last
-from torch_lla_em.prediction import predict, required
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction import Prediction, predict, required
 from torch_lla_em.runtime import check_options, report
 
 # inputs that measure the error of a student: a tenth, but at most so many
@@ -40,6 +40,76 @@ _OF_HEAD = 0.3
 # largest step as a part of the mean size of the network's weights, and the share of all steps over
 # which it grows
 _STEP, _WARM_UP = 0.03, 0.05
+# part of the mean that is added to an uncertainty before the logarithm is taken
+_FLOOR = 1e-4
+# part of the median distance below which an example counts as one of those it is compared with
+_SAME = 1e-2
+
+
+class Known(NamedTuple):
+    """Inputs with the predictions of a posterior, classes last."""
+
+    x: Any
+    """B inputs."""
+
+    expectation: Tensor
+    """E[y], (B, *sites, C)."""
+
+    uncertainty: Tensor
+    """The epistemic part and, unless E[y] is a probability, the aleatoric part: (B, *sites, n)."""
+
+    scores: Tensor
+    """Out-of-distribution scores, (B, S)."""
+
+    @classmethod
+    def of(cls, x: Any, prediction: Prediction) -> Known:
+        """Return inputs with what a student learns of their prediction."""
+        expectation = prediction.expectation
+
+        def last(values: Tensor) -> Tensor:
+            if values.dim() < expectation.dim():
+                return values.unsqueeze(-1)
+            return values.movedim(prediction.class_dim, -1)
+
+        parts = [last(prediction.epistemic)]
+        if not prediction.likelihood.gives_probabilities:
+            parts.append(last(prediction.aleatoric))
+        scores = prediction.scored.values.to(expectation)
+        return cls(x, last(expectation), torch.cat(parts, -1), scores)
+
+    def logarithms(self) -> tuple[Tensor, Tensor]:
+        """Return what the head learns: the logarithms of uncertainties and of scores."""
+        finite = self.uncertainty.where(self.uncertainty.isfinite(), 0)
+        floor = (_FLOOR * finite.flatten(0, -2).mean(0)).clamp_min(torch.finfo(finite.dtype).tiny)
+        return (self.uncertainty + floor).log(), self.log_scores()
+
+    def log_scores(self) -> Tensor:
+        """Return the logarithms of scores; NaN for examples that are compared with themselves."""
+        finite = self.scores.where(self.scores.isfinite(), torch.nan)
+        known = finite > _SAME * finite.nanmedian(0).values
+        return finite.log().where(known, torch.nan)
+
+    def divergence(self, likelihood: Likelihood, f: Tensor, log_uncertainty: Tensor) -> Tensor:
+        """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its sites.
+
+        For labels it is that of distributions over classes, for others that of Gaussians with the same mean
+        and variance, which is the sum of both parts of the uncertainty.
+        """
+        p = self.expectation
+        if likelihood.gives_probabilities:
+            log_q = likelihood.log_mean(f)
+            terms = torch.xlogy(p, p) - p * log_q
+            if likelihood.elementwise:
+                q = log_q.exp().clamp(max=1 - torch.finfo(f.dtype).eps)
+                terms = terms + torch.xlogy(1 - p, 1 - p) - (1 - p) * (-q).log1p()
+            else:
+                terms = terms.sum(-1)
+        else:
+            parts = self.uncertainty, log_uncertainty.exp()
+            known, variance = (part.unflatten(-1, (2, -1)).sum(-2) for part in parts)
+            ratio = (known + (p - likelihood.mean(f)).square()) / variance
+            terms = 0.5 * (ratio - 1 - (known / variance).log())
+        return terms.flatten(1).mean(1) if terms.dim() > 1 else terms
 
 
 def distil(
@@ -59,18 +129,16 @@ def distil(
 
     The student learns the posterior's predictions at the given inputs, and at more inputs that
     are made from them. Elsewhere it is a network like any other: include unlabelled inputs of all
-    kinds that you expect, also unusual ones. All inputs are kept in the memory of the network's
-    device. If you have a validation set, call ``la.calibrate`` first.
+    kinds that you expect, also unusual ones, which are kept on the network's device. If you have a
+    validation set, call ``la.calibrate`` first.
 
     Args:
         posterior (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.distil(x)`` passes la.
         inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
-            shape, or training data, whose targets are not used.
-        targets (Tensor, optional): Not used either, so that ``la.distil(x, y)`` takes the arguments of
-            ``la.fit(x, y)``.
-        student (nn.Module, optional): A network with the inputs and outputs of the model,
-            trained or not; it is copied. Default None: the model itself (of an ensemble, the
-            first one).
+            shape, or training data.
+        targets (Tensor, optional): Not used, so that ``la.distil(x, y)`` takes the arguments of ``la.fit(x, y)``.
+        student (nn.Module, optional): A network with the inputs and outputs of the model, which is copied.
+            Default None: the model itself (of an ensemble, the first one).
         augment (str, callable or list of them, optional): How inputs are made: "noise" of random size,
             "swap" of entries (also tokens) between two inputs, or functions that map inputs to as many
             others. Default None: ["noise", "swap"]; for tokens "swap".
@@ -86,8 +154,7 @@ def distil(
         A ``Student``; ``print`` shows its error, measured at inputs that were not used.
 
     Raises:
-        ValueError: If there are too few inputs or several shapes of them, or if the model does not
-            accept them or its predictions are not finite.
+        ValueError: If there are too few inputs or several shapes of them, or if predictions are not finite.
         TypeError: If inputs are not tensors with one row per example.
         NotFittedError: Before ``fit``, or if the model has changed since.
 
@@ -129,11 +196,10 @@ def distil(
 
 def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: Any) -> Student:
     """Return a copy of the model or of a user's network, with a head that has learnt nothing."""
-    _last_of(network, some, "model")
     prediction = predict(posterior, some)
     due = Known.of(some, prediction)
     own = deepcopy(network.module if own is None else own).eval()
-    last = _last_of(Network(own, network.forward_fn, network.class_dim), some, "student")
+    last = called_last(Network(own, network.forward_fn, network.class_dim), some)
     target_fn = required(posterior).members[0].setting.target_fn
     called = network.forward_fn, target_fn, network.class_dim, last
     sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
@@ -163,19 +229,6 @@ def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
             )
         found.append(due)
     return joined(found)
-
-
-def _last_of(network: Network, some: Any, name: str) -> str:
-    """Return the path of the last layer; an error states which network does not accept the inputs."""
-    try:
-        return called_last(network, some)
-    except (RuntimeError, ValueError, IndexError) as error:
-        shapes = [tuple(t.shape[1:]) for t in tensors_in(some)]
-        raise ValueError(
-            f"The {name} does not accept the inputs of distil, which have shape "
-            f"{shapes[0] if len(shapes) == 1 else shapes} per example ({error}). Pass inputs as the "
-            "model takes them, and a student that takes the same."
-        ) from error
 
 
 def _train(
@@ -247,7 +300,14 @@ def _error(student: Student, known: Known) -> StudentError:
     mean, error, ranked = (
         kl.mean().item(),
         (kl.var(correction=0) / max(1, len(kl) - 1)).sqrt().item(),
-        rank_correlation(own, theirs),
+        _rank_correlation(own, theirs),
     )
-    least = min(rank_correlation(*pair) for pair in zip(scores.T, known.log_scores().T))
+    least = min(_rank_correlation(*pair) for pair in zip(scores.T, known.log_scores().T))
     return StudentError(len(kl), mean, error, ranked, mean, least)
+
+
+def _rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Return Spearman's correlation of two vectors, over entries where both are finite."""
+    known = a.isfinite() & b.isfinite()
+    a, b = (v[known].argsort().argsort().double() for v in (a, b))
+    return torch.corrcoef(torch.stack([a, b]))[0, 1].item() if len(a) > 1 else nan

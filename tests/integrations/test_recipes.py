@@ -64,9 +64,7 @@ def test_estimators_of_pytabkit_are_converted_with_their_encodings_and_units(tab
     la = tabular["of_pytabkit"](estimator, num_samples=8)
     found = la.laplace.model(la.inputs(new)).softmax(-1).detach().numpy()
     np.testing.assert_allclose(found, estimator.predict_proba(new), rtol=1e-4, atol=1e-6)
-    la.fit(X, y)
-    assert set(la.predict(new)) <= {"no", "yes"} and la.distribution(new).epistemic.min() > 0
-    assert (la.predict(X) == y).mean() > 0.7
+    assert (la.fit(X, y).predict(X) == y).mean() > 0.7
     with pytest.raises(ValueError, match="no missing numbers"):
         la.inputs(new.assign(a=np.nan))
     with pytest.raises(ValueError, match="has not seen"):
@@ -82,17 +80,10 @@ def test_estimators_of_pytabkit_are_converted_with_their_encodings_and_units(tab
     several = getattr(pytabkit, f"{name}_Classifier")(**few).fit(X, y)
     with pytest.raises(TypeError, match="has trained 2 networks"):
         tabular["of_pytabkit"](several)
-
-
-def test_estimators_of_pytabkit_without_one_network_are_refused(tabular):
-    import pytabkit
-
-    X, y, _ = table(60)
     with pytest.raises(ValueError, match="not trained"):
         tabular["of_pytabkit"](pytabkit.RealMLP_TD_Classifier())
-    forest = pytabkit.RF_SKL_D_Classifier(n_threads=1).fit(X, y)
     with pytest.raises(TypeError, match="RealMLP and TabM have one"):
-        tabular["of_pytabkit"](forest)
+        tabular["of_pytabkit"](pytabkit.RF_SKL_D_Classifier(n_threads=1).fit(X, y))
 
 
 @pytest.mark.parametrize("kind", ["NLLLoss", "CrossEntropyLoss", "binary", "regression"])
@@ -101,36 +92,27 @@ def test_estimators_of_skorch_keep_their_predictions(kind):
     import skorch
 
     torch.manual_seed(0)
-    x, how = (
-        rng.normal(size=(120, 4)).astype(np.float32),
-        {"max_epochs": 20, "lr": 0.1, "verbose": 0},
-    )
-    if kind == "binary":
-        y, module = (x[:, 0] > 0).astype(np.float32), nn.Linear(4, 1)
-        net = skorch.NeuralNetBinaryClassifier(module, **how)
-    elif kind == "regression":
-        y, module = np.sin(x[:, :2]), nn.Linear(4, 2)
-        net = skorch.NeuralNetRegressor(module, **how)
-    else:
-        y = (x[:, 0] > -0.5).astype(int) + (x[:, 0] + x[:, 1] > 0.5)
-        layers = (
-            nn.Linear(4, 8),
-            nn.Tanh(),
-            nn.Linear(8, 3),
-            *[nn.Softmax(-1)] * (kind == "NLLLoss"),
-        )
-        how["criterion"] = getattr(nn, kind)
-        net = skorch.NeuralNetClassifier(nn.Sequential(*layers), **how)
+    x, how = rng.normal(size=(120, 4)).astype(np.float32), {"max_epochs": 20, "lr": 0.1}
+    how, near = how | {"verbose": 0}, {"rtol": 1e-4, "atol": 1e-6}
+    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), *[nn.Softmax(-1)] * (kind == "NLLLoss")]
+    net, y = {
+        "binary": (
+            skorch.NeuralNetBinaryClassifier(nn.Linear(4, 1), **how),
+            np.float32(x[:, 0] > 0),
+        ),
+        "regression": (skorch.NeuralNetRegressor(nn.Linear(4, 2), **how), np.sin(x[:, :2])),
+    }.get(kind, (None, (x[:, 0] > -0.5).astype(int) + (x[:, 0] + x[:, 1] > 0.5)))
+    if net is None:
+        net = skorch.NeuralNetClassifier(nn.Sequential(*layers), criterion=getattr(nn, kind), **how)
     with pytest.raises(ValueError, match="not trained"):
         of_skorch(net)
     la = of_skorch(net.fit(x, y), num_samples=8)
     f = la.laplace.model(la.inputs(x)).detach()
-    near = {"rtol": 1e-4, "atol": 1e-6}
     if kind == "regression":
         np.testing.assert_allclose(f, net.predict(x), **near)
         mean, deviation = la.fit(x, y).predict(x, return_std=True)
         assert np.square(mean - y).mean() < 0.6 and deviation.shape == (120, 2)
-        other = skorch.NeuralNetRegressor(module, **how, criterion=nn.L1Loss).fit(x, y)
+        other = skorch.NeuralNetRegressor(nn.Linear(4, 2), **how, criterion=nn.L1Loss).fit(x, y)
         with pytest.raises(TypeError, match="criterion L1Loss"):
             of_skorch(other)
         with pytest.raises(TypeError, match="must be one array"):

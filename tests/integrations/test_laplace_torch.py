@@ -95,7 +95,7 @@ def test_the_evidence_is_that_of_the_fitted_precision_and_noise():
     assert_close(la.sigma_noise, (model(x) - y).square().mean().sqrt().detach())
     la.optimize_prior_precision(prior_structure="layerwise")
     la.fit(loader)
-    plain = {"prior": "layerwise", "g_prior": False, "curvature": "network"}
+    plain = {"prior": "layerwise isotropic", "curvature": "network"}
     ours = LinearisedLaplace(model, Regression(la.sigma_noise.item()), **plain)
     ours.fit(loader, em_steps=0, prior_precision=la.prior_precision, progress_bar=False)
     assert_close(la.posterior.w_samples, ours.w_samples)

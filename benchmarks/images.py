@@ -124,6 +124,7 @@ def solar(path: Path, seed: int, functional: bool) -> Task:
         test, others = test[chosen[test] == 1], others[chosen[others] == 1]
     parts = [others[MOST:], others[:MOST], test]
     centre, unit = found.x[parts[0]].mean(0), found.x[parts[0]].std(0)
+    unit = torch.where(unit > 0, unit, 1)  # features that are 0 for all cells
     rows = [Rows((found.x[part] - centre) / unit, y[part]) for part in parts]
     shifts = {name: (x - centre) / unit for name, x in shifts.items()}
     return Task(*rows, shifts, 2, perceptron([1280, 64, 2]))

@@ -13,7 +13,6 @@ pytest.importorskip("sklearn")
 
 from sklearn.base import clone
 from sklearn.compose import make_column_transformer
-from sklearn.datasets import load_digits
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -71,16 +70,6 @@ def test_the_checks_of_scikit_learn_pass(estimator):
     assert len(found) > 40 and not failed, failed
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_repeated_examples_do_not_take_all_steps():
-    """Their targets are reproduced, so σ decreases to what rounding leaves, and moves with it."""
-    rng = np.random.RandomState(42)
-    x, y, count = rng.rand(15, 30), rng.randint(0, 3, size=15), rng.randint(0, 5, size=15)
-    fitted = LaplaceRegressor(epochs=100, hidden=20, num_samples=4, random_state=0)
-    fitted.fit(x.repeat(count, 0), y.repeat(count))
-    assert fitted.laplace_.history[-1]["data_passes"] < 60
-
-
 def test_a_classifier_of_a_mixed_frame(classifier):
     frame, labels, _ = mixed()
     assert list(classifier.classes_) == ["no", "yes"]
@@ -98,7 +87,6 @@ def test_a_classifier_of_a_mixed_frame(classifier):
     assert sets.shape == (250, 2) and inside.mean() > 0.85
     far = encoded * 40
     assert own.is_ood(far).mean() > 0.5 > 0.15 > own.is_ood(encoded).mean()
-    np.testing.assert_array_equal(own.is_ood(far), own.p_value(far) <= 0.05)
 
 
 def test_a_regressor_of_a_mixed_frame(regressor):
@@ -187,7 +175,7 @@ def test_hyperparameters_and_targets_are_checked(caplog):
         refused("All targets are equal", LaplaceRegressor, y)
     for dtype in (str, object):
         y = np.sort(labels)[::-1].astype(dtype)
-        refused("strings such as 'same'.* Use LaplaceClassifier", LaplaceRegressor, y)
+        refused("strings: use LaplaceClassifier", LaplaceRegressor, y)
     some = np.stack([x[:, 0] + (labels == "same"), ones], 1)
     fitted = LaplaceRegressor(linear, **FAST | {"epochs": 100}, weight_decay=0.0).fit(x, some)
     assert fitted.predict(x)[:, 1] == pytest.approx(1, abs=0.2)
@@ -220,22 +208,3 @@ def test_units_do_not_matter_to_estimators_and_one_hidden_layer_is_a_number(scal
     found = LaplaceRegressor(**FAST).fit(scale * x, scale * targets)
     for one, other in zip(found.predict(scale * x, return_std=True), means):
         np.testing.assert_allclose(one / scale, other, near, near)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("validation_fraction", [0.1, 0.0])
-def test_few_digits_are_predicted_no_worse_than_by_the_network(validation_fraction):
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(x))
-    train, test = order[:400], order[400:]
-    options = {"validation_fraction": validation_fraction, "random_state": 0}
-    fitted = LaplaceClassifier(**options).fit(x[train], y[train])
-    with torch.no_grad():
-        network = fitted.laplace_.model(torch.tensor(x[test])).softmax(-1).numpy()
-    ours, alone = (
-        -np.log(probs[np.arange(len(test)), y[test]])
-        for probs in (fitted.predict_proba(x[test]), network)
-    )
-    gap = ours - alone
-    assert gap.mean() < 2 * gap.std() / len(gap) ** 0.5
-    assert ours.mean() < 0.25  # 0.34 with little weight decay

@@ -22,7 +22,6 @@ from torch_lla_em.mixtures import (
     starts,
 )
 from torch_lla_em.mixtures import mixture as module
-from torch_lla_em.mixtures.starts import plus_plus
 
 STRUCTURES, KINDS = ("full", "diagonal"), ("map", "vb")
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -350,17 +349,6 @@ def test_classes_keep_components_of_their_own(monkeypatch):
     mixture = GaussianMixture(2, max_steps=500)
     mixture.fit([(x, (torch.arange(len(x)) < 4).long())], by_label=True)
     assert torch.isfinite(mixture.class_log_prob(x)).all()
-
-
-def test_centres_are_rows_far_from_each_other():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.cat([k * 100 + torch.randn(50, 2, generator=generator).double() for k in range(6)])
-    for seed in range(20):
-        centres = plus_plus(x, 6, torch.Generator().manual_seed(seed))
-        assert (centres[:, None] == x).all(2).any(1).all()
-        assert len((centres[:, 0] / 100).round().unique()) == 6
-    same = torch.ones(5, 2).double()
-    assert torch.equal(plus_plus(same, 3, torch.Generator()), same[:3])
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from torch_lla_em.prediction import (
     errors_of_classes,
     errors_of_values,
     gaussian_entropy,
-    gaussian_interval,
     has_classes,
     has_values,
     infinite_if_nan,
@@ -154,11 +153,6 @@ class StudentPrediction(Printed):
         _, errors, room = self._compared("interval")
         size = quantiles(errors, level)
         return conformal_interval(self.expectation, self.predictive_variance, size, room)
-
-    def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return intervals of continuous targets with probability ``level`` under the student."""
-        self._require(self.likelihood.real_valued, "credible_interval", "epistemic")
-        return gaussian_interval(self.expectation, self.predictive_variance, require_share(level))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.

@@ -28,7 +28,7 @@ class LaplaceCallback(Callback):
     """Fit a posterior to the network when training ends, and log its scores on the validation set.
 
     Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
-    coverage), prior precision λ and effective dimension γ.
+    coverage), prior precision λ and effective dimension γ; "calibrated_NLL" after ``calibrate`` on the validation set.
 
     Args:
         likelihood (str or Likelihood): As in ``LinearisedLaplace``.
@@ -36,8 +36,6 @@ class LaplaceCallback(Callback):
             None (default) for the LightningModule itself, which needs a ``forward``.
         loader (DataLoader, optional): The training data. None (default) takes the trainer's. Pass
             one without augmentation if the trainer's augments at random.
-        calibrate (bool): Calibrate on the validation set after the scores were computed; logs
-            "posterior/calibrated_NLL". Default True.
         **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
     Attributes:
@@ -61,12 +59,11 @@ class LaplaceCallback(Callback):
         network: str | None = None,
         *,
         loader: Any = None,
-        calibrate: bool = True,
         **options: Any,
     ):
         """Keep the options; the class documents the arguments."""
         self.likelihood, self.network, self.loader = likelihood, network, loader
-        self.calibrate, self.options = calibrate, options
+        self.options = options
         self.metrics: dict[str, float] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,9 +91,8 @@ class LaplaceCallback(Callback):
             for name in filter(scores.__contains__, _SCORES):  # ranks reduce in one order
                 value = torch.tensor(scores[name], dtype=torch.float64, device=pl_module.device)
                 self.metrics[f"posterior/{_SCORES[name]}"] = trainer.strategy.reduce(value).item()
-            if self.calibrate:
-                self.la.calibrate(held_out)
-                self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
+            self.la.calibrate(held_out)
+            self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()

@@ -173,14 +173,6 @@ class _Estimator(BaseEstimator):
                 optimiser.step()
                 schedule.step()
 
-    def p_value(self, X: Any) -> np.ndarray:
-        """Return the share of held-out examples that are at least as unusual as each input, (N,).
-
-        Args:
-            X (array): Inputs, shape (N, D). P-values of out-of-distribution (OOD) inputs are small.
-        """
-        return self._predicted(X, lambda p: p.p_value).numpy()
-
     def is_ood(self, X: Any, rate: float = 0.05) -> np.ndarray:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (N,).
 
@@ -238,8 +230,7 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
             X (array): Inputs, shape (N, D).
         """
         best = self.predict_proba(X).argmax(1)
-        labels: np.ndarray = self.classes_[best]
-        return labels
+        return np.asarray(self.classes_[best])
 
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
         """Return masks of ``classes_`` that contain the label with probability ``level``, (N, C).
@@ -266,19 +257,14 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     _checks = {"multi_output": True, "ensure_min_samples": 2}
 
     def _targets(self, y: np.ndarray, x: Tensor) -> tuple[Tensor, int]:
-        first = y.reshape(-1)[0]
-        if isinstance(first, str):
+        if isinstance(y.reshape(-1)[0], str):
             raise ValueError(
-                f"A regression needs numbers as targets, but y has strings such as {str(first)!r}. Use "
-                "LaplaceClassifier for labels, or convert y to numbers."
+                "A regression needs numbers, but y has strings: use LaplaceClassifier."
             )
         self._shape = y.shape[1:]
         targets = torch.tensor(y.reshape(len(y), -1).astype(np.float64)).to(x)
         if (targets == targets[0]).all():
-            raise ValueError(
-                f"All targets are equal ({y[0]}), so there is nothing to learn. Check y; to predict "
-                "a constant, use sklearn.dummy.DummyRegressor."
-            )
+            raise ValueError(f"All targets are equal ({y[0]}), so there is nothing to learn.")
         self._centre, self._width = targets.mean(0), _width(targets)
         return (targets - self._centre) / self._width, targets.shape[1]
 
@@ -305,8 +291,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return lower, upper
 
     def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
-        array: np.ndarray = (start + self._width * values).view(len(values), *self._shape).numpy()
-        return array
+        return np.asarray((start + self._width * values).view(len(values), *self._shape))
 
 
 def _counts(value: Any) -> bool:

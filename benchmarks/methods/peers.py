@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from methods.metrics import Classes, Groups, Numbers
 from methods.tasks import Task
-from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em import Compute, LinearisedLaplace, Prediction
 
 REFERENCE = "temperature"
 LEVEL, RATE = 0.9, 0.05
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     seed: int
     ours: list[str]
-    """Options of ``LinearisedLaplace``, and ``validation`` of its ``fit``, as ``name=value,...``."""
+    """Options of ``LinearisedLaplace``, its ``budget``, and ``validation`` of its ``fit``, as ``name=value,...``."""
 
     epochs: int
     quick: bool
@@ -167,6 +167,7 @@ def ours(name: str, form: dict, case: Case) -> Found:
     for text in case.ours:
         options = {"seed": case.seed, **form, **parsed(text)}
         told = {key: options.pop(key) for key in ("validation",) if key in options}
+        options["compute"] = Compute(budget=options.pop("budget", None))
         la = LinearisedLaplace(case.networks[0], case.likelihood, **options)
         told |= {"em_steps": 2} if case.quick else {}
         la.fit(*case.task.train, progress_bar=False, **told)

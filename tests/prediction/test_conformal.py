@@ -119,27 +119,20 @@ def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(m
     assert la.calibrate([(x, y)]).predict(x).p_value.shape == (3,)
 
 
-def test_the_reference_is_of_examples_that_nothing_was_fitted_to(blobs):
+def test_the_reference_is_of_labelled_examples_that_nothing_was_fitted_to(blobs):
     la, x, y = blobs
-    before = la.calibrate(x[:60], y[:60]).reference.table.clone()
-    other = y[:60].clone()
-    other[1::2] = (other[1::2] + 1) % 3
-    la.calibrate(x[:60], other)
-    assert torch.equal(la.reference.table, before)
-    assert la.reference.unusual.shape == (30, 3) and la.reference.errors.shape == (30, 1)
-    la.calibrate(list(zip(x[:60].split(7), y[:60].split(7))))
-    assert_close(la.reference.table, before, rtol=1e-4, atol=1e-5)
-
-
-def test_examples_without_a_label_are_no_reference(blobs):
-    la, x, y = blobs
-    y = y[:100].clone()
+    x, y = x[:75], y[:75].clone()
     y[::5] = -100
-    assert len(la.calibrate(x[:100], y).reference.errors) == 40
-    groups = torch.arange(100) % 2
-    for data in ((x[:100], y), (list(zip(x[:100].split(30), y.split(30))),)):
-        la.calibrate(*data, groups=groups)
-        assert la.reference.groups.bincount().tolist() == [20, 20]
+    labelled = (y >= 0).nonzero()[:, 0]
+    before = la.calibrate(x, y).reference.table.clone()
+    assert la.reference.unusual.shape == (30, 3) and la.reference.errors.shape == (30, 1)
+    other = y.clone()
+    other[labelled[1::2]] = (other[labelled[1::2]] + 1) % 3
+    assert torch.equal(la.calibrate(x, other).reference.table, before)
+    batches = list(zip(x.split(7), y.split(7)))
+    assert_close(la.calibrate(batches).reference.table, before, rtol=1e-4, atol=1e-5)
+    la.calibrate(batches, groups=torch.arange(75) % 2)
+    assert la.reference.groups.bincount().tolist() == [15, 15]
 
 
 def test_sets_grow_with_the_level_and_scores_can_be_chosen(blobs):
@@ -243,15 +236,6 @@ def test_other_likelihoods_have_p_values_and_no_sets(name):
 # groups, classes and weights
 
 
-def test_p_values_by_class_are_the_largest_of_those_among_each_class(blobs):
-    la, x, y = blobs
-    prediction = la.calibrate(x[:500], y[:500], groups="classes").predict(x[500:520])
-    reference, own = prediction.judged("p_value")
-    ties = own.scored.values, prediction._room, own.scored.units
-    each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
-    assert_close(prediction.p_value, torch.stack(each).amax(0))
-
-
 def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
     la, x, y = blobs
     groups = (x[:600, 1] > 0.3).long() * 7 - 2  # any integers
@@ -272,6 +256,12 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         assert torch.equal(both[mixed == g], sets[mixed == g])
         ties = own.scored.values, mine._room, own.scored.units
         assert_close(mine.p_value, p_values(reference.unusual[reference.groups == g], *ties))
+    # of classes it is the largest among the examples of each
+    prediction = la.calibrate(x[:500], y[:500], groups="classes").predict(x[500:520])
+    reference, own = prediction.judged("p_value")
+    ties = own.scored.values, prediction._room, own.scored.units
+    each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
+    assert_close(prediction.p_value, torch.stack(each).amax(0))
 
 
 @pytest.mark.slow

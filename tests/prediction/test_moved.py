@@ -3,10 +3,17 @@
 import copy
 
 import pytest
+import ranks
 import torch
 from torch import nn
 
-from torch_lla_em import Adapter, LaplaceEnsemble, LinearisedLaplace, temperature_of_neighbours
+from torch_lla_em import (
+    Adapter,
+    Compute,
+    LaplaceEnsemble,
+    LinearisedLaplace,
+    temperature_of_neighbours,
+)
 from torch_lla_em.data import Data
 from torch_lla_em.prediction.moved import moves_of
 
@@ -118,9 +125,9 @@ def test_temperature_does_not_depend_on_the_form_of_the_data(way):
 
 def test_a_network_that_generalises_keeps_its_temperature():
     x, y = blobs(1200)
-    assert temperature_of_neighbours(Bayes(), x, y) == pytest.approx(1, abs=0.25)
-    wrong = temperature_of_neighbours(Bayes(4.0), x, y)
-    assert wrong == pytest.approx(4 * temperature_of_neighbours(Bayes(), x, y), rel=0.01)
+    own, wrong = (temperature_of_neighbours(Bayes(factor), x, y) for factor in (1.0, 4.0))
+    assert own == pytest.approx(1, abs=0.25)
+    assert wrong == pytest.approx(4 * own, rel=0.01)
 
 
 def test_a_network_does_not_become_confident_where_a_simple_model_knows_more():
@@ -251,7 +258,10 @@ def lambda_module(function):
     return model
 
 
-@pytest.mark.parametrize("kind", ["dense", "labels", "dict", "integers beside", "ignored"])
+KINDS = "dense", "labels", "dict", "integers beside", "ignored", "weights", "classes", "duplicates"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_targets_and_inputs_of_other_forms(kind):
     x, y = blobs(60, noise=0.3)
     options, likelihood = {}, "classification"
@@ -268,11 +278,45 @@ def test_targets_and_inputs_of_other_forms(kind):
             (x, torch.arange(60)),
             {"adapter": Adapter(lambda model, inputs: model(inputs[0]))},
         )
-    else:
+    elif kind == "ignored":
         y = torch.where(torch.arange(60) % 3 > 0, y, -100)
+    elif kind == "classes":
+        model, y = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 30)), y + 7
+    elif kind == "duplicates":  # of these some have the other label
+        x, y = x[:30].repeat(2, 1), torch.cat([y[:30], torch.where(x[:30, 0] > 0, y[:30], 0)])
+    batch = (x, y, torch.linspace(0, 2, 60)) if kind == "weights" else (x, y)
     la = LinearisedLaplace(model, likelihood, num_samples=4, parameters="last_layer", **options)
-    la.fit([(x, y)], progress_bar=False)
+    la.fit([batch], progress_bar=False, weights="last" if kind == "weights" else None)
     if kind == "dense":
         la.calibrate()
     assert la.calibration.length is not None
     assert la.calibration.after < la.calibration.before + 0.1
+
+
+def test_members_of_an_ensemble_are_calibrated_each_on_its_own(memorised, tmp_path):
+    model, x, y, test = memorised
+    first = fit(model, x, y, parameters="last_layer", compute=Compute(checkpoint=tmp_path))
+    again = fit(model, x, y, parameters="last_layer", compute=Compute(checkpoint=tmp_path))
+    assert again.calibration == first.calibration
+    second = fit(trained(*blobs(80, seed=2)), x, y, parameters="last_layer")
+    ensemble = LaplaceEnsemble([again, second])
+    assert torch.allclose(ensemble(test[0]), (first(test[0]) + second(test[0])) / 2, atol=1e-6)
+
+
+def calibrated_on_a_rank(rank):
+    x, y = blobs(80, noise=0.3)
+    la = fit(trained(x, y), x, y, parameters="last_layer")
+    return la.calibration, la(x)
+
+
+@pytest.mark.slow
+def test_ranks_find_the_numbers_of_one_process(tmp_path):
+    (expected, probabilities), every = (
+        calibrated_on_a_rank(0),
+        ranks.run(2, calibrated_on_a_rank, tmp_path),
+    )
+    for found, own in every:
+        assert found.length == expected.length
+        assert found.after == pytest.approx(expected.after, abs=0.02)
+        assert torch.allclose(own, every[0][1])
+        assert (own - probabilities).abs().max() < 0.05

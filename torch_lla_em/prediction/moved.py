@@ -3,8 +3,8 @@
 An example is moved by the difference between another one and its nearest neighbour, scaled to its own distance d from
 its nearest neighbour, and keeps its target: x_i + s (x_near(k) - x_k) d_i / d_k. A network that has memorised its
 training set is wrong on many of these. It should be wrong as often as a simple model is without the example, kernel ridge
-regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that, and
-only a share of the examples is moved if it errs more often.
+regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that; if it
+errs more often, only a share of the examples is moved, or in regression all of them less far.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Data, TargetFn, map_tensors, paired, tensors_in
-from torch_lla_em.jacobian import ForwardFn, Network
+from torch_lla_em.data import Data, map_tensors, paired, tensors_in
+from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.calibration import temperature_of
 from torch_lla_em.prediction.scores import aligned
+from torch_lla_em.runtime import Adapter
 
 _MOST, _BYTES, _LEAST = 2_000, 2**28, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different examples."""
@@ -46,10 +47,8 @@ class Moves(NamedTuple):
 
     targets: Tensor
     source: Tensor
-    """For each example another one, (n,)."""
-
     near: Tensor
-    """The nearest neighbour of that, (n,)."""
+    """For each example another one k, and the nearest neighbour of that, (n,)."""
 
     scale: Tensor
     """The factor of their difference, d_i / d_k, (n,)."""
@@ -59,25 +58,27 @@ class Moves(NamedTuple):
 
     def batches(self, length: float) -> Iterator[tuple[Any, Tensor]]:
         """Yield moved inputs and their targets, a few at a time."""
-        for rows in torch.arange(len(self.targets), device=self.scale.device).split(_AT_ONCE):
+        factors = length * self.scale
+        for rows in torch.arange(len(factors), device=factors.device).split(_AT_ONCE):
 
-            def moved(t: Tensor) -> Tensor:
-                own, source, near = (
-                    t[k.to(t.device)] for k in (rows, self.source[rows], self.near[rows])
-                )
+            def changed(t: Tensor) -> Tensor:
                 if not t.is_floating_point():
-                    return own
-                factor = (length * self.scale[rows]).to(t)
-                changed: Tensor = own + factor.view(-1, *(1,) * (t.dim() - 1)) * (near - source)
-                return changed
+                    return t[rows.to(t.device)]
+                places = rows, self.source[rows], self.near[rows]
+                own, source, near = (t[each.to(t.device)] for each in places)
+                factor = factors[rows].to(t).view(-1, *(1,) * (t.dim() - 1))
+                return torch.addcmul(own, factor, near - source)
 
-            yield map_tensors(moved, self.inputs), self.targets[rows]
+            yield map_tensors(changed, self.inputs), self.targets[rows]
 
 
 def moves_of(data: Data) -> Moves:
     """Return how the examples of a loader can be moved; one pass."""
     inputs, targets = _examples(data)
-    squares = _squared_distances([t for t in tensors_in(inputs) if t.is_floating_point()])
+    numbers = (t.flatten(1).double() for t in tensors_in(inputs) if t.is_floating_point())
+    x = torch.cat(list(numbers), 1)
+    x -= x.mean(0)
+    squares = torch.cdist(x, x).square().fill_diagonal_(0)
     targets = targets.to(squares.device)
     # equal examples count once: of these every one has a neighbour without it
     zero = squares <= 1e-12 * squares.mean()
@@ -182,6 +183,11 @@ def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches
         if wrong >= due:
             break
     share = min(1.0, (due - still) / (wrong - still)) if wrong > still else 1.0
+    if (
+        not likelihood.gives_probabilities
+    ):  # all of them less far: squared errors grow with the square
+        length *= max(0.0, share) ** 0.5
+        return list(moves.batches(length)), length
     rows = torch.arange(len(moves.scale), device=moves.scale.device)
     moves = moves._replace(scale=moves.scale * (_spread(rows) < share))
     return list(moves.batches(length)), length
@@ -198,8 +204,7 @@ def temperature_of_neighbours(
     targets: Tensor | None = None,
     *,
     class_dim: int = -1,
-    forward_fn: ForwardFn | None = None,
-    target_fn: TargetFn | None = None,
+    adapter: Adapter = Adapter(),
 ) -> float:
     """Return a temperature for the logits of a classifier, from its training data alone.
 
@@ -211,8 +216,7 @@ def temperature_of_neighbours(
         loader (DataLoader, Dataset, list of batches, or inputs): The training data, without augmentation.
         targets (Tensor, optional): The labels, if ``loader`` are inputs.
         class_dim (int): Axis of the classes in the outputs. Default -1.
-        forward_fn (callable, optional): (model, inputs) -> logits, if model(inputs) does not work.
-        target_fn (callable, optional): batch -> labels, as in ``LinearisedLaplace``.
+        adapter (Adapter, optional): As in ``LinearisedLaplace``.
 
     Returns:
         The temperature, a float.
@@ -224,8 +228,8 @@ def temperature_of_neighbours(
         >>> temperature = temperature_of_neighbours(model, x, y)
         >>> probabilities = (model(x) / temperature).softmax(-1)
     """
-    network, likelihood = Network(model, forward_fn, class_dim), Classification()
-    data = Data(paired(loader, targets), network.device, target_fn)
+    network, likelihood = Network(model, adapter.outputs, class_dim), Classification()
+    data = Data(paired(loader, targets), network.device, adapter.targets)
     try:
         batches, _ = moved(network, data, likelihood)
     except NoDistance as error:
@@ -244,9 +248,8 @@ def _examples(data: Data) -> tuple[Any, Tensor]:
             tensors, count = tensors_in(batch.inputs), len(batch.rows)
             if not any(t.is_floating_point() for t in tensors):
                 raise NoDistance("inputs hold no real numbers, which distances need")
-            for t in tensors:
-                if t.layout != torch.strided or t.is_nested or not t.dim() or len(t) != count:
-                    raise NoDistance("inputs are not plain tensors with one row for each example")
+            if any(t.layout != torch.strided or t.shape[:1] != (count,) for t in tensors):
+                raise NoDistance("inputs are not plain tensors with one row for each example")
             size = sum(t[:1].nbytes for t in tensors)
             most = max(_LEAST, min(_MOST, _BYTES // max(1, size)))
             keys = torch.cat([keys, _spread(batch.rows)])
@@ -265,16 +268,3 @@ def _least(parts: list[Any], keys: Tensor, most: int) -> tuple[list[Any], Tensor
     except RuntimeError as error:
         raise NoDistance("inputs differ in shape") from error
     return [whole], keys[chosen]
-
-
-def _squared_distances(tensors: list[Tensor]) -> Tensor:
-    """Return the squared distances between examples, (n, n), a few columns at a time."""
-    products: Any = 0
-    unit = max(t.abs().max().item() for t in tensors if t.numel()) or 1.0  # its square may be 0
-    for t in tensors:
-        for part in t.flatten(1).double().div(unit).split(4096, dim=1):
-            part = part - part.mean(0)
-            products = products + part @ part.T
-    squares = products.diagonal()
-    apart: Tensor = (squares[:, None] + squares - 2 * products).clamp_min(0).fill_diagonal_(0)
-    return apart

@@ -66,7 +66,7 @@ def as_matrices(parameters, structure):
 
 
 def path(mixture):
-    return torch.tensor(mixture.history, dtype=torch.float64)
+    return torch.tensor([s[2:4] for s in mixture.history], dtype=torch.float64)
 
 
 def log_joint(x, parameters, structure):

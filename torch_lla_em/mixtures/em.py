@@ -69,13 +69,6 @@ def pieces(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(tensor.split(max(256, numbers // width)) for tensor in tensors))
 
 
-class Bounds(NamedTuple):
-    """One entry of a fit's history; see ``MixtureState``."""
-
-    objective: float
-    lower_bound: float
-
-
 class MixtureState(NamedTuple):
     """The result of one EM step, from which the next begins."""
 

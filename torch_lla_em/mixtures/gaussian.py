@@ -18,16 +18,11 @@ Tensors = tuple[Tensor, ...]
 
 
 class Gaussians(NamedTuple):
-    """The parameters of a Gaussian mixture."""
+    """A Gaussian mixture: π (K,), μ (K, D), and Σ, full (K, D, D) or diagonal (K, D); in blocks during a fit."""
 
     weights: Tensor
-    """π, shape (K,)."""
-
     means: Tensor
-    """μ, shape (K, D)."""
-
     covariances: Tensor
-    """Σ: full (K, D, D) or diagonal (K, D); in blocks during a fit."""
 
     def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return log π and log|Λ|, each (K,), and Λ = Σ⁻¹ in blocks."""
@@ -35,22 +30,17 @@ class Gaussians(NamedTuple):
 
 
 class NormalWishart(NamedTuple):
-    """q(π, μ, Λ) = Dirichlet(π | α) Π_k N(μ_k | m_k, (κ_k Λ_k)⁻¹) Wishart(Λ_k | ν_k, Ψ_k⁻¹)."""
+    """q(π, μ, Λ) = Dirichlet(π | α) Π_k N(μ_k | m_k, (κ_k Λ_k)⁻¹) Wishart(Λ_k | ν_k, Ψ_k⁻¹).
+
+    The fields are α (K,), m (K, D), κ, the number of examples that a mean is worth, (K,), ν (K,), and Ψ in the shape of
+    the covariances of ``Gaussians``.
+    """
 
     concentration: Tensor
-    """α, shape (K,)."""
-
     means: Tensor
-    """m, shape (K, D)."""
-
     strength: Tensor
-    """κ, the number of examples that the mean is worth, shape (K,)."""
-
     dof: Tensor
-    """ν, degrees of freedom, shape (K,)."""
-
     scale: Tensor
-    """Ψ, in the shape of the covariances: see ``Gaussians``; in blocks during a fit."""
 
     def expected(self) -> Gaussians:
         """Return the mixture of expected weights, means and precisions (as covariances)."""

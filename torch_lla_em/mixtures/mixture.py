@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, Bounds, MixtureState, examples_of, pieces
+from torch_lla_em.mixtures.em import EM, MixtureState, examples_of, pieces
 from torch_lla_em.mixtures.gaussian import Family
 from torch_lla_em.mixtures.starts import start_of
 from torch_lla_em.runtime import check_choice
@@ -57,7 +57,7 @@ class Mixture:
         for name, least in {"num_components": 1, "max_steps": 1, "tolerance": 0}.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}.")
-        self.history: list[Bounds] = []
+        self.history: list[MixtureState] = []
         self.converged = False
 
     def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "Mixture":
@@ -105,7 +105,7 @@ class Mixture:
 
         self.history, self.converged, self.classes = [], False, classes if by_label else None
         for state in em.states(first, self.max_steps):
-            self.history.append(Bounds(state.objective, state.lower_bound))
+            self.history.append(state._replace(parameters=None, natural=()))
             self.converged = state.converged
             self.parameters, self._fitted = family.leave(state.parameters), (family, state.natural)
             yield state

@@ -2,32 +2,32 @@
 
 import torch
 
-from torch_lla_em.inference import FitOptions, Progress, Watch
+from torch_lla_em.inference import FitOptions, Progress
 from torch_lla_em.inference.fit import by_solver, over_span
 from torch_lla_em.inference.options import choose_curvature
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
-from torch_lla_em.runtime import TensorList
 
-WATCH = Watch(lambda *_: False)
+
+class Alone:
+    """Nothing happens around a fit."""
+
+    def stepped(self, *_):
+        return False
+
+    is_late = stepped
 
 
 def begin(problem, noise):
-    return Progress(TensorList.of(noise.eta), noise.prior.scale, problem.sigma, None)
+    return Progress(noise.eta, noise.prior.scale, problem.sigma, None)
 
 
 def posterior_at(problem, noise, precision, tolerance=1e-9, *, run=over_span, **options):
     """Return the posterior at a given λ and σ."""
-    options = {
-        "curvature": "network",
-        "em_steps": 0,
-        "prior_precision": torch.tensor(precision),
-        **options,
-    }
-    return run(
-        problem, noise, FitOptions(tolerance=tolerance, **options), WATCH, begin(problem, noise)
-    )
+    own = {"curvature": "network", "em_steps": 0, "prior_precision": torch.tensor(precision)}
+    options = FitOptions(tolerance=tolerance, **{**own, **options})
+    return run(problem, noise, options, Alone(), begin(problem, noise))
 
 
 def solved_at(problem, noise, precision, tolerance=1e-9, **options):

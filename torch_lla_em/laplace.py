@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torch_lla_em.checkpoint import header_of
 from torch_lla_em.data import Data, Weights, paired, with_weights
 from torch_lla_em.distil import distil as train_student
-from torch_lla_em.inference import (
-    FitOptions,
-    learn,
-)
+from torch_lla_em.inference import FitOptions, learn
 from torch_lla_em.jacobian import (
     LinearModel,
     Network,
@@ -59,7 +56,7 @@ from torch_lla_em.runtime import (
     group_of,
     refuse_former,
 )
-from torch_lla_em.session import Run, Session, log_marginal_likelihood
+from torch_lla_em.session import Session, log_marginal_likelihood
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -303,7 +300,7 @@ class LinearisedLaplace(Printed, nn.Module):
             unseen = Data(
                 validation, self._linear_model.network.device, self.adapter.targets, ranks
             ).read()
-        found = self._fit(data, weights, options, Run(self.compute, progress_bar, unseen))
+        found = self._fit(data, weights, options, self.compute, progress_bar, unseen)
         if unseen is not None:
             found = found.calibrated(*calibrates.calibrated_on(found, validation))
         elif validation is None and em_steps and self._parameters_asked is not None:
@@ -313,12 +310,12 @@ class LinearisedLaplace(Printed, nn.Module):
         return self
 
     def _fit(
-        self, loader: Any, weights: Weights | None, options: FitOptions, run: Run
+        self, loader: Any, weights: Weights | None, options: FitOptions, *surroundings: Any
     ) -> Posterior:
         """Return the posterior by one scaling of the prior; this object is not changed."""
         problem = self._problem(loader, group_of(self.compute.shard).joined(), weights)
         model = problem.linear_model
-        session = Session(problem, header_of(model, options, self._given_likelihood), run)
+        session = Session(problem, header_of(model, options, self._given_likelihood), *surroundings)
         state = NetworkState(model.network)
         setting = Setting(model, state, self.adapter.targets, self.compute.shard)
         with session.running() as around:
@@ -327,7 +324,7 @@ class LinearisedLaplace(Printed, nn.Module):
                 stored.refuse_other_network(known, model.network.module)
                 return fitted.loaded(self, known, setting)
             around.follow(around.plan(options, self.compute))
-            learnt = learn(problem, options, around.watch, around.begin())
+            learnt = learn(problem, options, around, around.begin())
             around.end(learnt.why)
             facts: dict[str, Any] = {"history": tuple(around.history)}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
@@ -360,7 +357,7 @@ class LinearisedLaplace(Printed, nn.Module):
         """
         problem = self._problem(paired(loader, targets), Group())
         with Session(problem, {}).running() as run:
-            return run.timed(run.plan(self._options(), self.compute))
+            return run.plan(self._options(), self.compute, timed=True)
 
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from torch_lla_em.checkpoint import Folder
+from torch_lla_em.checkpoint import POSTERIOR, STATE, Folder
 from torch_lla_em.data import Identity, paired, with_weights
-from torch_lla_em.inference import Estimate, FitOptions, Progress, Watch, log_evidence, memory_of
+from torch_lla_em.inference import Estimate, FitOptions, Progress, log_evidence, memory_of
 from torch_lla_em.prediction import refuse_training_data, required
 from torch_lla_em.problem import (
     Plan,
@@ -26,36 +26,11 @@ from torch_lla_em.problem import (
     seconds_of_pass,
     time_of_fit,
 )
-from torch_lla_em.runtime import (
-    Budget,
-    Compute,
-    Group,
-    collected,
-    report,
-    tf32,
-)
+from torch_lla_em.runtime import Budget, Compute, Group, collected, report, tf32
 
 logger = logging.getLogger("torch_lla_em")
 
 _SECONDS_BETWEEN_UPDATES = 0.5
-_BAR = "{desc}: {elapsed}{postfix}"
-_STAGES = {
-    "checking the network": "checking the network",
-    "random probes": "drawing random numbers",
-    "E-step": "learning the prior and the posterior",
-    "linear mode": "finding the most probable weights",
-    "posterior samples": "drawing posterior samples",
-}
-"""What a fit does, in words."""
-
-
-class Run(NamedTuple):
-    """What a fit may use, and the arguments of ``fit`` for what surrounds it."""
-
-    compute: Compute = Compute()
-    progress_bar: bool = False
-    unseen: Identity | None = None
-    """The validation examples, which must not be training examples."""
 
 
 class Session:
@@ -65,12 +40,14 @@ class Session:
         self,
         problem: Problem,
         header: dict[str, Any],
-        run: Run = Run(),
+        compute: Compute = Compute(),
+        has_bar: bool = False,
+        unseen: Identity | None = None,
     ):
-        compute, progress_bar, self._unseen = run
+        """``unseen`` are the validation examples, which must not be training examples."""
         checkpoint, budget = compute.checkpoint, compute.budget
-        self.problem, self._has_bar = problem, progress_bar
-        self._group, self._device = problem.data.group, problem.device
+        self._has_bar, self._unseen = has_bar, unseen
+        self.problem, self._group, self._device = problem, problem.data.group, problem.device
         self._began, self.budget = time.monotonic(), Budget(budget, self._group)
         self.history: list[dict[str, Any]] = []
         """Records of the EM steps so far."""
@@ -78,33 +55,25 @@ class Session:
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
-        self._left = math.inf
-        """The seconds that the fit still took after the last step, if the error goes on falling."""
-
-        self._stepped = self._began
         self._first_pass = self._began, 0
         """When the first pass began, and the number of passes before it."""
 
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
-        self._folder: Folder | None = None
-        if checkpoint is not None:
-            self._folder = Folder(checkpoint, header, self._group)
+        self._folder = None if checkpoint is None else Folder(checkpoint, header, self._group)
 
     @contextmanager
     def running(self) -> Iterator[Session]:
         """Collect warnings, show the bar, and set torch's modes for a fit."""
-        silent = self._group.rank > 0 or not self._has_bar
+        looks = {
+            "bar_format": "{desc}: {elapsed}{postfix}",
+            "mininterval": _SECONDS_BETWEEN_UPDATES,
+            "miniters": 0,
+        }
+        looks["disable"] = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
             stack.enter_context(collected(self.messages))
-            looks = {
-                "bar_format": _BAR,
-                "mininterval": _SECONDS_BETWEEN_UPDATES,
-                "miniters": 0,
-            }
-            self._bar = stack.enter_context(
-                tqdm(desc=self.problem.cost.stage, disable=silent, **looks)
-            )
+            self._bar = stack.enter_context(tqdm(desc=self.problem.cost.stage, **looks))
             for device in {"cpu", self._device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.inference_mode(False))
@@ -113,20 +82,16 @@ class Session:
             stack.enter_context(tf32(self._device, False))
             yield self
 
-    def finished(self) -> dict[str, Tensor] | None:
-        """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
-        state = None if self._folder is None else self._folder.posterior(self._device)
-        if state is not None:
-            self.problem.data.restore(state["facts"])
-            self.problem.data.confirm()
-        return state
-
-    def plan(self, options: FitOptions, compute: Compute) -> Plan:
-        """Return the plan of the memory."""
-        plan = prepare(self.problem, options.num_samples, compute)
-        rows = self._expected_rows()
-        if rows < math.inf:
-            plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))
+    def plan(self, options: FitOptions, compute: Compute, timed: bool = False) -> Plan:
+        """Return the plan of the memory, and if ``timed`` of the seconds of a pass, if the number of examples is known."""
+        data, plan = self.problem.data, prepare(self.problem, options.num_samples, compute)
+        every = data.facts.num_rows or data.num_batches() * len(data.first().rows) or math.inf
+        rows = every * data.largest_share
+        if rows == math.inf:
+            return plan
+        plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))
+        if timed:
+            plan = plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
         return plan
 
     def follow(self, plan: Plan) -> None:
@@ -140,104 +105,79 @@ class Session:
         else:
             logger.info("%s", plan.of_memory)
 
-    def timed(self, plan: Plan) -> Plan:
-        """Return the plan with the seconds of a pass, if the number of examples is known."""
-        rows = self._expected_rows()
-        if rows == math.inf:
-            return plan
-        return plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
-
-    def _expected_rows(self) -> float:
-        """Return the largest number of examples of a rank; infinity if the loader does not state its length."""
-        data = self.problem.data
-        every = data.facts.num_rows or data.num_batches() * len(data.first().rows) or math.inf
-        return every * data.largest_share
+    def finished(self) -> dict[str, Tensor] | None:
+        """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
+        state: Any = None if self._folder is None else self._folder.load(POSTERIOR, self._device)
+        if state is not None:
+            self.problem.data.restore(state["facts"])
+            self.problem.data.confirm()
+        return state
 
     def begin(self) -> Progress | None:
         """Return the last state of an earlier run of this fit, None if there is none."""
-        if self._folder is None:
-            return None
-        problem = self.problem
-        saved = self._folder.load(problem.device)
+        saved = None if self._folder is None else self._folder.load(STATE, self._device)
         if saved is None:
             return None
-        problem.data.restore(saved["facts"])
-        numbers = problem.data.numbers
-        progress: Progress = self._folder.with_blocks(saved["progress"], problem.device, numbers)
+        self.problem.data.restore(saved["facts"])
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
-        problem.cost.add(saved["columns"] - problem.cost.columns)
+        self.problem.cost.add(saved["columns"] - self.problem.cost.columns)
         self._began -= saved["seconds"]
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
+        progress: Progress = saved["progress"]
         return progress
 
-    @property
-    def watch(self) -> Watch:
-        """What is called after the steps of the fit, and within them."""
-        return Watch(self.on_step, lambda: self.budget.left() < 0)
+    # what a fit tells
 
-    def on_step(self, found: dict[str, Any] | None, progress: Progress, left: float) -> bool:
-        """Record an EM step, save the state, and return whether the budget ends."""
-        if progress.state is None:
-            if self._unseen is not None:
-                refuse_training_data(self._unseen, *self.trained_on())
-            self._tell_time()
-        self._left, self._stepped = left, time.monotonic()
-        self._record(found)
-        self._save(progress)
-        return self.budget.ends()
-
-    def trained_on(self) -> tuple[tuple[int, ...], int]:
-        """Return hashes of some training examples, none if they are not known, and the number of all."""
-        identity = self.problem.data.identity
-        known = () if identity is None else tuple(identity.least)
-        return known, self.problem.data.facts.num_labelled
-
-    def _record(self, found: dict[str, Any] | None) -> None:
-        """Append an EM step to the history, if there is one."""
-        if found is not None:
-            passes, seconds = self.problem.data.num_passes, self._seconds()
-            own = {"data_passes": passes, "seconds": seconds}
-            self.history.append({"step": len(self.history) + 1, **found, **own})
-
-    def _save(self, progress: Progress) -> None:
-        """Save the state in the checkpoint folder, if there is one."""
-        if self._folder is None:
-            return
-        self.problem.sweep.refuse_changes()
-        state = {
-            "history": self.history,
-            "messages": self.messages[1:],
-            "columns": self.problem.cost.columns,
-            "seconds": self._seconds(),
-            "facts": self.problem.data.state(),
-            "progress": progress,
-        }
-        self._folder.save(state)
-
-    def _tell_time(self) -> None:
-        """Show how long a fit with such passes takes, after the first one, if it is long."""
+    def drawn(self, progress: Callable[[], Progress]) -> None:
+        """Refuse training data in the validation set, and say how long a fit with such passes takes if it is long."""
+        if self._unseen is not None:
+            refuse_training_data(self._unseen, *self.trained_on())
         began, passes = self._first_pass
         seconds = (time.monotonic() - began) / max(1, self.problem.data.num_passes - passes)
         if self._group.rank == 0 and is_long(seconds):
             report("show", time_of_fit(seconds))
+        self.stepped(None, progress)
+
+    def stepped(self, found: dict[str, Any] | None, progress: Callable[[], Progress]) -> bool:
+        """Record an EM step, save the state, and return whether the budget ends."""
+        if found is not None:
+            own = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
+            self.history.append({"step": len(self.history) + 1, **found, **own})
+        ends = self.budget.ends()
+        if self._folder is not None:
+            self.problem.sweep.refuse_changes()
+            if self._folder.is_due() or ends:
+                own = {"columns": self.problem.cost.columns, "seconds": self._seconds()}
+                own |= {"history": self.history, "messages": self.messages[1:]}
+                own["facts"] = self.problem.data.state()
+                self._folder.save(lambda: {**own, "progress": progress()})
+        return ends
+
+    def is_late(self) -> bool:
+        """Return whether the time of the fit is over, on all ranks alike."""
+        return self.budget.left() < 0
 
     def _seconds(self) -> float:
         """Return the seconds of the fit so far, with those before it was resumed."""
         return time.monotonic() - self._began
 
     def _draw(self, share: float | None) -> None:
-        """Show the stage, the pass, the seconds of a pass, and how long the fit still takes, if the error falls."""
+        """Show the stage, the pass, and the seconds of a pass."""
         stage, passes = self.problem.cost.stage, self.problem.data.num_passes
-        words = f"{_STAGES.get(stage, stage)}, pass {passes + 1}"
-        words += "" if share is None else f" ({share:.0%})"
+        words = f"{stage}, pass {passes + 1}" + ("" if share is None else f" ({share:.0%})")
         self._bar.set_description_str(words, refresh=False)
-        known = [f"{duration(self._seconds() / passes)} per pass"] if passes else []
-        left = self._left - (time.monotonic() - self._stepped)
-        if 0 < left < math.inf:
-            known.append(f"about {duration(max(1.0, left))} left")
-        self._bar.set_postfix_str(", ".join(known), refresh=False)
+        each = f"{duration(self._seconds() / passes)} per pass" if passes else ""
+        self._bar.set_postfix_str(each, refresh=False)
         self._bar.update(0)
+
+    # the end
+
+    def trained_on(self) -> tuple[tuple[int, ...], int]:
+        """Return hashes of some training examples, none if they are not known, and the number of all."""
+        identity = self.problem.data.identity
+        known = () if identity is None else tuple(identity.least)
+        return known, self.problem.data.facts.num_labelled
 
     def end(self, why: str) -> None:
         """Note why the fit ended; raise an error if the data are not those of the checkpoint, or the weights have changed."""
@@ -252,7 +192,7 @@ class Session:
     def keep(self, state: dict[str, Tensor]) -> None:
         """Replace the state in the checkpoint by the posterior."""
         if self._folder is not None:
-            self._folder.finish(state, self.problem.data.state())
+            self._folder.save(lambda: {**state, "facts": self.problem.data.state()}, POSTERIOR)
 
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:
@@ -265,18 +205,13 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
 def _same(every: list[dict[str, Any]]) -> None:
     for rank, settings in enumerate(every):
         for name in sorted(every[0].keys() | settings.keys()):
-            own, first = settings.get(name), every[0].get(name)
-            if own != first:
+            own, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
+            if settings.get(name) != every[0].get(name):
                 raise ValueError(
-                    f"Rank {rank} has another {name} than rank 0: {_short(own)} against "
-                    f"{_short(first)}. Construct and fit the same object on every rank. To fit a "
-                    "different one on each rank, pass Compute(shard=None)."
+                    f"Rank {rank} has another {name} than rank 0: {own} against {first}. Construct and fit "
+                    "the same object on every rank. To fit a different one on each rank, pass "
+                    "Compute(shard=None)."
                 )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def log_marginal_likelihood(
@@ -289,10 +224,8 @@ def log_marginal_likelihood(
 
     Args:
         la (LinearisedLaplace): The posterior; ``la.log_marginal_likelihood()`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs, optional): The training data, for a fit by a
-            solver or with ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
-        targets (Tensor, optional): The targets, if ``loader`` are inputs.
-        weights (Tensor, str or callable, optional): The ``weights`` of the fit.
+        loader, targets, weights (optional): The arguments of ``fit``, for a fit by a solver or with
+            ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
 
     Raises:
         ValueError: If the training data are needed.

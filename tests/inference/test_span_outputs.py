@@ -62,18 +62,18 @@ def span_of(name, memory):
 @pytest.mark.parametrize("name", HEADS)
 def test_products_by_features_are_those_of_the_jacobian(name, stored):
     span, J, scale = span_of(name, 1e9 if stored else 0.0)
-    outputs, V = span.outputs, span.scaled(torch.eye(5, dtype=torch.float64))
-    assert outputs.features is not None and bool(outputs._blocks) == stored
+    V = span.scaled(torch.eye(5, dtype=torch.float64))
+    assert span.stored is span._tables and bool(span._J) == stored
     JV = J @ (scale * V).T
     c, u = draw(2, 5, seed=5), draw(len(J), 2, seed=6)
-    assert_close(outputs.push(c).flatten(0, -2), JV @ c.T)
-    assert_close(outputs.pull(u), u.T @ JV)
-    assert_close(outputs.pull(u, 4), u.T @ JV[:, 4:])
-    assert_close(span.pulled(u), u.T @ J * scale)
-    assert_close(torch.cat([part for _, part in outputs.parts()]), JV)
+    assert_close(span.push(c).flatten(0, -2), JV @ c.T)
+    assert_close(span.pull(u), u.T @ JV)
+    assert_close(span.pull(u, 4), u.T @ JV[:, 4:])
+    assert_close(span.pull_weights(u), u.T @ J * scale)
+    assert_close(torch.cat([part for _, part in span.parts()]), JV)
     passes = span._problem.data.num_passes
     turn = span.restart(draw(1, 5, seed=7))
-    assert_close(outputs.push(torch.eye(3).double()).flatten(0, -2), JV @ turn)
+    assert_close(span.push(torch.eye(3).double()).flatten(0, -2), JV @ turn)
     assert span._problem.data.num_passes == passes  # none is needed
 
 

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_lla_em import SGD, Adapter, BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
-from torch_lla_em.inference.quadrature import Spectrum
-from torch_lla_em.runtime import TensorList, files
+from torch_lla_em.runtime import files
 
 NOISES = torch.tensor([0.4, 0.7, 0.2])
 CASES = {
@@ -55,8 +54,9 @@ def same(la, whole):
         if name != "record":  # which holds seconds
             found = la.state_dict()[name]
             assert_close(found, tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    own = "seconds", "columns", "data_passes"  # what this run took, with passes for the span
     told = [
-        [{k: v for k, v in record.items() if k != "seconds"} for record in found]
+        [{k: v for k, v in record.items() if k not in own} for record in found]
         for found in (la.history, whole.history)
     ]
     assert repr(told[0]) == repr(told[1])  # of NaN too
@@ -99,22 +99,6 @@ def test_shuffled_rows_come_in_the_order_of_an_unbroken_fit(name, own, keep, tmp
         same(la, whole)
     # the Jacobian's factors are kept with batches, and round otherwise
     assert_close(la.w_samples, whole.w_samples, rtol=1e-9, atol=1e-9)
-
-
-def test_blocks_of_a_basis_are_written_once(tmp_path):
-    seen = []
-    for saves in (2, 1, 1):
-        interrupted(tmp_path, saves, lambda folder: posterior("krylov, regression", folder=folder))
-        seen.append({p.name: p.stat().st_mtime_ns for p in tmp_path.glob("block-*.pt")})
-        if len(seen) == 1:
-            (tmp_path / f"block-{32 * '0'}-7.pt").write_bytes(b"of no state")
-    for before, after in zip(seen, seen[1:]):
-        changed = {name[:-3].rsplit("-", 1)[0] for name in before.keys() - after}
-        assert len(changed) == 1  # H and J m
-        assert len(before.items() - after.items()) == 2 and len(before) > 5
-    assert len(seen[0]) < len(seen[2])
-    posterior("krylov, regression", folder=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"header.pt", "posterior.pt"}
 
 
 @pytest.mark.slow
@@ -173,7 +157,7 @@ def test_a_restart_tells_what_the_whole_fit_took(whole, tmp_path, caplog):
     interrupted(tmp_path, 3)
     la = fit("krylov", Fuse(), tmp_path)
     assert "Resuming from the checkpoint after EM step 2" in caplog.text
-    assert la.history[-1]["columns"] == pytest.approx(whole.history[-1]["columns"])
+    assert la.history[-1]["columns"] > whole.history[-1]["columns"]  # J V again
     seconds = [record["seconds"] for record in la.history]
     assert seconds == sorted(seconds)
 
@@ -185,24 +169,32 @@ class Stranger(NamedTuple):
 def test_states_come_back_from_what_a_file_holds_and_no_other_class_does(tmp_path):
     x, here = torch.arange(6.0), torch.device("cpu")
     state = {
-        "spectrum": Spectrum(x, x, x[:2], x[2:]),
-        "grown": TensorList("abc", [x, x + 1]),
+        "facts": {1.5: {"nested": (x, Estimate(Estimate(x, x), x)), "list": [x, x + 1]}},
         "numbers": [1, 2.5, float("nan"), float("inf"), 2**64 - 1, None, True, "words"],
-        1.5: {"nested": (x, Estimate(Estimate(x, x), x))},
     }
-    Folder(tmp_path, {}).save(state)
-    assert {path.stem for path in tmp_path.glob("block-*")} == {"block-abc-0", "block-abc-1"}
-    folder = Folder(tmp_path, {})
-    back = folder.with_blocks(folder.load(here), here, lambda: None)
-    assert type(back["spectrum"]) is Spectrum and torch.equal(back["spectrum"].eta, x[2:])
-    assert back["grown"].key == "abc" and torch.equal(back["grown"].parts[1], x + 1)
-    assert repr(back["numbers"]) == repr(state["numbers"]) and repr(back[1.5]) == repr(state[1.5])
-    Folder(tmp_path / "other", {}).save(Stranger("ls"))
+    Folder(tmp_path, {}).save(lambda: state)
+    back = Folder(tmp_path, {}).load("state.pt", here)
+    assert repr(back) == repr(state) and type(back["facts"][1.5]["nested"][1].value) is Estimate
+    Folder(tmp_path / "other", {}).save(lambda: {"facts": Stranger("ls")})
     with pytest.raises(ValueError, match="cannot be read.*UnpicklingError"):
-        Folder(tmp_path / "other", {}).load(here)
-    files.write_atomically({"header": files.to_bytes({"format": "2.7"})}, tmp_path / "header.pt")
-    with pytest.raises(ValueError, match="another release.*Delete the folder"):
-        Folder(tmp_path, {"format": "2.8"})
+        Folder(tmp_path / "other", {}).load("state.pt", here)
+
+
+def test_saving_takes_a_twentieth_of_the_time(tmp_path, monkeypatch):
+    now, saved = [0.0], []
+    monkeypatch.setattr("torch_lla_em.checkpoint.time.monotonic", lambda: now[0])
+
+    def slow():
+        now[0] += 1.0
+        saved.append(now[0])
+        return {"facts": {}}
+
+    folder = Folder(tmp_path, {})
+    while now[0] < 200:
+        if folder.is_due():
+            folder.save(slow)
+        now[0] += 0.5
+    assert len(saved) in (9, 10) and saved[0] == 1.0
 
 
 # weights that change
@@ -252,7 +244,7 @@ def test_no_state_of_changed_weights_is_kept(at, batch, change, tmp_path):
 # a folder that fails, is damaged or shared costs EM steps at most
 
 
-@pytest.mark.parametrize("full", ["block-", "state.pt", "posterior.pt", "unlink"])
+@pytest.mark.parametrize("full", ["state.pt", "posterior.pt", "unlink"])
 def test_a_disk_that_fails_costs_nothing_but_the_checkpoint(
     full, whole, tmp_path, monkeypatch, caplog
 ):
@@ -279,24 +271,20 @@ def test_a_disk_that_fails_costs_nothing_but_the_checkpoint(
 
 
 def test_files_of_others_are_left_alone_and_halves_of_ours_removed(tmp_path):
-    ours, users = f".writing-{32 * '0'}", (".writing-abc", "probe", "block-words.pt")
+    ours, users = f".writing-{32 * '0'}", (".writing-abc", "probe")
     for name in (ours, *users):
         (tmp_path / name).write_bytes(b"half")
     interrupted(tmp_path, 1)
     fit("krylov", Fuse(), tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert ours not in left and left >= {*users}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "state.pt").write_bytes(b"somebody's")
     (tmp_path / "file").write_text("in the way")
     for error, words, folder in (
-        (ValueError, "pass another folder", tmp_path / "other"),
         (ValueError, "is not the name of a folder", ""),
         (OSError, "cannot be used", tmp_path / "file" / "run"),
     ):
         with pytest.raises(error, match=words):
             Folder(folder, {})
-    assert (tmp_path / "other" / "state.pt").read_bytes() == b"somebody's"
 
 
 def test_atomic_writes_leave_the_old_file(tmp_path, monkeypatch):
@@ -349,9 +337,9 @@ def left(tmp_path_factory):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_named(damage, left, tmp_path):
-    for name in ("header.pt", "state.pt", "block", "posterior.pt"):
+    for name in ("header.pt", "state.pt", "posterior.pt"):
         folder = shutil.copytree(left, tmp_path / name)
-        path = min(folder.glob("block-*.pt")) if name == "block" else folder / name
+        path = folder / name
         raw = path.read_bytes() if path.exists() else (folder / "state.pt").read_bytes()
         path.write_bytes(DAMAGES[damage](raw))
         with pytest.raises(ValueError, match=f"{path.name}' cannot be read.*Delete") as caught:

@@ -134,16 +134,16 @@ def by_sgd(loader):
 
 def stored_by_a_fit():
     """Return the entries of every tensor of a span and of q, and of the largest that crossed ranks."""
-    crossed, found, saved = [], {}, OverSpan.saved
+    crossed, found, measured = [], {}, OverSpan.measured
 
     def note(over, q):
         span = over.span
-        found["J"] = sum(map(torch.numel, span.outputs.stored)) / span.size
+        found["J"] = sum(map(torch.numel, span.stored)) / span.size
         found["f"], found["targets"] = span.rows.f.numel(), span.rows.targets.numel()
         found["mean"], found["draws"] = q.outputs.numel(), q.curved.deviations.numel()
         found["H"], found["S"] = q.H.values.numel(), q.curved.S_noise.numel()
         found["noise"], found["epsilon"] = over.expected._noise.numel(), over.epsilon.numel()
-        return saved(over, q)
+        return measured(over, q)
 
     def sent(group, total):
         crossed.append(total.numel())
@@ -155,7 +155,7 @@ def stored_by_a_fit():
     loader = list(zip(x.split(10), torch.randint(3, (400,), generator=generator).split(10)))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(OverSpan, "saved", note)
+        patch.setattr(OverSpan, "measured", note)
         patch.setattr(group, "sum", sent)
         patch.setattr("torch_lla_em.inference.result.EXAMPLES", 8)
         fitted(loader=loader, num_samples=2, curvature="variational", em_steps=2)
@@ -455,7 +455,7 @@ def test_fits_go_on_with_other_ranks(before, after, curvature, parameters, death
     for number, saves in enumerate(deaths):  # after the noise, and after a step of EM
         broken = run(before, f"broken {number}", saves)
         assert all(isinstance(found, Exception) for found in broken)
-    assert (folder / "state.pt").exists() and list(folder.glob("block-*.pt"))
+    assert (folder / "state.pt").exists()
     resumed = run(after, "resumed", 0)
     for found in resumed:
         assert found["num_data"] == whole["num_data"]

@@ -7,7 +7,6 @@ from torch.nn.functional import softplus
 from torch.testing import assert_close
 
 from torch_lla_em.solvers import (
-    BFGS,
     SGD,
     BlockCG,
     DivergenceError,
@@ -238,43 +237,6 @@ def test_overlaps_are_as_exact_as_float32(dtype):
     lengths = torch.outer(a.double().norm(dim=1), b.double().norm(dim=1))
     off = overlap(a, b) - a.double() @ b.double().T
     assert (off.abs() <= torch.finfo(torch.float32).eps * lengths).all()
-
-
-# BFGS
-
-
-def test_bfgs_has_the_inverse_after_steps_along_all_directions():
-    root = draw(6, 6)
-    A, at = root @ root.T + torch.eye(6).double(), torch.eye(6).double()[0]
-    inverse = BFGS(lambda g: g)
-    for _ in range(6):  # exact line searches make the steps conjugate
-        gradient = A @ at
-        step = -inverse.times(gradient)
-        step = -(step @ gradient) / (step @ A @ step) * step
-        inverse.learn(step, A @ step)
-        at = at + step
-    assert_close(A @ inverse.times(draw(6, seed=1)), draw(6, seed=1))
-    inverse = BFGS(lambda g: 2 * g)  # which learns nothing from negative curvature
-    inverse.learn(torch.ones(3), -torch.ones(3))
-    assert_close(inverse.times(torch.ones(3)), 2 * torch.ones(3))
-
-
-def test_bfgs_finds_a_minimum_from_a_wrong_curvature_and_ends_after_its_evaluations():
-    weights, calls = torch.arange(1, 6, dtype=torch.float64), []
-
-    def quartic(point):
-        calls.append(point)
-        residual = point - 1
-        value = (weights * residual.square()).sum() + residual.pow(4).sum()
-        return value.item(), 2 * weights * residual + 4 * residual.pow(3)
-
-    start = torch.full((5,), 4.0, dtype=torch.float64)
-    close = lambda point, slope, square: square < 1e-20  # noqa: E731
-    found = BFGS(lambda g: 10 * g).minimum(quartic, start, close, 200, torch.float64)
-    assert_close(found, torch.ones(5, dtype=torch.float64))
-    assert len(calls) < 40
-    found = BFGS(lambda g: 0.01 * g).minimum(quartic, start, lambda *_: False, 3, torch.float64)
-    assert quartic(found)[0] < quartic(start)[0] and (found - 1).norm() > 1e-3
 
 
 # Newton's method

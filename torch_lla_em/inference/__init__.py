@@ -1,11 +1,10 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.fit import Progress, Watch, learn
+from torch_lla_em.inference.fit import Progress, learn
 from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update
-from torch_lla_em.inference.memory import memory_of
-from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.posterior_samples import Solver, optimise_samples
+from torch_lla_em.inference.options import FitOptions, memory_of
+from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.inference.whole import log_evidence
@@ -15,8 +14,6 @@ __all__ = [
     "FitOptions",
     "FitResult",
     "Progress",
-    "Solver",
-    "Watch",
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",

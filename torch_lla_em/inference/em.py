@@ -7,16 +7,14 @@ directions, with dense algebra (``over_span.py``).
 from __future__ import annotations
 
 from math import inf, nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.linear_mode import LinearMode, optimise_MAP
+from torch_lla_em.inference.linear_mode import optimise_MAP
 from torch_lla_em.inference.mackay import function_space_Mackay_update, mackay_noise
-from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver, optimise_samples
-from torch_lla_em.inference.prior import Prior
-from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.inference.posterior_samples import optimise_samples
 
 
 class State(NamedTuple):
@@ -33,9 +31,6 @@ class State(NamedTuple):
 
     mean: Tensor | None = None
     """The mode m, (P,), or its coordinates in the span, (m,), in float64."""
-
-    outputs: Tensor | None = None
-    """J m, (N, ..., C), over a span."""
 
     loss: float = nan
     """E[-log p(y | J w)] under q; without draws that at the mode."""
@@ -79,8 +74,6 @@ class State(NamedTuple):
     residuals: Tensor | None = None
     """Residuals of samples and mean, (K + 1, P): the next directions."""
 
-    # what follows
-
     gamma: Tensor | None = None
     """γ of every sample, (K,) or (K, blocks)."""
 
@@ -93,67 +86,25 @@ class State(NamedTuple):
     norm: Tensor | None = None
     """‖m‖² in scaled parameters, () or (blocks,)."""
 
+    # what follows
+
+    outputs: Tensor | None = None
+    """J m, (N, ..., C), over a span."""
+
     curved: Any = None
-    """The problem restricted to the span at this H and σ."""
+    """The problem at this H and σ."""
 
 
-class Search(Protocol):
-    """A minimiser of a convex loss(x) + ½ ‖x‖²."""
-
-    @property
-    def tolerance(self) -> float: ...
-
-    def exact(self) -> Any: ...
-
-    def minimise(self, loss: Any, start: Tensor) -> Any: ...
-
-
-class Equations(NamedTuple):
-    """The equations of mode and samples at one λ, σ and H, with their solvers."""
-
-    problem: Any
-    """What multiplies by G, and gives the loss and its gradient."""
-
-    noise: StochasticPrior
-    precision: Tensor
-    solver: Solver
-    search: Search
-
-
-class Model(Protocol):
-    """A linear model with its data and prior."""
-
-    @property
-    def prior(self) -> Prior: ...
-
-    def at(self, q: State) -> Equations:
-        """Return the equations at λ, σ and H of a state."""
-        ...
-
-    def expecting(self, equations: Equations, samples: PosteriorSamples) -> Any:
-        """Return the problem with the loss in expectation over the posterior, or as it is."""
-        ...
-
-    def found(self, q: State, samples: PosteriorSamples, mode: LinearMode, problem: Any) -> State:
-        """Return the state with the posterior."""
-        ...
-
-    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
-        ...
-
-
-def e_step(model: Model, q: State) -> State:
-    """Return the posterior at λ, σ and H of a state: samples and mode."""
-    equations = model.at(q)
-    problem, noise, precision, solver, search = equations
-    samples = optimise_samples(problem, noise, precision, solver, q.samples)
-    problem = model.expecting(equations, samples)
-    mode = optimise_MAP(problem, noise.prior, precision, search, q.mean)
+def e_step(model: Any, q: State) -> State:
+    """Return the posterior at λ, σ and H of a state: samples and mode; ``model`` is ``OverSpan`` or ``Whole``."""
+    problem, noise, solver, search = model.at(q)
+    samples = optimise_samples(problem, noise, q.precision, solver, q.samples)
+    problem = model.expecting(problem, samples, q.precision)
+    mode = optimise_MAP(problem, noise.prior, q.precision, search, q.mean)
     return model.found(q, samples, mode, problem)
 
 
-def m_step(model: Model, q: State) -> tuple[Tensor, Tensor | None]:
+def m_step(model: Any, q: State) -> tuple[Tensor, Tensor | None]:
     """Return λ and σ by MacKay's updates from a posterior."""
     precision, sigma = function_space_Mackay_update(q.gamma.mean(0), q.norm, q.precision), q.sigma
     if sigma is not None:

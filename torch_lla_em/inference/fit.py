@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,10 @@ from torch_lla_em.inference.result import Estimate, FitResult, at_examples, aver
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import NoSpan, Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
-from torch_lla_em.inference.trend import ErrorTrend
 from torch_lla_em.problem import VECTORS, Problem, room, sites_of, size_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     DoesNotFit,
-    TensorList,
     or_float64,
     release,
     report,
@@ -40,8 +37,8 @@ ROOM = 5
 class Progress(NamedTuple):
     """What a checkpoint stores of a fit: tensors, numbers and tuples."""
 
-    eta: TensorList
-    """η of the random probes, (K, P), as its only part, since it never changes."""
+    eta: Tensor
+    """η of the random probes, (K, P)."""
 
     scale: Tensor
     """The prior standard deviation of every weight at λ = 1, (P,)."""
@@ -56,52 +53,46 @@ class Progress(NamedTuple):
     state: State | None = None
     """None if only the random probes have been drawn."""
 
-    span: Any = None
-    """The span of directions; None: EM runs on the whole problem."""
+    basis: list[Tensor] | None = None
+    """The directions of the span, in blocks; None: EM runs on the whole problem."""
 
-
-class Watch(NamedTuple):
-    """What happens around a fit."""
-
-    on_step: Callable[[dict[str, Any] | None, Progress, float], bool]
-    """Called with the record of a step (None: no new λ), what a checkpoint stores, and the seconds that the fit still takes
-    if the error goes on falling (infinity if they are not known); returns whether its time is over."""
-
-    is_late: Callable[[], bool] = lambda: False
-    """Returns whether the time of the fit is over, on all ranks alike."""
+    memory: float | None = None
+    """Bytes that the span may take."""
 
 
 def learn(
-    problem: Problem, options: FitOptions, watch: Watch, start: Progress | None = None
+    problem: Problem, options: FitOptions, around: Any, start: Progress | None = None
 ) -> FitResult:
-    """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last state of an earlier run."""
+    """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last state of an earlier run.
+
+    ``around`` is told ``drawn(saved)`` after the probes and ``stepped(record, saved)`` after every step (no record: no new
+    λ), where ``saved()`` is what a checkpoint stores; the second, and ``is_late()``, return whether the time is over.
+    """
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
         if start is None:
-            problem.cost.begin("random probes")
+            problem.cost.begin("drawing random numbers")
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
-            sigma = problem.likelihood.observation_noise
-            start = Progress(
-                TensorList.of(noise.eta),
-                noise.prior.scale,
-                sigma,
+            of_targets = (
+                problem.likelihood.observation_noise,
                 problem.moments,
                 problem.network_noise,
             )
-            watch.on_step(None, start, inf)
+            start = begun = Progress(noise.eta, noise.prior.scale, *of_targets)
+            around.drawn(lambda: begun)
         else:
             problem.take(start.sigma, start.moments, start.network_noise)
-            noise = with_noise(problem, start.eta.parts[0], start.scale, seed, layerwise)
+            noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
         _check_start(options.prior_precision, options, len(noise.prior.layout.names))
-        problem.cost.begin("E-step")
-        found, by_passes = None, start.state is not None and start.span is None
-        if not options.against_span and not by_passes:
+        problem.cost.begin("learning the prior and the posterior")
+        found, by_passes = None, start.state is not None and start.basis is None
+        if not options.takes_solver and not by_passes:
             try:
-                found = over_span(problem, noise, options, watch, start)
+                found = over_span(problem, noise, options, around, start)
             except NoSpan:
                 release()  # what the failed attempt held
-                start = start._replace(state=None, span=None)
+                start = start._replace(state=None, basis=None)
                 report(
                     "log",
                     "There is no memory for directions, or examples change their order. The fit takes a "
@@ -109,55 +100,52 @@ def learn(
                     "a loader with a fixed order.",
                 )
         if found is None:
-            found = by_solver(problem, noise, options, watch, start)
-    sigma = found.sigma_noise
+            found = by_solver(problem, noise, options, around, start)
+    sigma, constant = found.sigma_noise, problem.constant
     if sigma is None:
         found = found._replace(sigma_noise=problem.likelihood.observation_noise)
     elif options.em_steps:
         found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
-    constant = problem.constant
-    return found._replace(
-        constant=None if constant is None else constant.to(found.w_lin.device, copy=True)
-    )
+    if constant is not None:
+        constant = constant.to(found.w_lin.device, copy=True)
+    return found._replace(constant=constant)
 
 
 def over_span(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, watch: Watch, start: Progress
+    problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
 ) -> FitResult:
     """Return the posterior over a span of directions: EM on the restricted problem, and extensions."""
-    memory, sites = options.memory_of_span(room(problem)), sites_of(problem, options.seed)
-    span = Span(problem, noise.prior, noise.xi, memory, sites)
-    curvature = choose_curvature(problem, options)
-    if start.span is None:
-        noise = _that_fits(problem, noise, span, curvature == "variational")
-        span.keep(noise.xi)
+    memory = start.memory or options.memory_of_span(room(problem))
+    span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
+    curvature, known = choose_curvature(problem, options), start.state
+    moves = curvature == "variational"
+    count = _that_fits(problem, span, moves) if known is None else len(known.samples)
+    noise = noise._replace(xi=noise.xi[:count], eta=noise.eta[:count])
+    span.keep(count)
+    if known is None:
         _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
         scale = noise.prior.scale
         pulls = torch.stack([scale * gradient, noise.prior.unscaled(problem.w_MAP)])
-        if not span.widen(noise.xi, scale * noise.eta, pulls):
-            raise NoSpan
+        is_new = span.widen(noise.xi, scale * noise.eta, pulls)
     else:
-        span.restore(start.span)
-        noise = noise._replace(xi=span.noise, eta=noise.eta[: len(span.noise)])
+        is_new = all(map(span.add, start.basis or ()))
+    if not is_new:
+        raise NoSpan
     over = OverSpan(problem, noise, span, curvature, options.tolerance)
-    state = known = None if start.state is None else over.restored(start.state)
+    state = known = None if known is None else over.restored(known)
     has_ended = known is not None and known.why not in ("", "budget")
-    schedule = SpanFit(over, options.em_steps, options.tolerance, watch.is_late)
-    given, trend = options.prior_precision, ErrorTrend(options.tolerance)
-    number = 0 if known is None else known.number
+    schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
+    given, number = options.prior_precision, 0 if known is None else known.number
     for state in () if has_ended else schedule.run(known, None if given is None else float(given)):
-        trend.note(state)
+
+        def saved(state: State = state) -> Progress:
+            return start._replace(state=over.saved(state), basis=span.blocks, memory=span.memory)
+
         new, number = state.number > number, state.number
-        told = (
-            {**record(state), "columns": problem.cost.columns}
-            if new or state.why == "budget" or (state.why and not number)
-            else None
-        )
-        saved = start._replace(state=over.saved(state), span=span.state())
-        late = watch.on_step(told, saved, trend.seconds_left() if number > 1 else inf)
-        if (late and not state.why) or state.why == "budget":
-            state = state._replace(why="budget")
-            report("log", str(trend))
+        tells = new or state.why == "budget" or (state.why and not number)
+        told = {**record(state), "columns": problem.cost.columns} if tells else None
+        if (around.stepped(told, saved) and not state.why) or state.why == "budget":
+            state = _out_of_time(state, options)
             break
     if state.why != "budget":
         if options.em_steps and given is None:
@@ -166,58 +154,46 @@ def over_span(
         if state.sigma is not None and options.em_steps:
             warn_of_noise(over.noise_sums(state), problem.dtype)
     columns = span.weights(torch.cat([state.mean[None], state.samples]))
-    q = state._replace(mean=columns[0], samples=columns[1:].clone())
+    found = _result(state._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
-        found = _result(q, noise)._replace(
-            mixture=average(problem.likelihood, over, state).to(columns.device)
-        )
-        if sites is not None:  # examples are not sites
-            return found
-        examples, leverages = (part.to(columns.device) for part in at_examples(over, state))
-        return found._replace(examples=examples, leverages=leverages)
-    if state.why != "budget" and not (span.is_complete or over.expected.number):
-        q = q._replace(bounds=over.with_evidence(state).bounds)
-    return _result(q, noise)
+        found = found._replace(mixture=average(problem.likelihood, over, state).to(columns.device))
+        if span.sites is None:  # examples are not sites
+            examples, leverages = (part.to(columns.device) for part in at_examples(over, state))
+            found = found._replace(examples=examples, leverages=leverages)
+    return found
 
 
 def by_solver(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, watch: Watch, start: Progress
+    problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
 ) -> FitResult:
     """Return the posterior of the loop of the paper: EM on the whole problem."""
-    solver: Any = options.solver or BlockCG()
-    model = whole.Whole(problem, noise, solver, options.curvature == "linear")
-    state, trend = start.state, ErrorTrend(options.tolerance)
+    model = whole.Whole(problem, noise, options.solver or BlockCG(), options.curvature == "linear")
+    state, precision = start.state, options.prior_precision
     if state is None:
-        precision = options.prior_precision
         if precision is None:
-            precision = noise.eta.new_tensor(
-                whole.starting_precision(problem, noise, options.layerwise)
-            )
+            first = whole.starting_precision(problem, noise, options.layerwise)
+            precision = noise.eta.new_tensor(first)
         precision = precision.to(device=noise.eta.device, dtype=torch.float64)
         if options.layerwise and not precision.dim():
             precision = precision.expand(len(noise.prior.layout.names)).clone()
-        state = whole.first(model, precision)
+        state = State(precision, problem.sigma)
     found = None
     for found, after in whole.steps(model, state, options.em_steps):
-        state = after
-        trend.note(found)
-        told = {**record(found), "columns": problem.cost.columns}
-        saved = start._replace(state=state)
-        if watch.on_step(told, saved, trend.seconds_left() if state.number > 1 else inf):
-            report("log", str(trend))
-            return _result(found._replace(why="budget"), noise)
+        state = begun = after
+
+        def saved(state: State = begun) -> Progress:
+            return start._replace(state=state)
+
+        if around.stepped({**record(found), "columns": problem.cost.columns}, saved):
+            return _result(_out_of_time(found, options), noise)
     _warn_of_bounds(state.precision, state.why == "all steps" and options.em_steps > 0, options)
     if found is not None and found.sigma is not None:
         warn_of_noise(model.noise_sums(found), problem.dtype)
-    found = e_step(model.to(options.tolerance), state)
-    why = (
-        "accurate"
-        if is_accurate(max(found.errors), options.tolerance)
-        else "the solver has not converged"
-    )
-    return _result(
-        found._replace(why=why if state.converged or not options.em_steps else "all steps"), noise
-    )
+    found, why = e_step(model.to(options.tolerance), state), "all steps"
+    if state.converged or not options.em_steps:
+        reached = is_accurate(max(found.errors), options.tolerance)
+        why = "accurate" if reached else "the solver has not converged"
+    return _result(found._replace(why=why), noise)
 
 
 def _result(q: State, noise: StochasticPrior) -> FitResult:
@@ -227,28 +203,36 @@ def _result(q: State, noise: StochasticPrior) -> FitResult:
     return FitResult(*own, gamma, q.certificate, bounds, why=q.why)
 
 
-def _that_fits(
-    problem: Problem, noise: StochasticPrior, span: Span, moves: bool
-) -> StochasticPrior:
-    """Return random probes for as many samples as memory allows, next to H, if it moves."""
-    facts, K = problem.data.facts, len(noise.xi)
+def _out_of_time(state: State, options: FitOptions) -> State:
+    """Say what was reached, and return the state as ended by the budget."""
+    rests = "" if state.converged else ", and the prior precision has not converged"
+    report(
+        "log",
+        f"The budget is spent. The numerical error is {max(state.errors):.2g} posterior standard deviations (tolerance "
+        f"{options.tolerance:.2g}){rests}. With Compute(checkpoint=folder), the same fit continues from here.",
+    )
+    return state._replace(why="budget")
+
+
+def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
+    """Return for how many samples there is memory, next to H, if it moves."""
+    facts, K = problem.data.facts, len(span.noise)
     every = facts.num_outputs if span.sites is None else span.sites.outputs
     classes = facts.num_outputs // max(1, facts.num_targets)
-    outputs = every * problem.data.largest_share * noise.xi.element_size()
+    outputs = every * problem.data.largest_share * span.noise.element_size()
     many = takes_draws(problem.likelihood, classes, outputs, span.memory)
     blocks = outputs * entries_of(problem.likelihood, classes, every / classes, many)
     left = span.memory - (COPIES * blocks if moves else 0)
     fits = int(left / span.bytes_of(ROOM)) - 1
-    if fits >= K:
-        return noise
     if fits < min(K, 4):
         raise NoSpan
-    report(
-        "log",
-        f"There is memory for {fits} posterior samples instead of {K}. The fit continues with {fits}. For more "
-        "samples free memory, or choose fewer `parameters`.",
-    )
-    return noise._replace(xi=noise.xi[:fits], eta=noise.eta[:fits])
+    if fits < K:
+        report(
+            "log",
+            f"There is memory for {fits} posterior samples instead of {K}. The fit continues with {fits}. For more "
+            "samples free memory, or choose fewer `parameters`.",
+        )
+    return min(fits, K)
 
 
 def _usable(over: OverSpan, state: State) -> State:

@@ -13,7 +13,7 @@ LEAST_FREEDOM = 0.05
 
 
 def function_space_Mackay_update(
-    effective_dim: Tensor, squared_norm: Tensor, precision: Tensor, stride: float | None = None
+    effective_dim: Tensor, squared_norm: Tensor, precision: Tensor
 ) -> Tensor:
     """Return MacKay's update of the prior precision, λ ← γ / ‖w_lin‖², within 1e-20 and 1e20.
 
@@ -23,8 +23,6 @@ def function_space_Mackay_update(
         squared_norm (Tensor): ‖w_lin‖² in scaled coordinates, shape () or (blocks,):
             ``prior.squared_norm(mode.w)`` of the mode that ``optimise_MAP`` returns.
         precision (Tensor): The current λ. Blocks that the data do not determine (γ = 0) keep it.
-        stride (float, optional): Exponent of the step, λ ← λ (γ / (λ ‖w_lin‖²))^stride, limited to
-            a change of log λ by 1. Default None: the plain update.
 
     Returns:
         The new λ, shape () or (blocks,).
@@ -35,10 +33,7 @@ def function_space_Mackay_update(
         2.0
     """
     proposed = effective_dim / squared_norm
-    if stride is not None:
-        step = (stride * (proposed / precision).log()).nan_to_num(0.0).clamp(-1.0, 1.0)
-        proposed = precision * step.exp()
-    return _bounded(proposed, precision)
+    return torch.where(proposed > 0, proposed, precision).clamp(*PRECISION_BOUNDS)
 
 
 def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tensor:
@@ -48,15 +43,9 @@ def mackay_noise(residual: Tensor, effective_dim: Tensor, count: Tensor) -> Tens
 
 def count_and_rounding(problem: Problem, sigma: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of targets and the rounding error of Σ(y - J w)², the shape of σ, from Σ y²."""
-    count, eps = (
-        torch.full_like(sigma, problem.data.facts.num_targets / sigma.numel()),
-        torch.finfo(problem.dtype).eps,
-    )
+    eps, number = torch.finfo(problem.dtype).eps, problem.data.facts.num_targets
+    count = torch.full_like(sigma, number / sigma.numel())
     if problem.moments is not None:
         means = problem.moments[0].square().to(sigma)
         targets = targets + eps * count * (means if sigma.dim() else means.mean())
     return count, eps * targets
-
-
-def _bounded(proposed: Tensor, current: Tensor) -> Tensor:
-    return torch.where(proposed > 0, proposed, current).clamp(*PRECISION_BOUNDS)

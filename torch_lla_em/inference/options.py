@@ -1,20 +1,29 @@
-"""Options of a fit, and the choices that depend on the problem."""
+"""Options of a fit, the choices that depend on the problem, and the memory that a fit will take."""
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from torch_lla_em.inference.posterior_samples import Solver
+from torch_lla_em.data import tensors_in
+from torch_lla_em.inference.expectations import entries_of, takes_draws
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem import KEPT_OUTPUTS, Memory, Plan, Problem
 
 logger = logging.getLogger("torch_lla_em")
 
 MOST_OUTPUTS = 256
 """Largest number of classes for which (C, C) blocks of H are stored, if a likelihood needs them."""
+
+PASSES, LARGEST = 15.0, 5.0
+"""Passes of a usual fit, and those for the upper bound relative to them; of 13 fits none had more than 2.5."""
+
+BASE = 1.5e7
+"""Bytes of a fit apart from what grows with the network and the data."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class FitOptions:
     seed: int = 0
     g_prior: bool | None = None
     layerwise: bool = False
-    solver: Solver | None = None
+    solver: Any = None
     tolerance: float = 0.03
     """Largest error of the final samples and mode, in posterior standard deviations."""
 
@@ -44,42 +53,65 @@ class FitOptions:
         return min(free / 2, self.span_memory or free / 2)
 
     @property
-    def against_span(self) -> list[str]:
-        """Why these options exclude a span of directions; empty if they do not."""
-        reasons = {
-            "the prior has one precision per tensor": self.layerwise,
-            "a solver was chosen": self.solver is not None,
-        }
-        return [why for why, holds in reasons.items() if holds]
-
-    @property
-    def allows_variational(self) -> bool:
-        """Whether the variational curvature is possible."""
-        return not self.against_span and self.curvature in (None, "variational")
+    def takes_solver(self) -> bool:
+        """Whether EM runs on the whole problem and not over a span."""
+        return self.layerwise or self.solver is not None
 
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:
     """Return where H is evaluated: at the "network"'s outputs, the "linear" mode, or "variational", in expectation."""
-    likelihood = problem.likelihood
-    against = (
-        ["H is constant for a Gaussian likelihood"]
-        if likelihood.is_quadratic
-        else options.against_span
-    )
-    if options.curvature and not against:
-        return options.curvature
     classes = problem.data.facts.num_outputs // max(problem.data.facts.num_targets, 1)
-    if has_too_large_blocks(likelihood, classes):
-        against = [*against, "outputs are many"]
-    curvature = "network" if against else "variational"
-    logger.info(
-        "Curvature %s: %s.",
-        curvature,
-        *against[:1] or ("its predictions are the best without calibration",),
-    )
-    return curvature
+    kind, why = options.curvature or "variational", "its predictions are the best"
+    if problem.likelihood.is_quadratic:
+        kind, why = "network", "H is constant for a Gaussian likelihood"
+    elif options.takes_solver:
+        kind, why = "network", "the fit takes a solver"
+    elif not options.curvature and has_too_large_blocks(problem.likelihood, classes):
+        kind, why = "network", "outputs are many"
+    logger.info("Curvature %s: %s.", kind, why)
+    return kind
 
 
 def has_too_large_blocks(likelihood: Likelihood, classes: int) -> bool:
     """Whether H takes (C, C) blocks, and there are too many classes for them."""
     return classes > MOST_OUTPUTS and not likelihood.is_softmax
+
+
+def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) -> Memory:
+    """Return the peak memory of a fit to so many examples, beyond what is held before it.
+
+    The number of directions depends on the spectrum of the GGN, which is not known before the fit.
+    """
+    model, itemsize, P = problem.linear_model, problem.dtype.itemsize, plan.size
+    first, limits = problem.data.first(), problem.sweep.limits
+    joined = max(len(first.rows), problem.data.merge_rows)
+    at_once = min(rows, joined, limits.batch_rows, limits.rows)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
+    each, classes = plan.example.outputs, plan.example.classes
+    activations, of_factors = plan.example.activations, plan.example.nbytes
+    outputs = min(rows * each, KEPT_OUTPUTS) if each > classes else rows * each
+    # activations if there are no factors, else two copies of a batch's factors while they are computed
+    of_batch = (4 * activations if of_factors == math.inf else 2 * of_factors) * at_once
+    kept = 0.0 if of_factors == math.inf else min(plan.factors, rows * of_factors)
+    rest = min(plan.batches, rows * held / len(first.rows)) + kept + of_batch + BASE
+    if options.takes_solver:
+        return Memory(0.5 * plan.vectors + rest, plan.vectors + 2 * rest)
+    likelihood, room = problem.likelihood, options.memory_of_span(plan.free)
+    moves = options.curvature in (None, "variational") and not (
+        likelihood.is_quadratic or has_too_large_blocks(likelihood, classes)
+    )
+
+    def of_span(size: float) -> float:
+        if not model.is_last_layer:  # directions, and two copies of J V
+            return size * (P + 2 * outputs) * itemsize
+        # weights, their products with features up to a limit, and numbers for each sample and output
+        products = min(size * outputs, room / 2 / itemsize)
+        return (size * 3 * P + products + 6 * plan.num_samples * outputs) * itemsize
+
+    many = takes_draws(likelihood, classes, outputs * itemsize, room)
+    entries = entries_of(likelihood, classes, outputs / classes, many)
+    blocks = 3 * outputs * entries * itemsize if moves else 0.0
+    size = PASSES * (plan.num_samples + 1)
+    expected, largest = (min(room, of_span(min(P, n))) for n in (size, LARGEST * size))
+    expected += 0.5 * plan.vectors + blocks + rest
+    return Memory(expected, max(expected, largest + plan.vectors + 2 * (blocks + rest)))

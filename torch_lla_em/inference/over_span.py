@@ -8,23 +8,181 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.curved import Curved, Descent
-from torch_lla_em.inference.em import Equations, State, e_step
+from torch_lla_em.inference.em import State
 from torch_lla_em.inference.expectations import Expectations, takes_draws
 from torch_lla_em.inference.linear_mode import LinearMode
 from torch_lla_em.inference.mackay import count_and_rounding
-from torch_lla_em.inference.posterior_samples import PosteriorSamples, optimise_samples
+from torch_lla_em.inference.posterior_samples import PosteriorSamples
 from torch_lla_em.inference.prior import Prior
-from torch_lla_em.inference.quadrature import Spectrum
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import Hessian, Problem, root_of
-from torch_lla_em.runtime import TensorList
-from torch_lla_em.solvers import DivergenceError, Searches, dots
+from torch_lla_em.problem import Hessian, Problem, WhitenedGGN, root_of
+from torch_lla_em.solvers import DivergenceError, Minimum, Solution, dots, require_finite
+
+ROUGHLY = 0.02
+"""Error of the mean while H moves, by G. With .04 λ of single networks moves by 20 %, with .01 it takes 13 % longer."""
+
+
+class Curved(NamedTuple):
+    """The problem over a span at one H and σ by the eigenvalues of G: products, the loss, and its own solver."""
+
+    problem: Problem
+    expected: Expectations
+    span: Span
+    theta: Tensor
+    """The eigenvalues, (m,)."""
+
+    vectors: Tensor
+    """The eigenvectors, (m, m)."""
+
+    xi: Tensor
+    eta: Tensor
+    """ξ and η in the eigenvectors, (K, m)."""
+
+    S_noise: Tensor
+    """S ε with S Sᵀ = H, (K, N, ..., C)."""
+
+    near: tuple[Tensor, Tensor]
+    """Coordinates, (m,), and their outputs, (N, ..., C), from which others are computed: both may be large."""
+
+    tolerance: float
+    """‖∇‖ / ‖m‖ at the end of a search for the mean."""
+
+    roughly: float = 0.0
+    """The error at which it ends earlier, by G."""
+
+    most: int = 100
+    """Steps at which it ends."""
+
+    deviations: Tensor | None = None
+    """Draws of the outputs less J m, (S, N, ..., C); None without draws."""
+
+    dtype = torch.float64
+    """Precision of coordinates."""
+
+    @property
+    def likelihood(self) -> Any:
+        return self.problem.likelihood
+
+    @property
+    def linear_model(self) -> Any:
+        return self.problem.linear_model
+
+    def ggn_product(self, c: Tensor) -> Tensor:
+        """Return G c for coordinates c (k, m)."""
+        return (c @ self.vectors * self.theta) @ self.vectors.T
+
+    def outputs(self, c: Tensor) -> Tensor:
+        """Return J V c, (N, ..., C), for coordinates (m,)."""
+        start, outputs = self.near
+        return outputs + self.span.push((c - start)[None], self.likelihood.is_quadratic)[..., 0]
+
+    def loss_and_gradient(self, c: Tensor) -> tuple[float, Tensor]:
+        """Return E[-log p(y | J V c)] of all examples, and its gradient, (m,)."""
+        loss, u = self.expected.loss_and_slope(self.outputs(c), self.deviations)
+        return loss, self.span.pull(u.reshape(-1, 1))[0].double()
+
+    def solve(self, product: WhitenedGGN, b: Tensor, start: Tensor | None = None) -> Solution:
+        """Return the solution of (A + I) x = b for the whitened product A with this G."""
+        whitened = self.theta * product.deviation[:1].square()
+        y = b @ self.vectors / (whitened + 1)
+        energy = (whitened * y.square()).sum(1)
+        return Solution(y @ self.vectors.T, torch.zeros_like(b[:, 0]), energy)
+
+    def exact(self) -> Curved:
+        """Return this search for a quadratic loss: a step, and one more for its rounding."""
+        return self._replace(most=2, tolerance=0.0, roughly=0.0)
+
+    def minimise(self, loss: Any, start: Tensor) -> Minimum:
+        """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS, whose first inverse is that by G."""
+        deviation, problem, size = loss.deviation, loss.problem, len(start)
+        precision, agreed = float(deviation[0]) ** -2, self.span.rows.share.agreed
+        eps = torch.finfo(self.span.noise.dtype).eps  # values are rounded as the outputs are
+        pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def inverse(gradient: Tensor) -> Tensor:
+            """Return the product with the inverse, corrected by the steps so far."""
+            shares = []
+            for step, change, scale in reversed(pairs):
+                shares.append(scale * (step @ gradient))
+                gradient = gradient - shares[-1] * change
+            found = self.vectors @ ((self.vectors.T @ gradient) / (self.theta + precision))
+            for (step, change, scale), share in zip(pairs, reversed(shares)):
+                found = found + (share - scale * (change @ found)) * step
+            return found
+
+        def at(
+            c: Tensor, along: Tensor, before: Tensor | None
+        ) -> tuple[Tensor, Tensor, list[float]]:
+            """Return the slope, the step from there, and the numbers that decide, which are those of rank 0."""
+            of_loss, gradient = problem.loss_and_gradient(c)
+            slope, square = gradient + precision * c, precision * (c @ c).item()
+            if before is not None:
+                change = slope - before
+                curvature = along @ change
+                if curvature > 1e-12 * along.norm() * change.norm():
+                    pairs.append((along, change, 1 / curvature))
+            step = -inverse(slope)
+            numbers = slope.new_tensor([of_loss, of_loss + 0.5 * square, square])
+            slopes = torch.stack([-slope @ step, slope @ along, slope.norm()])
+            found = agreed(torch.cat([step, numbers, slopes]))
+            return slope, found[:size], found[size:].tolist()
+
+        c = start * deviation
+        slope, step, (of_loss, value, square, fall, _, steep) = at(c, c, None)
+        length, idle, passes = 1.0, 0, 1
+        while passes <= self.most:
+            require_finite(abs(value) + steep)
+            small = self.tolerance * (precision * square) ** 0.5
+            if idle > 12 or steep <= small or fall <= self.roughly**2 * square:
+                break
+            along = length * step
+            slope_there, there, (of_there, value_there, *others) = at(c + along, along, slope)
+            passes, rounding = passes + 1, eps * abs(value)
+            idle = 0 if value_there < value - rounding else idle + 1
+            # rounding may hide that a step is good
+            lower = value_there < value or (
+                others[1] < fall and value_there <= value + 100 * rounding
+            )
+            if lower or self.most == 2:
+                c, slope, step, length = c + along, slope_there, there, 1.0
+                of_loss, value, (square, fall, _, steep) = of_there, value_there, others
+            else:  # to where the gradient along the step vanishes, if it is linear
+                down = length * fall
+                share = down / max(down + max(others[2], 2 * (value_there - value)), 1e-300)
+                length *= min(0.5, max(0.05, share if share == share else 0.0))
+        error = steep / max(precision * c.norm().item(), 1e-300)
+        return Minimum(c / deviation, of_loss, error, passes, True)
+
+    def log_dets(self, precision: float) -> Tensor:
+        """Return log det(I + G / λ) of every sample, (K,)."""
+        return log_dets(self.theta, self.xi, self.eta, precision)
+
+    def all_directions(self, precision: float) -> tuple[Tensor, Tensor]:
+        """Return γ and the log det over all directions themselves, the same for every sample, (K,)."""
+        theta, like = self.theta, self.xi[:, 0]
+        gamma, log_det = (theta / (theta + precision)).sum(), (theta / precision).log1p().sum()
+        return gamma.expand_as(like), log_det.expand_as(like)
+
+    def rescaled(self, ratio: float) -> Curved:
+        """Return it for σ times a number."""
+        own = {"eta": self.eta / ratio, "S_noise": self.S_noise / ratio}
+        return self._replace(theta=self.theta / ratio**2, **own)
+
+
+def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:
+    """Return log det(I + G / λ) of every sample, (K,), by the eigenvalues of G over a span, with ξ and η there.
+
+    Half from ξ, half from η; the derivative in log λ is minus ``effective_dims``.
+    """
+    log1p = torch.log1p(theta / precision)
+    ratio = torch.where(theta > 0, log1p / theta, 1 / precision)
+    return 0.5 * ((xi.square() * log1p).sum(1) + (eta.square() * ratio).sum(1))
 
 
 class OverSpan:
@@ -33,18 +191,16 @@ class OverSpan:
     def __init__(
         self, problem: Problem, noise: StochasticPrior, span: Span, curvature: str, tolerance: float
     ):
-        self.span, self.share, self._problem = span, span.rows.share, problem
-        self.f, rows = problem.less_shift(span.rows.f), span.rows
+        rows = span.rows
+        self.span, self.share, self._problem = span, rows.share, problem
+        self.f = problem.less_shift(rows.f)
         """The network's outputs for this rank's examples, (N, ..., C)."""
 
         loss = problem.loss(rows.targets, rows.weights)
         if problem.sigma is not None:
             loss = replace(loss, likelihood=loss.likelihood.without_constant())
-        memory = (
-            self.f.numel() * self.f.element_size() * self.share.total / max(1, len(self.f)),
-            span.memory,
-        )
-        many = takes_draws(loss.likelihood, self.f.shape[-1], *memory)
+        nbytes = self.f.numel() * self.f.element_size() * self.share.total / max(1, len(self.f))
+        many = takes_draws(loss.likelihood, self.f.shape[-1], nbytes, span.memory)
         self.expected = Expectations(loss, self.f, self.share, noise.seed, curvature, many)
         self.epsilon = noise.epsilon(self.share.numbers, self.f)
         """ε of this rank's examples, (K, N, ..., C)."""
@@ -54,12 +210,6 @@ class OverSpan:
 
         self._dtype = torch.float64 if self._is_quadratic else self.f.dtype
         self._tolerance = max(0.2 * tolerance, 10 * torch.finfo(problem.dtype).eps)
-        self._searches = Searches(10, self.share.agreed)
-
-    @property
-    def prior(self) -> Prior:
-        """The prior of coordinates."""
-        return Prior(self._problem.layout, torch.ones_like(self.span.xi[0]))
 
     @property
     def is_exact(self) -> bool:
@@ -68,66 +218,58 @@ class OverSpan:
 
     # EM's linear model
 
-    def at(self, q: State) -> Equations:
-        """Return the equations at λ, σ and H of a state."""
+    def at(self, q: State) -> tuple[Curved, StochasticPrior, Curved, Curved]:
+        """Return the problem at H and σ of a state, its noise, its solver, and its search for the mode."""
         self._problem.sweep.say()
         curved: Curved = q.curved
-        spectrum = curved.spectrum
-        noise = StochasticPrior(self.span.xi, spectrum.eta @ spectrum.vectors.T, self.prior)
-        roughly = 0.0 if q.converged or self.is_exact or not self.expected.number else 0.02
-        search = Descent(spectrum, self._searches, self.share.agreed, self._tolerance, roughly)
-        return Equations(curved, noise, q.precision, spectrum, search)
+        prior = Prior(self._problem.layout, torch.ones_like(self.span.xi[0]))
+        noise = StochasticPrior(self.span.xi, curved.eta @ curved.vectors.T, prior)
+        moves = self.expected.number > 0 and not q.converged and not self.is_exact
+        return curved, noise, curved, curved._replace(roughly=ROUGHLY if moves else 0.0)
 
-    def expecting(self, equations: Equations, samples: PosteriorSamples) -> Curved:
+    def expecting(self, curved: Curved, samples: PosteriorSamples, precision: Tensor) -> Curved:
         """Return the problem with the loss in expectation over the posterior, or as it is."""
-        curved: Curved = equations.problem
         if not self.expected.number:
             return curved
         if self.is_exact:
-            theta, vectors, _, _ = curved.spectrum
-            pushed = self._roots(vectors * (theta + equations.precision).rsqrt())
+            pushed = self._roots(curved.vectors * (curved.theta + precision).rsqrt())
         else:
-            pushed = self.span.outputs.push(samples.w)
+            pushed = self.span.push(samples.w)
         return curved._replace(deviations=self.expected.deviations(pushed))
 
     def found(
         self, q: State, samples: PosteriorSamples, mode: LinearMode, problem: Curved
     ) -> State:
         """Return the state with the posterior, and the bound on its log evidence."""
-        precision, spectrum, gamma = float(q.precision), problem.spectrum, samples.effective_dims
+        precision, gamma, exact = float(q.precision), samples.effective_dims, self.is_exact
         targets = self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
-        log_dets, exact = spectrum.log_dets(precision), self.is_exact
+        dets = problem.log_dets(precision)
         if exact:
-            gamma, log_dets = spectrum.exact(precision)
+            gamma, dets = problem.all_directions(precision)
         loss, norm = mode.loss, mode.w.square().sum()
         if q.sigma is not None:
             count = self._problem.data.facts.num_targets / q.sigma.numel()
-            loss += count * (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
-        kl = precision * norm + log_dets
+            constant = (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
+            loss += count * constant
+        kl = precision * norm + dets
         if problem.deviations is not None:
             kl = kl - gamma.mean()
         if problem.deviations is not None and not exact:
             # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
-            of_xi = (spectrum.xi.square() * (spectrum.eigenvalues / precision).log1p()).sum(1)
-            kl = kl + (log_dets.mean() - log_dets) + (of_xi - of_xi.mean())
+            of_xi = (problem.xi.square() * (problem.theta / precision).log1p()).sum(1)
+            kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
+        gamma, bounds = self.share.agreed(gamma.clone()), self.share.agreed(-loss - 0.5 * kl)
+        q = q._replace(samples=samples.w, gamma=gamma, bounds=bounds)
         outputs = problem.outputs(mode.w)
-        return q._replace(
-            samples=samples.w,
-            gamma=self.share.agreed(gamma.clone()),
-            mean=mode.w,
-            norm=norm,
-            loss=loss,
-            bounds=self.share.agreed(-loss - 0.5 * kl),
-            outputs=outputs,
-            curved=problem._replace(near=(mode.w, outputs)),
-        )
+        curved = problem._replace(near=(mode.w, outputs))
+        return q._replace(mean=mode.w, norm=norm, loss=loss, outputs=outputs, curved=curved)
 
     def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
         sigma, expected = q.sigma, q.curved.expected
         if sigma.dim():
-            y, pushed = expected.loss_of.targets.to(q.outputs), self.span.outputs.push(q.samples)
+            y, pushed = expected.loss_of.targets.to(q.outputs), self.span.push(q.samples)
             each = y, y - q.outputs, pushed.double().square().mean(-1).sqrt()
             squares = torch.stack([part.double().square().flatten(0, -2).sum(0) for part in each])
             targets, residual, dims = self.share.sum(squares).to(sigma)
@@ -143,9 +285,8 @@ class OverSpan:
 
     def first(self, precision: float) -> State:
         """Return the state at this λ and the first H, without a posterior."""
-        like = self.span.xi
-        sigma, H = self._problem.sigma, self.expected.first(self.f.to(self._dtype))
-        q = State(like.new_tensor(precision), sigma, H, torch.zeros_like(like[0]))
+        like, H = self.span.xi, self.expected.first(self.f.to(self._dtype))
+        q = State(like.new_tensor(precision), self._problem.sigma, H, torch.zeros_like(like[0]))
         q = self.curved(q)
         slope = self.expected.loss_and_slope(torch.zeros_like(self.f), None)[1]
         if not q.G.any() and self.share.sum(slope.count_nonzero()):
@@ -173,10 +314,9 @@ class OverSpan:
 
     def widened(self, q: State) -> State:
         """Return the state over the extended span: G grows."""
-        pad = torch.nn.functional.pad
-        more = self.span.size - len(q.mean)
-        q = q._replace(mean=pad(q.mean, (0, more)), samples=pad(q.samples, (0, more)))
-        return self.curved(q, old=q.curved)
+        more = 0, self.span.size - len(q.mean)
+        mean, samples = (torch.nn.functional.pad(part, more) for part in (q.mean, q.samples))
+        return self.curved(q._replace(mean=mean, samples=samples), old=q.curved)
 
     def restarted(self, q: State) -> State:
         """Return the state over the span of its mean, its samples, ξ and η only."""
@@ -186,16 +326,15 @@ class OverSpan:
 
     def curved(self, q: State, old: Curved | None = None) -> State:
         """Return the state with G and η over the span; those of old directions are kept."""
-        outputs, known = self.span.outputs, 0 if old is None else len(q.G)
+        span, known = self.span, 0 if old is None else len(q.G)
         S_noise = q.H.root(self.epsilon) if old is None else old.S_noise
-        m, eta = self.span.size, outputs.pull(S_noise.flatten(1).T.to(self._dtype), known).double()
+        m, eta = span.size, span.pull(S_noise.flatten(1).T.to(self._dtype), known).double()
         G = torch.zeros(m, m - known, dtype=torch.float64, device=eta.device)
-        for rows, part in outputs.parts():
+        for rows, part in span.parts():
             part = part.to(self._dtype)
             HJ = q.H.product(part[:, known:], rows)
-            for i in range(
-                0, m - known, 64
-            ):  # what is on and below the diagonal, if the columns are all
+            # what is on and below the diagonal, if the columns are all
+            for i in range(0, m - known, 64):
                 lower = 0 if known else i
                 G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
         G = self.share.sum(G)
@@ -204,23 +343,16 @@ class OverSpan:
             eta = torch.cat([q.eta, eta], dim=1)
         else:
             G = G.tril() + G.tril(-1).T
-        q = q._replace(G=G, eta=eta, outputs=outputs.push(q.mean[None], self._is_quadratic)[..., 0])
-        return self._with(q, S_noise)
+        return self._with(q._replace(G=G, eta=eta), S_noise)
 
     def _with(self, q: State, S_noise: Tensor) -> State:
-        """Return the state with the eigenvectors of G."""
-        values, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        spectrum = Spectrum(values.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors)
-        expected = self._at_noise(q.sigma)
-        own = (
-            self._problem.likelihood,
-            self._problem.linear_model,
-            expected,
-            self.span,
-            spectrum,
-            S_noise,
-        )
-        return q._replace(curved=Curved(*own, near=(q.mean, q.outputs)))
+        """Return the state with the eigenvectors of G, and J m."""
+        theta, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
+        outputs = self.span.push(q.mean[None], self._is_quadratic)[..., 0]
+        of_G = theta.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors
+        own = self._problem, self._at_noise(q.sigma), self.span
+        curved = Curved(*own, *of_G, S_noise, (q.mean, outputs), self._tolerance)
+        return q._replace(outputs=outputs, curved=curved)
 
     def _at_noise(self, sigma: Tensor | None) -> Expectations:
         """Return the expectations at another σ."""
@@ -232,16 +364,21 @@ class OverSpan:
     # checkpoints
 
     def saved(self, q: State) -> State:
-        """Return what determines a state, for a checkpoint."""
-        rows = TensorList.of(q.H.values, q.outputs, numbers=self.share.numbers)
-        return q._replace(H=rows, outputs=None, curved=None)
+        """Return what determines a state, with H of the examples of all ranks if it has moved."""
+        H, group = None, self.share.group
+        if self.expected.kind != "network":
+            numbers = group.gather(self.share.numbers.to(q.H.values.device))
+            H = group.gather(q.H.values)[numbers.argsort()]
+        return q._replace(H=H, outputs=None, curved=None)
 
-    def restored(self, known: State) -> State:
+    def restored(self, q: State) -> State:
         """Return the state of which ``saved`` has returned a part."""
-        values, outputs = known.H.parts
-        H = self._at_noise(known.sigma).first(self.f.to(self._dtype))._replace(values=values)
-        q = known._replace(H=H, outputs=outputs)
-        return self._with(q, H.root(self.epsilon))
+        H = self._at_noise(q.sigma).first(self.f.to(self._dtype))
+        if q.H is not None:
+            group, here = self.share.group, self.share.numbers.to(q.H.device)
+            every = group.gather(here).sort()[0]
+            H = H._replace(values=q.H[torch.searchsorted(every, here)])
+        return self._with(q._replace(H=H), H.root(self.epsilon))
 
     # from the whole problem
 
@@ -250,54 +387,33 @@ class OverSpan:
 
         ‖residual‖ / √λ bounds the error in posterior standard deviations.
         """
-        if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
-            q = self._with(q, q.H.root(self.epsilon))
-        curved, precision = q.curved, float(q.precision)
-        slope = curved.expected.loss_and_slope(q.outputs, curved.deviations)[1]
-        residuals = self._residuals(q, q.samples, 1.0, slope)
-        inside, (theta, vectors, *_) = self.span.coordinates(residuals), curved.spectrum
-        squares = ((inside @ vectors).square() / (theta + precision)).sum(1)  # which is rounding
-        if not self.span.is_complete:
-            squares += (dots(residuals, residuals) - inside.square().sum(1)).clamp_min(
-                0
-            ) / precision
+        deviations, precision = q.curved.deviations, float(q.precision)
+        # a restored state knows nothing of how it was reached
+        q = self._with(q, q.H.root(self.epsilon) if q.sigma is not None else q.curved.S_noise)
+        curved = q.curved._replace(deviations=deviations)
+        residuals = self._residuals(q, curved.expected.loss_and_slope(q.outputs, deviations)[1])
+        inside = self.span.coordinates(residuals)
+        squares = ((inside @ curved.vectors).square() / (curved.theta + precision)).sum(1)
+        if not self.span.is_complete:  # what is inside is rounding
+            outside = dots(residuals, residuals) - inside.square().sum(1)
+            squares += outside.clamp_min(0) / precision
         squares = self.share.agreed(squares)
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
-        self._searches = Searches(10, self.share.agreed)  # a fit that goes on from here has none
-        return q._replace(errors=errors, certificate=of_samples.sqrt(), residuals=residuals)
+        own = {"certificate": of_samples.sqrt(), "residuals": residuals, "curved": curved}
+        return q._replace(errors=errors, **own)
 
-    def with_evidence(self, q: State) -> State:
-        """Return the state over a span in which the log det of a fixed H is as exact as the samples.
-
-        So far the span was extended for √λ ξ + η. The log det is a sum of functions of ξ and of η,
-        for which the span is extended for √λ ξ - η too.
-        """
-        for _ in range(4):
-            problem, noise, precision, solver, _ = self.at(q)
-            mirrored = optimise_samples(problem, noise._replace(eta=-noise.eta), precision, solver)
-            residuals, before = self._residuals(q, mirrored.w, -1.0), q.bounds.mean()
-            if not (self.span.has_room(len(residuals)) and self.span.widen(residuals)):
-                break
-            q = e_step(self, self.widened(q))
-            if abs(q.bounds.mean() - before) <= 0.2 * self.bound_error(q):
-                break
-        return q
-
-    def _residuals(
-        self, q: State, samples: Tensor, sign: float, slope: Tensor | None = None
-    ) -> Tensor:
-        """Return √λ ξ ± η - (G + λ) w of samples with this sign, (K, P), and that of the mean, if its slope is given."""
-        product = q.H.product(self.span.outputs.push(samples, self._is_quadratic).flatten(0, -2))
-        u = self.f.new_empty(len(product), len(samples) + (slope is not None))
-        torch.sub(sign * q.curved.S_noise.flatten(1).T, product, out=u[:, : len(samples)])
-        if slope is not None:
-            u[:, -1] = -slope.flatten()
-            samples = torch.cat([samples, q.mean[None]])
-        residuals = self.span.pulled(u)
-        self.span.add_scaled(residuals, -float(q.precision) * samples)
-        residuals[: len(q.samples)].add_(self.span.noise, alpha=math.sqrt(q.precision))
+    def _residuals(self, q: State, slope: Tensor) -> Tensor:
+        """Return √λ ξ + η - (G + λ) w of samples, (K, P), and -Jᵀ slope - λ m of the mean."""
+        product = q.H.product(self.span.push(q.samples, self._is_quadratic).flatten(0, -2))
+        u = self.f.new_empty(len(product), len(q.samples) + 1)
+        torch.sub(q.curved.S_noise.flatten(1).T, product, out=u[:, :-1])
+        u[:, -1] = -slope.flatten()
+        residuals = self.span.pull_weights(u)
+        columns = torch.cat([q.samples, q.mean[None]])
+        self.span.add_scaled(residuals, -float(q.precision) * columns)
+        residuals[:-1].add_(self.span.noise, alpha=math.sqrt(q.precision))
         return residuals
 
     def prior_variance(self) -> float:
@@ -306,16 +422,13 @@ class OverSpan:
         The size of logits and log rates is 1. That of continuous targets depends on their units: it
         is the variance of the network's outputs, plus the inverse of H, which is σ².
         """
-        pushed = self.span.outputs.push(self.span.xi)
+        pushed = self.span.push(self.span.xi)
         C, mean = self.f.shape[-1], self.share.mean
         square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
         if not self._problem.likelihood.real_valued:
             return square.mean().item()
-        product = (
-            self.expected.first(self.f.to(self._dtype))
-            .product(pushed.flatten(0, -2))
-            .view(pushed.shape)
-        )
+        H = self.expected.first(self.f.to(self._dtype))
+        product = H.product(pushed.flatten(0, -2)).view(pushed.shape)
         curvature = mean((pushed * product).double().movedim(-1, 0).reshape(-1, C))
         f = self.f.double().reshape(-1, C)
         size = mean((f - mean(f)).square()) + square / curvature
@@ -329,7 +442,7 @@ class OverSpan:
     def _roots(self, root: Tensor) -> Tensor:
         """Return C columns for every example, (N, ..., C, C), whose mean square is its covariance J A⁻¹ Jᵀ, from a root of A⁻¹."""
         root, found = root.to(self.f), [self.f.new_zeros(0, *self.f.shape[1:], self.f.shape[-1])]
-        for _, part in self.span.outputs.parts():
+        for _, part in self.span.parts():
             pushed = (part @ root).view(-1, *self.f.shape[1:], root.shape[1])
             found.append(root_of(pushed @ pushed.mT))
         roots: Tensor = torch.cat(found) * self.f.shape[-1] ** 0.5

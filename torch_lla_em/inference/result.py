@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch_lla_em.inference.em import State
     from torch_lla_em.inference.over_span import OverSpan
 
-EXAMPLES, NUMBERS = 512, 2**21
+EXAMPLES, NUMBERS = 512, 2_000_000
 """Most training examples that are stored for predictions, and most of their values."""
 
 POINTS, SURE, WARMEST = 0.9, 0.15, 2.0
@@ -139,7 +139,7 @@ def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
     (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total
     number = min(N, EXAMPLES, NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
-    pushed = over.span.outputs.push(q.samples)
+    pushed = over.span.push(q.samples)
     places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
     Jw = pushed[rows]
     curved = q.H.product(Jw.flatten(0, -2), rows).view_as(Jw)

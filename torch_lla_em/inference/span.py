@@ -1,17 +1,20 @@
-"""A span of directions v in parameter space, stored with J v for all examples of this rank."""
+"""A span of directions v in parameter space, stored with J v for all examples of this rank.
+
+If the parameters are those of a last linear layer, J w = W h + b for the features h of each site. With T, the weights of the
+directions, J V = h T: products with few columns take hardly more than one with h, J V need not be stored, and no pass
+over the data is needed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Share
-from torch_lla_em.inference.outputs import SpanOutputs
+from torch_lla_em.data import Batch
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
-from torch_lla_em.runtime import TensorList, new_key
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
 NEW = 1e-4
@@ -25,7 +28,7 @@ class NoSpan(Exception):
 class Span:
     """An orthonormal basis V of scaled parameters z = w / scale, with J V for all examples.
 
-    The basis is kept in the blocks that it grew by, so that it is never copied.
+    Basis and J V are kept in the blocks that they grew by, so that they are never copied.
     """
 
     def __init__(
@@ -37,16 +40,25 @@ class Span:
         self.sites = sites
         """Which sites of dense outputs are the rows; None: all examples, with all their sites."""
 
-        self._keys = new_key(), new_key(), new_key(), new_key()
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
+        """V, each (k, P)."""
+
+        self._J: list[Tensor] = []
+        """J V, each (N ... C, k); empty if it is computed from features."""
+
+        self._tables: list[Tensor] = []
+        """T, each (D C, k), if there are features."""
+
+        self._features: Tensor | None = None
+        """h of all sites, with a 1 if the layer has a bias, (N ..., D)."""
+
         self._rows: Outputs | None = None
-        self._outputs: SpanOutputs | None = None
         self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
         """The coordinates of ξ, (K, m)."""
 
-    def keep(self, noise: Tensor) -> None:
-        """Take another ξ, before there are directions."""
-        self.noise, self.xi = noise, self.xi[: len(noise)]
+    def keep(self, count: int) -> None:
+        """Keep so many of the samples' ξ, before there are directions."""
+        self.noise, self.xi = self.noise[:count], self.xi[:count]
 
     @property
     def size(self) -> int:
@@ -61,11 +73,9 @@ class Span:
         return self._rows
 
     @property
-    def outputs(self) -> SpanOutputs:
-        """J V, once there are directions."""
-        if self._outputs is None:
-            raise NoSpan
-        return self._outputs
+    def stored(self) -> list[Tensor]:
+        """What is stored of the outputs: T if there are features, otherwise J V."""
+        return self._J if self._features is None else self._tables
 
     @property
     def is_complete(self) -> bool:
@@ -79,79 +89,80 @@ class Span:
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions, with twice their J v, in bytes."""
         of_data, P = self._problem.data, self.noise.shape[1]
-        of_J = (
-            of_data.facts.num_outputs if self.sites is None else self.sites.outputs
-        ) * of_data.largest_share
-        if self._outputs is not None and self._outputs.features is not None:
-            of_J = P  # T in place of J V, for which there is half of the memory
+        every = of_data.facts.num_outputs if self.sites is None else self.sites.outputs
+        # T in place of J V, for which there is half of the memory
+        of_J = every * of_data.largest_share if self._features is None else P
         return float(directions * (P + 2 * of_J) * self.noise.element_size())
+
+    # directions
 
     def widen(self, *directions: Tensor) -> bool:
         """Add directions (k, P); return whether any was new and the order of examples is the same."""
         z = directions[0] if len(directions) == 1 else torch.cat(directions)
         z = z / dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
         for _ in range(2):
-            for block in self._blocks:
+            for block in self.blocks:
                 add_combined(z, overlap(z, block), block, -1)
             z, _ = orthonormalise(z, NEW)
-        if not len(z):
-            return False
+        return len(z) > 0 and self.add(z)
+
+    def add(self, z: Tensor) -> bool:
+        """Add an orthonormal block, by a pass for J z; return whether the order of examples is the same."""
         w, problem = self.prior.scale * z, self._problem
-        if self._outputs is None:
-            self._take_features()
-        if self._outputs is not None and self._outputs.features is not None:
+        if self._rows is None:
+            pushed = problem.features(self._take)
+            found = None if pushed is None else self._gathered(pushed, 1)
+            if found is not None:
+                self._features = found.Jw[0].clone()
+                self._rows = found._replace(Jw=found.Jw[:0].clone())
+        if self._features is not None:
             problem.cost.add(0.5 * len(w))
-            self._outputs.add(self._outputs.table(w, self.prior.layout))
+            self._store(self._table(w))
         else:
             found = self._gathered(problem.push_forward(w, self._take), len(w))
             if found is None or not (self._rows is None or self._rows.is_followed_by(found)):
                 return False
             self._rows = self._rows or found._replace(Jw=found.Jw[:0].clone())
-            self._outputs = self._outputs or SpanOutputs(found.share, found.f.shape)
-            self._outputs.add(found.Jw.flatten(1).T.contiguous())
-        self._blocks.append(z)
+            self._store(found.Jw.flatten(1).T.contiguous())
+        self.blocks.append(z)
         self.xi = torch.cat([self.xi, gram(self.noise, z)], dim=1)
         return True
-
-    def _take_features(self) -> None:
-        """Take the features of a last layer, which make all other passes over the data superfluous."""
-        problem = self._problem
-        pushed = problem.features(self._take)
-        found = None if pushed is None else self._gathered(pushed, 1)
-        if found is not None:
-            self._rows = found._replace(Jw=found.Jw[:0].clone())
-            self._outputs = SpanOutputs(found.share, found.f.shape, found.Jw[0], self.memory / 2)
-
-    def _take(self, batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Tensor, Tensor]:
-        """Return what is kept of a batch, its outputs and J w, (K, B, ..., C), or features."""
-        return (
-            (batch, f, Jw) if self.sites is None else self.sites.take(self._problem, batch, f, Jw)
-        )
-
-    def _gathered(self, pushed: list[tuple[Batch, Tensor, Tensor]], columns: int) -> Outputs | None:
-        return gathered(
-            self._problem, pushed, columns, 1 if self.sites is None else self.sites.most
-        )
-
-    def pulled(self, u: Tensor) -> Tensor:
-        """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass."""
-        if self.outputs.features is not None:
-            self._problem.cost.add(0.5 * u.shape[1])
-            return self.outputs.pull_weights(u, self.prior.layout).mul_(self.prior.scale)
-        found = pull_back(
-            self._problem, u.T.reshape(u.shape[1], *self.outputs.shape), self.rows, self.sites
-        )
-        if found is None:
-            raise NoSpan
-        return found.mul_(self.prior.scale)
 
     def restart(self, coordinates: Tensor) -> Tensor:
         """Restrict the span to ξ and these coordinates, (k, m); return the new basis in the old, (m, r)."""
         turn: Tensor = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)[0]
-        self._blocks = [self.scaled(some) for some in turn.T.split(len(self.xi))]
-        self.outputs.turn(turn)
-        self.xi, self._keys = self.xi @ turn, (new_key(), new_key(), *self._keys[2:])
+        self.blocks = [self.scaled(some) for some in turn.T.split(len(self.xi))]
+        turned, start = self.stored[0].new_zeros(len(self.stored[0]), turn.shape[1]), 0
+        for block in self.stored:
+            turned.addmm_(block, turn[start : start + block.shape[1]].to(block))
+            start += block.shape[1]
+        self._J, self._tables, self.xi = [], [], self.xi @ turn
+        self._store(turned)
         return turn
+
+    def _take(self, batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Tensor, Tensor]:
+        """Return what is kept of a batch, its outputs and J w, (K, B, ..., C), or features."""
+        if self.sites is None:
+            return batch, f, Jw
+        return self.sites.take(self._problem, batch, f, Jw)
+
+    def _gathered(self, pushed: list[tuple[Batch, Tensor, Tensor]], columns: int) -> Outputs | None:
+        each = 1 if self.sites is None else self.sites.most
+        return gathered(self._problem, pushed, columns, each)
+
+    def _store(self, block: Tensor) -> None:
+        """Store J V (N C, k), or T (D C, k) if there are features, with J V while it takes half of the memory."""
+        if self._features is None:
+            self._J.append(block)
+            return
+        self._tables.append(block)
+        columns = sum(table.shape[1] for table in self._tables)
+        if columns * self.rows.f.numel() * block.element_size() > self.memory / 2:
+            self._J.clear()
+        elif len(self._J) == len(self._tables) - 1:
+            self._J.append(self._of_features(self._features, block))
+
+    # weights
 
     def weights(self, coordinates: Tensor) -> Tensor:
         """Return the weights (k, P) of coordinates (k, m)."""
@@ -165,37 +176,90 @@ class Span:
 
     def add_scaled(self, total: Tensor, coordinates: Tensor) -> None:
         """Add Vᵀ c to a total, (k, P), in place."""
-        for block, some in zip(self._blocks, coordinates.split([*map(len, self._blocks)], dim=1)):
+        for block, some in zip(self.blocks, coordinates.split([*map(len, self.blocks)], dim=1)):
             add_combined(total, some, block)
 
     def coordinates(self, z: Tensor) -> Tensor:
         """Return the coordinates V z of scaled weights (k, P), (k, m), in float64."""
-        return torch.cat([overlap(z, block) for block in self._blocks], dim=1).double()
+        return torch.cat([overlap(z, block) for block in self.blocks], dim=1).double()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state of the span, for ``restore``."""
-        numbers, known, J = self.rows.share.numbers, self.rows, self.outputs
-        h = [] if J.features is None else [J.features]
-        of_all = [part for part in (known.f, known.targets, known.weights) if part is not None]
-        return {
-            "basis": TensorList(self._keys[0], list(self._blocks)),
-            "J": TensorList(self._keys[1], list(J.stored), None if h else numbers),
-            "features": TensorList(self._keys[2], h, numbers),
-            "rows": TensorList(self._keys[3], of_all, numbers),
-            "xi": self.xi,
-            "memory": self.memory,
-        }
+    def pull_weights(self, u: Tensor) -> Tensor:
+        """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass, or by features."""
+        shape, layout = self.rows.f.shape, self.prior.layout
+        if self._features is None:
+            per_example = u.T.reshape(u.shape[1], *shape)
+            found = pull_back(self._problem, per_example, self.rows, self.sites)
+            if found is None:
+                raise NoSpan
+            return found.mul_(self.prior.scale)
+        self._problem.cost.add(0.5 * u.shape[1])
+        pulled = self._transposed(u).view(-1, shape[-1], u.shape[1])
+        counts = [size // shape[-1] for size in layout.sizes]  # of the weight, and of the bias
+        parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]
+        return self.rows.share.sum(torch.cat(parts, 1)).mul_(self.prior.scale)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
-        basis, J, h, rows = (state[name] for name in ("basis", "J", "features", "rows"))
-        self._keys, self._blocks = (basis.key, J.key, h.key, rows.key), list(basis.parts)
-        data, (f, targets, *weights) = self._problem.data, rows.parts
-        each = 1 if self.sites is None else self.sites.most
-        share = Share(rows.numbers, each * data.facts.num_rows, data.group)
-        self._rows = Outputs(share, f, targets, f[None][:0], *weights)
-        self.xi, self.memory = state["xi"], state["memory"]
-        self.noise = self.noise[: len(self.xi)]
-        self._outputs = SpanOutputs(share, f.shape, next(iter(h.parts), None), self.memory / 2)
-        for block in J.parts:
-            self._outputs.add(block)
+    # outputs
+
+    def push(self, coordinates: Tensor, exact: bool = False) -> Tensor:
+        """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m); in float64 if ``exact``."""
+        by_features, start = self._takes_features(len(coordinates)), 0
+        blocks = self._tables if by_features else self._J
+        dtype = torch.float64 if exact else blocks[0].dtype
+        total = blocks[0].new_zeros(len(blocks[0]), len(coordinates), dtype=dtype)
+        c = coordinates.T.to(total)
+        for block in blocks:
+            total.addmm_(block.to(dtype), c[start : start + block.shape[1]])
+            start += block.shape[1]
+        if by_features:
+            total = self._of_features(self._features, total)
+        return total.view(*self.rows.f.shape, len(coordinates))
+
+    def pull(self, u: Tensor, start: int = 0) -> Tensor:
+        """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every rank."""
+        by_features = self._takes_features(u.shape[1])
+        u = self._transposed(u) if by_features else u
+        found, at = [u.new_zeros(u.shape[1], 0)], 0
+        for block in self._tables if by_features else self._J:
+            first = max(0, start - at)
+            at += block.shape[1]
+            if first < block.shape[1]:
+                found.append(u.T @ block[:, first:].to(u.dtype))
+        return self.rows.share.sum(torch.cat(found, 1))
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of examples with their J V, (n ... C, m), which fit into the cache if J V is stored."""
+        outputs = self.rows.f.shape[1:].numel()
+        step = max(1, (1 << (19 if self._J else 24)) // (outputs * max(self.size, 1)))
+        for start in range(0, len(self.rows.f), step):
+            rows = slice(start, start + step)
+            if self._J:
+                near = slice(start * outputs, (start + step) * outputs)
+                yield rows, torch.cat([block[near] for block in self._J], 1)
+            else:
+                h = self._features[rows]
+                yield rows, torch.cat([self._of_features(h, block) for block in self._tables], 1)
+
+    # a last layer
+
+    def _table(self, w: Tensor) -> Tensor:
+        """Return T, (D C, k), of weights (k, P)."""
+        sizes, C = self.prior.layout.sizes, self.rows.f.shape[-1]
+        rows = [part.view(len(w), C, -1).permute(2, 1, 0) for part in w.split(sizes, 1)]
+        return torch.cat(rows).reshape(-1, len(w)).to(self._features)
+
+    def _takes_features(self, columns: int) -> bool:
+        """Whether a product takes less time by features than by J V; with few columns both take as long as reading."""
+        if self._features is None or not self._J:
+            return self._features is not None
+        return columns <= 4 or self._features.shape[-1] <= self.size
+
+    def _of_features(self, features: Tensor, table: Tensor) -> Tensor:
+        """Return h T, (n ... C, k)."""
+        h = features.flatten(0, -2)
+        return (h.to(table.dtype) @ table.view(h.shape[1], -1)).view(-1, table.shape[1])
+
+    def _transposed(self, u: Tensor) -> Tensor:
+        """Return hᵀ u, (D C, k), for u (N ... C, k)."""
+        h = self._features.flatten(0, -2)
+        pulled = u.reshape(len(h), self.rows.f.shape[-1] * u.shape[1]).T @ h.to(u.dtype)
+        return pulled.T.reshape(-1, u.shape[1])

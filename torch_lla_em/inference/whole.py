@@ -6,8 +6,6 @@ It serves layerwise priors, a solver chosen by the user, and data for which a sp
 from __future__ import annotations
 
 import copy
-import logging
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, nan
@@ -16,31 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.em import Equations, State, e_step, m_step
-from torch_lla_em.inference.linear_mode import LinearMode, first_mode
+from torch_lla_em.inference.em import State, e_step, m_step
+from torch_lla_em.inference.linear_mode import LinearMode
 from torch_lla_em.inference.mackay import count_and_rounding
 from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.posterior_samples import PosteriorSamples, Solver
-from torch_lla_em.inference.quadrature import log_dets, log_evidences
+from torch_lla_em.inference.over_span import log_dets
+from torch_lla_em.inference.posterior_samples import PosteriorSamples
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import Newton, dot, dots, norm
-
-logger = logging.getLogger("torch_lla_em")
+from torch_lla_em.runtime import report
+from torch_lla_em.solvers import Newton, block_lanczos, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
-"""Errors of samples and mode while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
+"""Errors of samples and mean while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
 
 
 class Whole:
     """EM's linear model by passes over the data."""
 
     def __init__(
-        self, problem: Problem, noise: StochasticPrior, solver: Solver, is_linear: bool = False
+        self, problem: Problem, noise: StochasticPrior, solver: Any, is_linear: bool = False
     ):
-        self.problem, self.noise, self.prior = problem, noise, noise.prior
-        self._solver: Any = solver
+        self.problem, self.noise, self.prior, self._solver = problem, noise, noise.prior, solver
         self._errors, self._is_linear = (OF_SAMPLES, OF_MODE), is_linear
         """Errors of samples and mode, and whether H is that at the mode, instead of that at the network's outputs."""
 
@@ -50,8 +46,8 @@ class Whole:
         other._errors = tolerance, tolerance
         return other
 
-    def at(self, q: State) -> Equations:
-        """Return the equations at λ and σ of a state; η is drawn again if σ has one value per output."""
+    def at(self, q: State) -> tuple[Problem, StochasticPrior, Any, Newton]:
+        """Return the problem at λ and σ of a state, its noise, and the solvers; η is drawn again if there is a σ per output."""
         problem, noise, (of_samples, of_mode) = self.problem, self.noise, self._errors
         if q.sigma is not None and not torch.equal(q.sigma, problem.sigma):
             last = problem.sigma
@@ -65,13 +61,10 @@ class Whole:
             problem = problem.with_curvature_at(q.mean)
             noise = noise.drawn_again(problem)
         newton = Newton(max(of_mode, 10 * torch.finfo(problem.dtype).eps))
-        return Equations(
-            problem, noise, q.precision, replace(self._solver, tolerance=of_samples), newton
-        )
+        return problem, noise, replace(self._solver, tolerance=of_samples), newton
 
-    def expecting(self, equations: Equations, samples: PosteriorSamples) -> Problem:
+    def expecting(self, problem: Problem, samples: PosteriorSamples, precision: Tensor) -> Problem:
         """Return the problem: its loss is that at the mode."""
-        problem: Problem = equations.problem
         return problem
 
     def found(
@@ -105,60 +98,27 @@ class Whole:
 
     def _sums_of_outputs(self, q: State) -> Tensor:
         """Return Σ (y - J m)², Σ y² and γ of every output, (3, C)."""
-        columns = torch.cat([q.mean[None], q.samples])
-        total = torch.zeros(
-            len(columns) + 1, len(q.sigma), dtype=torch.float64, device=columns.device
-        )
+        columns, total = torch.cat([q.mean[None], q.samples]), 0.0
         for batch, _, Jw in q.curved.push_forward(columns):
             y = q.curved.loss(batch.targets, None).targets.to(Jw)[None]
-            squares = torch.cat([y, y - Jw[:1], Jw[1:]]).double().square()
-            total += squares.flatten(1, -2).sum(1).to(total.device)
-        total = q.curved.data.group.sum(total).to(q.sigma.device)
-        return torch.stack([total[1], total[0], total[2:].mean(0) / q.sigma**2])
-
-
-def log_evidence(problem: Problem, fit: FitResult, options: FitOptions) -> Estimate:
-    """Return log p(y | λ, σ) of a fit by a solver, by up to 120 passes over the data of the fit."""
-    problem.noise_features(1, options.seed, with_squares=False)  # the moments of the targets
-    problem.take(fit.sigma_noise, problem.moments, problem.network_noise)
-    if options.curvature == "linear":
-        problem = problem.with_curvature_at(fit.w_lin)
-    noise = with_noise(problem, fit.w_samples, fit.scale, options.seed, options.layerwise)
-    noise, precision = noise.drawn_again(problem), fit.prior_precision
-    loss, _ = problem.loss_and_gradient(fit.w_lin)
-    dets = log_dets(problem, noise, precision)
-    return Estimate.of(log_evidences(loss, precision, noise.prior.squared_norm(fit.w_lin), dets))
-
-
-def first(whole: Whole, precision: Tensor) -> State:
-    """Return the state at a first λ, without a posterior."""
-    mean = first_mode(whole.problem, whole.prior, precision)
-    return State(precision, whole.problem.sigma, mean=mean)
+            squares = torch.cat([y - Jw[:1], y, Jw[1:]]).double().square()
+            total = total + squares.flatten(1, -2).sum(1).to(columns.device)
+        zeros = columns.new_zeros(len(columns) + 1, len(q.sigma), dtype=torch.float64)
+        total = q.curved.data.group.sum(zeros + total).to(q.sigma.device)
+        return torch.stack([total[0], total[1], total[2:].mean(0) / q.sigma**2])
 
 
 def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:
     """Yield the posterior of every step, and the state with the λ and σ that follow, until it says why EM ended."""
     while em_steps and not q.why:
         found = e_step(whole, q)
-        plain, sigma = m_step(whole, found)
-        changes = _changes(found, plain, sigma)
-        precision, last = plain, None
-        if not plain.dim():
-            last = math.log(found.precision), math.log(plain)
-            precision = _accelerated(found, last) if sigma is None else plain
+        precision, sigma = m_step(whole, found)
+        changes = _changes(found, precision, sigma)
         number = q.number + 1
         rest = number > 2 and _left(q.moved, changes) < 1
         why = "converged" if rest else "all steps" if number >= em_steps else ""
-        q = found._replace(
-            precision=precision,
-            sigma=sigma,
-            number=number,
-            last=last,
-            moved=changes,
-            converged=rest,
-            why=why,
-            curved=None,
-        )
+        q = found._replace(precision=precision, sigma=sigma, curved=None)
+        q = q._replace(number=number, moved=changes, converged=rest, why=why)
         yield found, q
 
 
@@ -175,22 +135,11 @@ def _changes(q: State, precision: Tensor, sigma: Tensor | None) -> Tensor:
     return torch.cat([changes, of_noise.view(1).to(changes)])
 
 
-def _accelerated(q: State, last: tuple[float, float]) -> Tensor:
-    """Return λ by a secant through MacKay's updates here and at the step before, or the update where none is safe."""
-    (here, there), slope = last, 0.0
-    if q.last is not None and here != q.last[0]:
-        slope = (there - q.last[1]) / (here - q.last[0])
-    if not -1 < slope < 0.9:  # negative: it overshoots from both sides
-        slope = 0.0
-    return q.precision * math.exp((there - here) / (1 - slope))
-
-
 def _left(before: Any, changes: Tensor) -> float:
     """Return a bound on the remaining distances of geometric convergences, from two changes of each."""
     ratio = changes / torch.as_tensor(before, device=changes.device).clamp_min(1e-300)
-    return (
-        torch.where(ratio < 1, changes * (ratio / (1 - ratio)).clamp_min(1), changes).max().item()
-    )
+    further = changes * (ratio / (1 - ratio)).clamp_min(1)
+    return torch.where(ratio < 1, further, changes).max().item()
 
 
 def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
@@ -199,8 +148,7 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
     It is the curvature G along the gradient at w = 0, in scaled coordinates: for larger λ the data
     hardly change the mode. For layerwise priors it is the mean of diag(G).
     """
-    scale = noise.prior.scale
-    features = scale * noise.eta
+    scale, features = noise.prior.scale, noise.prior.scale * noise.eta
     mean = dots(features, features).mean() / noise.prior.num_weights().sum().clamp_min(1)
     start = mean.clamp_min(1e-8).item()
     if layerwise:
@@ -211,3 +159,42 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
         return start
     direction = (gradient / size)[None]
     return max(start, dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
+
+
+def log_evidence(problem: Problem, fit: FitResult, options: FitOptions) -> Estimate:
+    """Return log p(y | λ, σ) of a fit by a solver, by up to 120 passes over the data of the fit.
+
+    -Σ loss(J w_lin, y) - ½ ‖w_lin‖²_Λ - ½ log det(I + Λ^{-1/2} G Λ^{-1/2}), by block Lanczos from ξ and from Λ^{-1/2} η.
+    """
+    problem.noise_features(1, options.seed, with_squares=False)  # the moments of the targets
+    problem.take(fit.sigma_noise, problem.moments, problem.network_noise)
+    if options.curvature == "linear":
+        problem = problem.with_curvature_at(fit.w_lin)
+    noise = with_noise(problem, fit.w_samples, fit.scale, options.seed, options.layerwise)
+    noise, precision = noise.drawn_again(problem), fit.prior_precision
+    loss, _ = problem.loss_and_gradient(fit.w_lin)
+    dets = log_dets_by_passes(problem, noise, precision)
+    norms = (precision * noise.prior.squared_norm(fit.w_lin)).sum()
+    return Estimate.of(-loss - 0.5 * norms - 0.5 * dets)
+
+
+def log_dets_by_passes(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Tensor:
+    """Return log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,), over the Krylov spaces of ξ and of Λ^{-1/2} η."""
+    deviation = noise.prior.deviation(precision)
+    product, total = WhitenedGGN(problem, deviation), torch.zeros((), device="cpu")
+    for is_xi, rows in ((True, noise.xi), (False, deviation * noise.eta)):
+        found = rows.new_zeros(len(rows), dtype=torch.float64)
+        for number, (values, there) in enumerate(block_lanczos(product, rows), 1):
+            halves = (there, 0 * there) if is_xi else (0 * there, there)
+            last, found = found, log_dets(values, *halves, 1.0)
+            if (found - last).mean().abs() < 1e-4 * found.mean():
+                break
+            if number == 60:
+                report(
+                    "warn",
+                    "The log evidence has not settled after 60 passes. Start from a larger "
+                    "prior_precision, or use float64.",
+                )
+                break
+        total = total.to(found) + found
+    return total

@@ -1,7 +1,7 @@
 """Memory, time, precision, warnings, files, ranks of a process group, and random numbers by key."""
 
 from torch_lla_em.runtime.budget import Budget
-from torch_lla_em.runtime.files import TensorList, new_key, write_atomically
+from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
@@ -35,7 +35,6 @@ __all__ = [
     "Compute",
     "DoesNotFit",
     "Group",
-    "TensorList",
     "Turns",
     "check_choice",
     "check_options",
@@ -46,7 +45,6 @@ __all__ = [
     "group_of",
     "is_shortage",
     "least_share",
-    "new_key",
     "normal",
     "normals",
     "or_float64",

@@ -13,7 +13,7 @@ from inspect import getclosurevars
 from os import PathLike
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from uuid import uuid4
 from zipfile import BadZipFile, ZipFile
 
@@ -216,27 +216,3 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
         return f"{head}{{{', '.join(entries)}}}"
     text = getattr(value, "__qualname__", None) or str(value)
     return text if isinstance(value, str) else _ADDRESS.sub("", text)
-
-
-class TensorList(NamedTuple):
-    """A growing list of tensors, each of which a checkpoint writes only once."""
-
-    key: str
-    """A unique name: see ``new_key``."""
-
-    parts: list[Any]
-    """The tensors; in a file of a checkpoint the names of the blocks of each."""
-
-    numbers: Tensor | None = None
-    """Numbers of the examples whose rows the tensors have, which differ between ranks; None: every rank has
-    the whole tensors."""
-
-    @classmethod
-    def of(cls, *parts: Tensor, numbers: Tensor | None = None) -> TensorList:
-        """Return a new list of these tensors."""
-        return cls(new_key(), list(parts), numbers)
-
-
-def new_key() -> str:
-    """Return a unique name for a new ``TensorList``."""
-    return uuid4().hex

@@ -1,6 +1,5 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
-from torch_lla_em.solvers.bfgs import BFGS, Searches
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.lanczos import block_lanczos
 from torch_lla_em.solvers.newton import Minimum, Newton
@@ -28,7 +27,6 @@ from torch_lla_em.solvers.space import (
 )
 
 __all__ = [
-    "BFGS",
     "SGD",
     "BlockCG",
     "DivergenceError",
@@ -37,7 +35,6 @@ __all__ = [
     "Newton",
     "Operator",
     "Product",
-    "Searches",
     "Solution",
     "add_combined",
     "block_lanczos",

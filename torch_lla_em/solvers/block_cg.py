@@ -77,19 +77,6 @@ class BlockCG:
             x, used = self._descend(product, b, solution, residual)
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
-    def roughly(self, product: Operator, b: Tensor) -> Tensor:
-        """Solve (A + I) X = B from 0 by the recursion, whose true residual is not computed.
-
-        Args:
-            product (Operator): The product with A.
-            b (Tensor): B, shape (K, P).
-
-        Returns:
-            X, about as exact as the tolerance, or what the passes have reached.
-        """
-        x = torch.zeros_like(b)
-        return self._descend(product, b, Solution.of(b, x, b), b)[0]
-
     def _descend(
         self, product: Operator, b: Tensor, solution: Solution, residual: Tensor
     ) -> tuple[Tensor, int]:

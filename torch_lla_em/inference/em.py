@@ -86,10 +86,10 @@ class State(NamedTuple):
     norm: Tensor | None = None
     """‖m‖² in scaled parameters, () or (blocks,)."""
 
-    # what follows
-
     outputs: Tensor | None = None
     """J m, (N, ..., C), over a span."""
+
+    # what follows
 
     curved: Any = None
     """The problem at this H and σ."""

@@ -61,7 +61,7 @@ class FitOptions:
 def choose_curvature(problem: Problem, options: FitOptions) -> str:
     """Return where H is evaluated: at the "network"'s outputs, the "linear" mode, or "variational", in expectation."""
     classes = problem.data.facts.num_outputs // max(problem.data.facts.num_targets, 1)
-    kind, why = options.curvature or "variational", "its predictions are the best"
+    kind, why = options.curvature or "variational", "it is chosen, or by default"
     if problem.likelihood.is_quadratic:
         kind, why = "network", "H is constant for a Gaussian likelihood"
     elif options.takes_solver:

@@ -100,64 +100,57 @@ class Curved(NamedTuple):
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
         """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS, whose first inverse is that by G."""
-        deviation, problem, size = loss.deviation, loss.problem, len(start)
+        deviation, problem, passes = loss.deviation, loss.problem, 0
         precision, agreed = float(deviation[0]) ** -2, self.span.rows.share.agreed
-        eps = torch.finfo(self.span.noise.dtype).eps  # values are rounded as the outputs are
         pairs: list[tuple[Tensor, Tensor, Tensor]] = []
 
-        def inverse(gradient: Tensor) -> Tensor:
-            """Return the product with the inverse, corrected by the steps so far."""
-            shares = []
-            for step, change, scale in reversed(pairs):
-                shares.append(scale * (step @ gradient))
-                gradient = gradient - shares[-1] * change
-            found = self.vectors @ ((self.vectors.T @ gradient) / (self.theta + precision))
-            for (step, change, scale), share in zip(pairs, reversed(shares)):
-                found = found + (share - scale * (change @ found)) * step
-            return found
-
-        def at(
-            c: Tensor, along: Tensor, before: Tensor | None
-        ) -> tuple[Tensor, Tensor, list[float]]:
-            """Return the slope, the step from there, and the numbers that decide, which are those of rank 0."""
+        def at(c: Tensor) -> tuple[float, float, Tensor]:
+            """Return the loss, the objective and its slope, which are those of rank 0."""
             of_loss, gradient = problem.loss_and_gradient(c)
-            slope, square = gradient + precision * c, precision * (c @ c).item()
-            if before is not None:
-                change = slope - before
-                curvature = along @ change
-                if curvature > 1e-12 * along.norm() * change.norm():
-                    pairs.append((along, change, 1 / curvature))
-            step = -inverse(slope)
-            numbers = slope.new_tensor([of_loss, of_loss + 0.5 * square, square])
-            slopes = torch.stack([-slope @ step, slope @ along, slope.norm()])
-            found = agreed(torch.cat([step, numbers, slopes]))
-            return slope, found[:size], found[size:].tolist()
+            both = agreed(torch.cat([gradient, gradient.new_tensor([of_loss])]))
+            of_loss, slope = both[-1].item(), both[:-1] + precision * c
+            return of_loss, of_loss + 0.5 * precision * (c @ c).item(), slope
+
+        def step_from(slope: Tensor) -> tuple[Tensor, float]:
+            """Return the step, by the inverse that earlier steps have corrected, and its product with the slope."""
+            shares, rest = [], slope
+            for along, change, scale in reversed(pairs):
+                shares.append(scale * (along @ rest))
+                rest = rest - shares[-1] * change
+            step = self.vectors @ ((self.vectors.T @ rest) / (self.theta + precision))
+            for (along, change, scale), share in zip(pairs, reversed(shares)):
+                step = step + (share - scale * (change @ step)) * along
+            step = -agreed(step)
+            return step, -(slope @ step).item()
 
         c = start * deviation
-        slope, step, (of_loss, value, square, fall, _, steep) = at(c, c, None)
-        length, idle, passes = 1.0, 0, 1
-        while passes <= self.most:
-            require_finite(abs(value) + steep)
+        of_loss, value, slope = at(c)
+        length, idle = 1.0, 0
+        while passes < self.most:
+            require_finite(abs(value) + slope.norm().item())
+            (step, fall), square = step_from(slope), precision * (c @ c).item()
             small = self.tolerance * (precision * square) ** 0.5
-            if idle > 12 or steep <= small or fall <= self.roughly**2 * square:
+            if idle == 12 or fall <= self.roughly**2 * square or slope.norm().item() <= small:
                 break
-            along = length * step
-            slope_there, there, (of_there, value_there, *others) = at(c + along, along, slope)
-            passes, rounding = passes + 1, eps * abs(value)
-            idle = 0 if value_there < value - rounding else idle + 1
-            # rounding may hide that a step is good
-            lower = value_there < value or (
-                others[1] < fall and value_there <= value + 100 * rounding
-            )
+            step, passes = length * step, passes + 1
+            of_new, new, slope_new = at(c + step)
+            # values are rounded as the outputs are, and may hide that a step is good
+            rounding = torch.finfo(self.span.noise.dtype).eps * abs(value)
+            idle, lower = 0 if new < value - rounding else idle + 1, new < value
+            if not lower and new <= value + 100 * rounding:
+                lower = step_from(slope_new)[1] < fall
             if lower or self.most == 2:
-                c, slope, step, length = c + along, slope_there, there, 1.0
-                of_loss, value, (square, fall, _, steep) = of_there, value_there, others
+                change = slope_new - slope
+                curvature = step @ change
+                if curvature > 1e-12 * step.norm() * change.norm():
+                    pairs.append((step, change, 1 / curvature))
+                c, of_loss, value, slope, length = c + step, of_new, new, slope_new, 1.0
             else:  # to where the gradient along the step vanishes, if it is linear
-                down = length * fall
-                share = down / max(down + max(others[2], 2 * (value_there - value)), 1e-300)
+                down, rise = length * fall, max((slope_new @ step).item(), 2 * (new - value))
+                share = down / max(down + rise, 1e-300)
                 length *= min(0.5, max(0.05, share if share == share else 0.0))
-        error = steep / max(precision * c.norm().item(), 1e-300)
-        return Minimum(c / deviation, of_loss, error, passes, True)
+        error = slope.norm().item() / max(precision * c.norm().item(), 1e-300)
+        return Minimum(c / deviation, of_loss, error, passes + 1, True)
 
     def log_dets(self, precision: float) -> Tensor:
         """Return log det(I + G / λ) of every sample, (K,)."""
@@ -343,16 +336,15 @@ class OverSpan:
             eta = torch.cat([q.eta, eta], dim=1)
         else:
             G = G.tril() + G.tril(-1).T
-        return self._with(q._replace(G=G, eta=eta), S_noise)
+        outputs = span.push(q.mean[None], self._is_quadratic)[..., 0]
+        return self._with(q._replace(G=G, eta=eta, outputs=outputs), S_noise)
 
     def _with(self, q: State, S_noise: Tensor) -> State:
-        """Return the state with the eigenvectors of G, and J m."""
+        """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        outputs = self.span.push(q.mean[None], self._is_quadratic)[..., 0]
         of_G = theta.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors
         own = self._problem, self._at_noise(q.sigma), self.span
-        curved = Curved(*own, *of_G, S_noise, (q.mean, outputs), self._tolerance)
-        return q._replace(outputs=outputs, curved=curved)
+        return q._replace(curved=Curved(*own, *of_G, S_noise, (q.mean, q.outputs), self._tolerance))
 
     def _at_noise(self, sigma: Tensor | None) -> Expectations:
         """Return the expectations at another σ."""
@@ -364,21 +356,20 @@ class OverSpan:
     # checkpoints
 
     def saved(self, q: State) -> State:
-        """Return what determines a state, with H of the examples of all ranks if it has moved."""
-        H, group = None, self.share.group
-        if self.expected.kind != "network":
-            numbers = group.gather(self.share.numbers.to(q.H.values.device))
-            H = group.gather(q.H.values)[numbers.argsort()]
-        return q._replace(H=H, outputs=None, curved=None)
+        """Return what determines a state, with J m and, if it has moved, H for the examples of all ranks."""
+        group, device = self.share.group, q.outputs.device
+        order = group.gather(self.share.numbers.to(device)).argsort()
+        H = None if self.expected.kind == "network" else group.gather(q.H.values)[order]
+        return q._replace(H=H, outputs=group.gather(q.outputs)[order], curved=None)
 
     def restored(self, q: State) -> State:
         """Return the state of which ``saved`` has returned a part."""
-        H = self._at_noise(q.sigma).first(self.f.to(self._dtype))
+        H, here = self._at_noise(q.sigma).first(self.f.to(self._dtype)), self.share.numbers
+        every = self.share.group.gather(here.to(q.outputs.device)).sort()[0]
+        own = torch.searchsorted(every, here.to(every))
         if q.H is not None:
-            group, here = self.share.group, self.share.numbers.to(q.H.device)
-            every = group.gather(here).sort()[0]
-            H = H._replace(values=q.H[torch.searchsorted(every, here)])
-        return self._with(q._replace(H=H), H.root(self.epsilon))
+            H = H._replace(values=q.H[own])
+        return self._with(q._replace(H=H, outputs=q.outputs[own]), H.root(self.epsilon))
 
     # from the whole problem
 
@@ -388,8 +379,8 @@ class OverSpan:
         ‖residual‖ / √λ bounds the error in posterior standard deviations.
         """
         deviations, precision = q.curved.deviations, float(q.precision)
-        # a restored state knows nothing of how it was reached
-        q = self._with(q, q.H.root(self.epsilon) if q.sigma is not None else q.curved.S_noise)
+        if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
+            q = self._with(q, q.H.root(self.epsilon))
         curved = q.curved._replace(deviations=deviations)
         residuals = self._residuals(q, curved.expected.loss_and_slope(q.outputs, deviations)[1])
         inside = self.span.coordinates(residuals)

@@ -51,7 +51,7 @@ def posterior(**compute):
 # %% [markdown]
 # ## Checkpoints
 #
-# `checkpoint` is a folder that stores the state after every EM step. If the process is killed, the
+# `checkpoint` is a folder that stores the state of the fit. If the process is killed, the
 # same call resumes. Here a loader raises an error at its thirtieth batch.
 
 # %%

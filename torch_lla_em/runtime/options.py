@@ -76,7 +76,7 @@ class Compute:
     of its memory. Default True. False takes the batches from the loader in every pass."""
 
     checkpoint: str | PathLike[str] | None = None
-    """Folder to which the state is saved after every EM step. If the process is killed, the same fit resumes from it.
+    """Folder to which the state is saved every few steps. If the process is killed, the same fit resumes from it.
     Default None."""
 
     budget: float | None = None

@@ -227,19 +227,20 @@ class TestRefused:
         plain = linear_model(nn.Sequential(trunk, head), ["1.*"])
         assert_close(products(linear, X, w, u), products(plain, X, w, u))
 
-    def test_lazy(self):
-        self.refuse(nn.LazyLinear(2), "'weight' has no shape yet", "call the model once")
-
-    def test_sharded(self):
-        model = mlp()
-        model[0].weight.__class__ = type("DTensor", (nn.Parameter,), {})
-        self.refuse(model, "'0.weight' is sharded", "pass the whole module", error=TypeError)
-
     def test_scale_grad_by_freq(self):
-        model = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
-        ids = torch.tensor([[0, 1]])
-        self.refuse(model, "Embedding '0'", "Set scale_grad_by_freq=False", x=ids)
-        linear_model(model, ["1.*"]).probe(ids)
+        """Gradients are scaled in training only: J is the derivative."""
+        torch.manual_seed(0)
+        model, ids = (
+            nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)).double(),
+            torch.tensor([[0, 0], [1, 2]]),
+        )
+        other = copy.deepcopy(model)
+        other[0].scale_grad_by_freq = True
+        w, u = torch.ones(1, 12).double(), torch.ones(1, 2, 2, 2).double()
+        each = [linear_model(own) for own in (model, other)]
+        assert [own.probe(ids) for own in each][1].names
+        assert_close(*(products(own, ids, w, u) for own in each))
+        assert other[0].scale_grad_by_freq
 
     def test_reentrant_checkpoint(self):
         class Block(nn.Module):

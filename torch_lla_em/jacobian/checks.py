@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.jacobian.network import Network
@@ -102,19 +103,15 @@ def called_last(network: Network, x: Any) -> str:
 
     Calls are ordered by their start; ordered by their end, a network with a class token would be last.
     """
+    layers = {layer: path for path, layer in network.module.named_modules() if owns_weights(layer)}
     paths: list[str] = []
-    handles: list[Any] = []
-    with network.guarded():
-        for path, layer in network.module.named_modules():
-            is_scripted = isinstance(layer, torch.jit.ScriptModule)
-            if owns_weights(layer) and "parametrizations" not in path and not is_scripted:
-                see = lambda *_, path=path: paths.append(path)  # noqa: E731
-                handles.append(layer.register_forward_pre_hook(see))
-        try:
-            network.outputs(x)
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def see(layer: nn.Module, _: Any) -> None:
+        if "parametrizations" not in layers.get(layer, "parametrizations"):
+            paths.append(layers[layer])
+
+    with network.guarded(), register_module_forward_pre_hook(see):
+        network.outputs(x)
     if not paths:
         raise ValueError(
             "No layer with weights is called in the forward pass, so there is no last layer. Pass "

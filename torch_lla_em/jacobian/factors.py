@@ -35,7 +35,9 @@ class Outer(NamedTuple):
         """Return J w, (rows, K, D), from directions (K, *shape)."""
         weight, *biases = (tangents[name] for name in self.names)
         K = len(weight)
-        if self.a.dim() == 2 and self.b is None and _has_more_rows(self.a):
+        rows = self.a.shape[0]  # whose number is free in an export
+        is_long = isinstance(rows, int) and rows >= self.a.shape[1]
+        if self.a.dim() == 2 and self.b is None and is_long:
             # one product for all vectors, since products with few outputs are slow; the weights are
             # copied, which are fewer numbers than the results
             z = F.linear(self.a, weight.reshape(-1, self.a.shape[1])).unflatten(1, (K, -1))
@@ -89,7 +91,7 @@ class Outer(NamedTuple):
 class Lookup(NamedTuple):
     """J of an embedding: a fit of a tiny BERT takes 4.0 s, and 16 s by ``torch.func``."""
 
-    names: tuple[str]
+    names: tuple[str, ...]
     shape: torch.Size
     """Shape of the table."""
 
@@ -224,11 +226,6 @@ class ByFactors(Rows):
                 pulled = pulled.reshape(K, -1)
                 total[name] = pulled if name not in total else total[name].add_(pulled)
         return total
-
-
-def _has_more_rows(a: Tensor) -> bool:
-    """Whether there are as many rows as columns; not if their number is free, as in an export."""
-    return isinstance(a.shape[0], int) and len(a) >= a.shape[1]
 
 
 def _part(term: Any, rows: slice) -> Any:

@@ -9,14 +9,14 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.probe import Padding, probe
+from torch_lla_em.jacobian.probe import probe
 from torch_lla_em.jacobian.recorded import by_factors
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, ByAutodiff, Report, Rows, num_examples
+from torch_lla_em.jacobian.rows import ByAutodiff, Report, Rows, num_examples
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -34,8 +34,14 @@ class LinearModel:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
-        _refuse_scripted(network, layout)
-        self._padding = _padding_rows(network, layout)
+        for path, layer in network.module.named_modules():
+            own = [name for name in layout.names if name.startswith(f"{path}.")]
+            if own and isinstance(layer, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
+                    "cannot be exchanged. Use the Python module it was made from, or leave "
+                    f"{own[0]!r} out of `parameters`."
+                )
         self.forget()
 
     def forget(self) -> None:
@@ -66,23 +72,19 @@ class LinearModel:
     @property
     def w_MAP(self) -> Tensor:
         """The trained weights, shape (P,)."""
-        return self.layout.flatten(self.values())
+        return self.layout.flatten(self.network.weights(self.layout.names))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of vectors in parameter space, float32 or higher."""
-        dtypes = {weight.dtype for weight in self.values().values()}
-        return reduce(torch.promote_types, dtypes, torch.float32)
+        weights = self.network.weights(self.layout.names).values()
+        return reduce(torch.promote_types, {w.dtype for w in weights}, torch.float32)
 
     @property
     def rounding(self) -> float:
         """Relative rounding error of J w, from the dtype of the model or from ``Compute``."""
         dtypes = {p.dtype for p in self.network.module.parameters() if p.is_floating_point()}
         return max([self.precision_error, *(torch.finfo(dtype).eps for dtype in dtypes)])
-
-    def values(self) -> dict[str, Tensor]:
-        """Return the trained weights by name, detached."""
-        return self.network.weights(self.layout.names)
 
     def probe(self, x: Any) -> Report | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
@@ -102,7 +104,7 @@ class LinearModel:
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             with self.network.computing("float32"):
-                found = probe(self.network, self.layout, x, self._padding, known)
+                found = probe(self.network, self.layout, x, known)
             if found is None:
                 logger.info("J is zero for these examples; derivatives are checked on later ones.")
                 return None
@@ -121,10 +123,9 @@ class LinearModel:
         with self.network.computing("float32"):
             exact = self.by_autodiff(x).push(w)
         self.precision_error = ((low - exact).norm() / exact.norm().clamp_min(1e-300)).item()
-        words = (
-            f"In {self.network.precision}, the relative error of J w is {self.precision_error:.1e}."
-        )
-        if self.precision_error > _PRECISION_ERROR:
+        precision, error = self.network.precision, self.precision_error
+        words = f"In {precision}, the relative error of J w is {error:.1e}."
+        if error > _PRECISION_ERROR:
             report("log", words)
         else:
             logger.info("%s", words)
@@ -152,67 +153,29 @@ class LinearModel:
         if known is not None and known.forward is None:  # it was not needed until now
             examples = map_tensors(Tensor.detach, x) if self._examples is None else self._examples
             known = self._probe(examples, known)
-        padding = self._padding if known is not None and known.forward else None
-        best = None
-        if known is not None and known.example_bytes is not None:
-            best = max(1, FETCHED_BYTES // max(1, known.example_bytes * num_examples(x)))
-        return ByAutodiff(self.network, self.layout, x, best, padding).at_most(at_once)
+        known = Report() if known is None else known
+        best, forward = known.at_once(num_examples(x)), bool(known.forward)
+        return ByAutodiff(self.network, self.layout, x, best, forward).at_most(at_once)
 
     def steady(self, x: Any, by_factors: bool) -> LinearModel:
         """Return the same model for programs, which computes all columns at once for batches of any size."""
         self.by_autodiff(x)  # which probes first, where that is still needed
         return copy(self)._changed(example_bytes=None, **({} if by_factors else {"names": ()}))
 
-    def _changed(self, **changes: Any) -> LinearModel:
-        if self._report is not None:
-            self._report = self._report._replace(**changes)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave data out of copies and pickles."""
-        return {**self.__dict__, "_examples": None}
-
-    def outputs(self, x: Any) -> Tensor:
-        """Return f(x), shape (B, ..., C)."""
-        return self.network.function(x)({})
-
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         report("log", "Out of memory: continuing without stored Jacobian factors.")
         self._changed(names=())
 
+    def _changed(self, **changes: Any) -> LinearModel:
+        if self._report is not None:
+            self._report = self._report._replace(**changes)
+        return self
 
-def _refuse_scripted(network: Network, layout: ParameterLayout) -> None:
-    for path, layer in network.module.named_modules():
-        own = [name for name in layout.names if name.startswith(f"{path}.")]
-        if own and isinstance(layer, torch.jit.ScriptModule):
-            raise TypeError(
-                f"The module {path!r} is scripted or traced (torch.jit), so its weights "
-                "cannot be exchanged. Use the Python module it was made from, or leave "
-                f"{own[0]!r} out of `parameters`."
-            )
+    def outputs(self, x: Any) -> Tensor:
+        """Return f(x), shape (B, ..., C)."""
+        return self.network.function(x)({})
 
-
-def _padding_rows(network: Network, layout: ParameterLayout) -> Padding:
-    """Return the row of each embedding that gets no gradient in training; None if one is tied.
-
-    Reverse mode gives the row ``padding_idx`` no gradient, but forward mode does.
-    """
-    rows: dict[str, int] = {}
-    parameters = {id(p): name for name, p in network.module.named_parameters()}
-    uses = [id(p) for m in network.module.modules() for p in m.parameters(recurse=False)]
-    for path, layer in network.module.named_modules():
-        name = parameters[id(layer.weight)] if isinstance(layer, nn.Embedding) else None
-        if not isinstance(layer, nn.Embedding) or name not in layout.names:
-            continue
-        if layer.scale_grad_by_freq:
-            raise ValueError(
-                f"The {type(layer).__name__} {path!r} has scale_grad_by_freq=True, so its "
-                "gradient is not the derivative of its output and there is no Jacobian. Set "
-                f"scale_grad_by_freq=False, or leave {name!r} out of `parameters`."
-            )
-        if layer.padding_idx is not None:
-            if uses.count(id(layer.weight)) > 1:
-                return None
-            rows[name] = layer.padding_idx
-    return rows
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave data out of copies and pickles."""
+        return {**self.__dict__, "_examples": None}

@@ -38,7 +38,13 @@ class Network:
                 module = module.get_submodule("_orig_mod")
             else:
                 break
-        _refuse(module)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"The model is a {type(module).__name__}. Pass an nn.Module.")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                "The model is a scripted or traced module (torch.jit), whose weights cannot be "
+                "replaced. Pass the Python module that it was made from."
+            )
         self.module = module
         self.forward_fn = forward_fn or default_forward
         self.class_dim = class_dim
@@ -51,20 +57,12 @@ class Network:
         self._leave()
 
     def _leave(self) -> None:
+        """Forget the tensors, by name and those that a call may write to, their places, and attributes."""
         self._held = False
-        """Whether this thread is inside ``guarded()``."""
-
         self._tensors: dict[str, Tensor] = {}
-        """All parameters and buffers by name, detached."""
-
-        self._places: dict[str, str] = {}
-        """The name of the tensor at each place, which is the same for all places of tied weights."""
-
         self._written: list[str] = []
-        """Tensors that a call may change."""
-
+        self._places: dict[str, str] = {}
         self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """The attributes of each layer, and a copy of them."""
 
     def use(self, precision: str) -> None:
         """Compute matrix products in another precision from now on."""
@@ -138,11 +136,12 @@ class Network:
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Set eval mode and dense gradients, and note the tensors and attributes of the layers."""
+        """Set eval mode and plain gradients, and note the tensors and attributes of the layers."""
         layers = dict(self.module.named_modules())  # each once, whatever its names
         modes = [(layer, "training") for layer in layers.values() if layer.training]
         tables = [layer for layer in layers.values() if isinstance(layer, nn.Embedding)]
-        modes += [(table, "sparse") for table in tables if table.sparse]
+        others = "sparse", "scale_grad_by_freq"  # of which gradients are no derivatives
+        modes += [(table, name) for table in tables for name in others if getattr(table, name)]
         try:
             for layer, name in modes:
                 setattr(layer, name, False)
@@ -202,28 +201,3 @@ class Network:
         """The device of the weights; the CPU for a network without any."""
         weights = self._tensors.values() if self._held else self.module.parameters()
         return next((weight.device for weight in weights), torch.device("cpu"))
-
-
-def _refuse(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"The model is a {type(module).__name__}. Pass an nn.Module.")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            "The model is a scripted or traced module (torch.jit), whose weights cannot be "
-            "replaced. Pass the Python module that it was made from."
-        )
-    for name, parameter in module.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"The parameter {name!r} has no shape yet: call the model once on a batch."
-            )
-        if parameter.is_inference():
-            raise ValueError(
-                f"The parameter {name!r} was created in torch.inference_mode and cannot be "
-                "differentiated. Pass copy.deepcopy(model), made outside of inference mode."
-            )
-        if type(parameter).__name__ in ("DTensor", "FlatParameter"):
-            raise TypeError(
-                f"The parameter {name!r} is sharded over processes (FSDP); pass the whole "
-                "module, and give each process its share of the data."
-            )

@@ -29,12 +29,6 @@ class ParameterLayout:
     def of(cls, module: nn.Module, names: Sequence[str]) -> ParameterLayout:
         """Return the layout of these parameters of a module."""
         parameters = dict(module.named_parameters())
-        unknown = [name for name in names if name not in parameters]
-        if unknown:
-            raise ValueError(
-                f"The model has no parameter {unknown[0]!r}; take names from "
-                "dict(model.named_parameters()), where tied weights have one name."
-            )
         return cls(tuple(names), tuple(parameters[name].shape for name in names))
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_lla_em.jacobian.checks import checked_outputs
 from torch_lla_em.jacobian.network import Network
@@ -25,19 +25,13 @@ _ROUNDING = 0.03
 # blocks with a gradient below this share of the largest one count for less, because of rounding
 _SMALL = 1e-3
 
-# forward mode is chosen unless the error of two reverse passes is smaller by this factor
-_FAR_BETTER = 10
-
 # torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all that
 # is not a product with a weight; factors take twice the multiplications by weights and gradients
 _MOST_GRADIENTS = 5
 
-Padding = Mapping[str, int] | None
-"""Rows of tables that get no gradient; None if forward mode cannot leave them out."""
-
 
 def probe(
-    network: Network, layout: ParameterLayout, x: Any, padding: Padding, known: Report | None
+    network: Network, layout: ParameterLayout, x: Any, known: Report | None = None
 ) -> Report | None:
     """Return the way of computing J that agrees with ``backward``; raise an error if none does.
 
@@ -65,8 +59,10 @@ def probe(
                 found = _with_factors(network, layout, x, report, error)
         if found is not None and found.adjoint_error <= math.sqrt(eps):
             return found
-        make = partial(ByAutodiff, network, layout, x, None)
-        return _with_torch_func(make, padding, report, error, math.sqrt(eps))
+        ways = {way: ByAutodiff(network, layout, x, None, way) for way in (True, False)}
+        if _is_padded(network, layout):
+            del ways[True]
+        return _with_torch_func(ways, report, error, math.sqrt(eps))
 
 
 def _measured(network: Network, layout: ParameterLayout, x: Any) -> Report:
@@ -151,21 +147,25 @@ def _with_factors(
     )
 
 
+def _is_padded(network: Network, layout: ParameterLayout) -> bool:
+    """Whether a table has a padding_idx, a row that gets no gradient in training, but one by forward mode."""
+    tables = [layer for layer in network.module.modules() if isinstance(layer, nn.Embedding)]
+    padded = {id(table.weight) for table in tables if table.padding_idx is not None}
+    return any(id(p) in padded for n, p in network.module.named_parameters() if n in layout.names)
+
+
 def _with_torch_func(
-    make: Callable[[Padding], Rows],
-    padding: Padding,
+    ways: dict[bool, ByAutodiff],
     report: Report,
     error: Callable[[Rows], float],
     tolerance: float,
 ) -> Report:
     """Return forward mode, or two reverse passes, whose error is rounding."""
-    errors, reasons = dict[bool, float](), dict[bool, str]()
-    if padding is None:
-        reasons[True] = "treats the rows of a tied padding_idx differently"
-    for forward in (True, False) if padding is not None else (False,):
+    errors, reasons = dict[bool, float](), {True: "treats the rows of a padding_idx differently"}
+    for forward, rows in ways.items():
         failures: list[Exception] = []
         with suppressed(failures):  # operations that a direction does not support
-            errors[forward] = error(make(padding if forward else None))
+            errors[forward] = error(rows)
         if failures:
             words = str(failures[0]).strip().split("\n")[0][:160].rstrip(".")
             reasons[forward] = f"fails ({type(failures[0]).__name__}: {words})"
@@ -179,12 +179,9 @@ def _with_torch_func(
         tried = "; ".join(f"{words[forward]} {reason}" for forward, reason in reasons.items())
         raise NotImplementedError(
             f"The Jacobian of the model is not available: {tried}. Replace that layer by one made of "
-            "differentiable operations (nn.EmbeddingBag: use nn.Embedding and a mean; fused "
-            'attention: use attn_implementation="eager"; a custom autograd.Function: add a `jvp`, or '
-            "a backward that can be differentiated). Or choose `parameters` after that layer, such "
-            'as "last_layer".'
+            "differentiable operations (nn.EmbeddingBag: nn.Embedding and a mean; an autograd.Function: "
+            'add a `jvp`), or choose `parameters` after it, such as "last_layer".'
         )
-    # near each other, all are at rounding: layers that compute in a lower precision
-    forward = next(f for f in errors if errors[f] <= max(tolerance, _FAR_BETTER * least))
+    forward = min(errors, key=lambda way: (errors[way] > tolerance, errors[way]))
     reason = "" if forward else reasons[True]
     return report._replace(forward=forward, adjoint_error=errors[forward], reason=reason)

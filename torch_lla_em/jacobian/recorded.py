@@ -15,7 +15,7 @@ from torch_lla_em.jacobian.checks import nodes_of
 from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.rows import FETCHED_BYTES, Intercepted, Report, num_examples
+from torch_lla_em.jacobian.rows import Intercepted, Report, num_examples
 
 # number of outputs per example above which the backward passes cost more than they save
 _MOST_OUTPUTS = 512
@@ -35,10 +35,9 @@ _ARGUMENTS: dict[Callable, tuple[str, ...]] = {
 class Call(NamedTuple):
     """One product z = W a + b, or a lookup of rows a of a table W."""
 
-    weight: str | None
-    """The name of W; None if it is not in the posterior."""
+    names: tuple[str, ...]
+    """The name of W, and of b if it is in the posterior."""
 
-    bias: str | None
     weight_shape: torch.Size
     given: Tensor
     version: int
@@ -48,18 +47,11 @@ class Call(NamedTuple):
     """The node at which gradients with respect to z arrive, even if z is changed in place later."""
 
     shape: torch.Size
-    """Shape of z."""
-
     conv: tuple | None
     """Stride, padding, dilation and groups."""
 
     padding_idx: int | None
     """The row of an embedding that gets no gradient (padding)."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the weight and the bias, if they are in the posterior."""
-        return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     @property
     def is_lookup(self) -> bool:
@@ -109,36 +101,34 @@ class Call(NamedTuple):
         """Whether f is what was returned, but for a view whose last axis has all channels."""
         channels = self.shape[-1 if self.conv is None else 1]
         whole = f.dim() > 1 and f.shape[-1] == channels and self.shape.numel() == f.numel()
-        if self.is_lookup or not whole or self.weight is None:
+        if self.is_lookup or not whole:
             return False
         node = f.grad_fn
         while node is not None and node != self.edge.node and type(node).__name__ in _VIEWS:
             node = node.next_functions[0][0]
         return node == self.edge.node
 
-    def is_dense(self, a: Tensor | None, D: int) -> bool:
+    def is_dense(self, a: Tensor, D: int) -> bool:
         """Whether columns of J take less arithmetic than factors, and no more than four times the memory."""
-        if a is None or a.dim() == 2:
-            return a is None
+        if a.dim() == 2:
+            return False
         rows, G, I, T = a.shape
         O = self.shape.numel() // (rows * G * T)
         return T > 1 and min(O * T * (I + D), 4 * T * (I + D * O)) >= D * O * I
 
-    def columns(self, z: Tensor, a: Tensor | None, is_dense: bool) -> Tensor:
+    def columns(self, z: Tensor, a: Tensor, is_dense: bool) -> Tensor:
         """Return J, or its factor B, for gradients of some outputs, (rows, d, ...)."""
-        if a is not None and a.dim() == 2 and not self.is_lookup:
+        if a.dim() == 2 and not self.is_lookup:
             return z.transpose(0, 1)
-        z = self.outputs(z, len(a) if a is not None else self.shape[0])
+        z = self.outputs(z, len(a))
+        if self.padding_idx is not None:
+            z = z * (a != self.padding_idx)[:, None, None, None]
         if not is_dense:
-            if self.padding_idx is not None:
-                z = z * (a != self.padding_idx)[:, None, None, None]
             return z.flatten(2)
-        bias = [] if self.bias is None else [z.sum(-1).flatten(2)]
-        if a is None:
-            return bias[0]
         # one product for all outputs: broadcasting over them would copy the inputs for each
-        of_weight = (z.transpose(1, 2).flatten(2, 3) @ a.mT).unflatten(2, (z.shape[1], z.shape[3]))
-        return torch.cat([of_weight.transpose(1, 2).flatten(2), *bias], 2)
+        J = (z.transpose(1, 2).flatten(2, 3) @ a.mT).unflatten(2, (z.shape[1], z.shape[3]))
+        J = J.transpose(1, 2).flatten(2)
+        return J if len(self.names) == 1 else torch.cat([J, z.sum(-1).flatten(2)], 2)
 
 
 def _recorded(
@@ -160,7 +150,7 @@ def _recorded(
         given = dict(zip(_ARGUMENTS[func], args)) | kwargs
         x, W = given["input"], given["weight"]
         weight, bias = (names.get(id(given.get(part))) for part in ("weight", "bias"))
-        if weight is bias is None or (func in _CONVS and x.dim() != W.dim()):
+        if weight is None or (func in _CONVS and x.dim() != W.dim()):
             return func(**given)
         if func is F.embedding and weight in shared:
             x = torch.atleast_2d(x)
@@ -178,7 +168,8 @@ def _recorded(
             padding = given.get("padding_idx")
             padding = None if padding is None else padding % len(W)
             edge = get_gradient_edge(z)
-            calls.append(Call(weight, bias, W.shape, x, version, edge, z.shape, conv, padding))
+            own = (weight,) if bias is None else (weight, bias)
+            calls.append(Call(own, W.shape, x, version, edge, z.shape, conv, padding))
         return z
 
     rows = num_examples(x)
@@ -215,8 +206,8 @@ def find(
         # gradients of the first row's outputs are 0 at all other rows
         if z is None or not (len(z) % len(f) or call.outputs(z[None], len(f))[1:].any()):
             continue
-        if call.is_lookup and call.weight is not None and call.weight not in shared:
-            return find(network, layout, x, (*shared, call.weight))
+        if call.is_lookup and call.names[0] not in shared:
+            return find(network, layout, x, (*shared, *call.names))
         return None
     return tuple(sorted(used)), shared
 
@@ -236,8 +227,8 @@ def by_factors(
     )
     if others or not f.requires_grad or not as_before:
         return None
-    B, D = len(f), f[0].numel()
-    given = [None if call.weight is None else call.inputs(B) for call in calls]
+    B, D, best = len(f), f[0].numel(), known.at_once(len(f))
+    given = [call.inputs(B) for call in calls]
     ends = [call.is_output(f) for call in calls]  # which need no backward pass
     dense = [not e and call.is_dense(a, D) for call, a, e in zip(calls, given, ends)]
     pieces: list[list[Tensor]] = [[] for _ in calls]
@@ -252,9 +243,7 @@ def by_factors(
 
     if inner:
         one = torch.eye(D, dtype=f.dtype, device=f.device).view(D, 1, *f.shape[1:])
-        u, step = one.expand(D, *f.shape), D
-        if known.example_bytes is not None:
-            step = max(1, FETCHED_BYTES // (known.example_bytes * max(1, B)))
+        u, step = one.expand(D, *f.shape), best or D
         for some in [u] if step >= D else u.split(step):
             # torch.func.vmap, since is_grads_batched takes convolutions one by one
             grads = torch.vmap(pull)(some) if len(some) > 1 else [z[None] for z in pull(some[0])]
@@ -268,24 +257,15 @@ def by_factors(
             continue
         b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)
         if is_dense:
-            both = (call.weight, call.weight_shape.numel()), (call.bias, call.weight_shape[0])
-            held += [(name, size) for name, size in both if name is not None]
+            held += zip(call.names, (call.weight_shape.numel(), call.weight_shape[0]))
             columns.append(b)
         elif call.is_lookup:
-            parts.append(Lookup((call.weight,), call.weight_shape, a, b))
+            parts.append(Lookup(call.names, call.weight_shape, a, b))
         else:
             a = a[:, 0, :, 0] if a.dim() == 4 and a.shape[1] == a.shape[3] == 1 else a
             parts.append(Outer(call.names, a.clone() if keep else a, b))
     if columns:
         names, sizes = zip(*held)
         parts.append(Dense(names, list(sizes), torch.cat(columns, 2)))
-    best = None
-    if (
-        known.example_bytes is not None
-    ):  # larger temporary tensors are allocated by the system each time
-        own = [
-            len(t.b) * t.b.shape[2] for t in parts if not isinstance(t, Dense) and t.b is not None
-        ]
-        best = max(1, FETCHED_BYTES // (max([f.numel(), *own]) * f.itemsize))
     multiplications = sum(call.multiplications for call in calls)
     return ByFactors(layout, f.detach(), parts, multiplications, best)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch_lla_em.jacobian.parameters import ParameterLayout
 
 # bytes of the largest temporary tensor on a CPU; larger ones are allocated by the system each time,
 # which takes as long as the arithmetic
-FETCHED_BYTES = 2**24
+_FETCHED_BYTES = 2**24
 
 
 class Report(NamedTuple):
@@ -60,6 +60,12 @@ class Report(NamedTuple):
 
     nbytes: float = inf
     """Bytes of an example's Jacobian factors; infinity if they are computed in every pass."""
+
+    def at_once(self, examples: int) -> int | None:
+        """Return the number of columns whose tensors a CPU does not allocate each time; None: all."""
+        if self.example_bytes is None:
+            return None
+        return max(1, _FETCHED_BYTES // max(1, self.example_bytes * examples))
 
     def __str__(self) -> str:
         ways = {True: "forward mode", False: "two reverse passes", None: "factors"}
@@ -140,11 +146,11 @@ class ByAutodiff(Rows):
         layout: ParameterLayout,
         x: Any,
         columns: int | None = None,
-        padding: Mapping[str, int] | None = None,
+        forward: bool = False,
     ):
-        """``padding``: rows of tables that get no gradient; None: J w by two reverse passes."""
-        super().__init__(layout, 1 if padding is None else columns)
-        self._padding, self._values = padding, network.weights(layout.names)
+        """``forward``: J w by forward mode, so many columns at once; else by two reverse passes."""
+        super().__init__(layout, columns if forward else 1)
+        self._forward, self._values = forward, network.weights(layout.names)
         self._of_weights = network.function(x)
         self._f: Tensor | None = None
         self._graph: tuple[Tensor, list[Tensor]] | None = None
@@ -176,12 +182,10 @@ class ByAutodiff(Rows):
         return self._graph
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
-        if self._padding is None:
+        if not self._forward:
             return self._pushed_by_reverse(directions)
         # forward mode copies views that do not start at the beginning of their memory
         columns = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
-        for name, row in self._padding.items():  # which reverse mode leaves out by itself
-            columns[name].narrow(-2, row, 1).zero_()
         jvp = partial(torch.func.jvp, self._function, (self._values,))
         if len(next(iter(columns.values()))) == 1:
             self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]

@@ -128,16 +128,10 @@ class LaplaceEnsemble(Printed, nn.Module):
     ) -> LaplaceEnsemble:
         """Train a network without each fold of the data, and calibrate the mixture of their posteriors.
 
-        Every example is predicted by the one member that was not trained on it. The numbers of
-        ``calibrate`` are fitted to these predictions, and all examples are the reference of p-values,
-        sets and intervals, so that no validation set is needed. ``calibration`` has the NLL of these
-        predictions, each of a single member; that of the mixture is lower.
-
-        The guarantees are weaker than those of ``calibrate``, because the mixture is not what
-        the examples were predicted by. P-values are cross-conformal: P(p_value <= rate) is at
-        most 2 rate + 2 folds / N, and mostly below rate. Prediction sets and intervals have the stated coverage
-        approximately. Intervals are centred at the mean of all members, and account for its error
-        being smaller than theirs.
+        The numbers of ``calibrate`` are fitted to the predictions of every example by the one member that was not
+        trained on it, and these are the reference of p-values, sets and intervals. The guarantees are weaker than
+        those of ``calibrate``, because the mixture is not what the examples were predicted by: P(p_value <= rate) is at
+        most 2 rate + 2 folds / N, and mostly below rate; sets and intervals have the stated coverage approximately.
 
         Args:
             train (callable): Called with the inputs and targets of all folds but one; returns a
@@ -153,8 +147,7 @@ class LaplaceEnsemble(Printed, nn.Module):
             **options: Further arguments of ``LinearisedLaplace``.
 
         Returns:
-            The ensemble. ``[la.model for la in ensemble.members]`` are the networks; save their
-            ``state_dict`` beside ``ensemble.save(path)``.
+            The ensemble. Save the networks beside it: ``[la.model for la in ensemble.members]``.
 
         Raises:
             ValueError: If there are fewer than two folds, or fewer examples than folds.
@@ -206,13 +199,13 @@ class LaplaceEnsemble(Printed, nn.Module):
             keep_vars (bool): Ignored: no tensor requires gradients.
         """
         state = stored.state_of_found(self._found)
-        if destination is not None:
-            destination.update({f"{prefix}{name}": tensor for name, tensor in state.items()})
-            self.members.state_dict(destination=destination, prefix=f"{prefix}members.")
-            return destination
-        for i, member in enumerate(self.members):
-            state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
-        return state
+        if destination is None:
+            for i, member in enumerate(self.members):
+                state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
+            return state
+        destination.update({f"{prefix}{name}": tensor for name, tensor in state.items()})
+        self.members.state_dict(destination=destination, prefix=f"{prefix}members.")
+        return destination
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Load the posteriors of all members, and the numbers of ``calibrate``.

@@ -37,7 +37,6 @@ from torch_lla_em.prediction import (
     calibrates,
     check,
     exports,
-    fitted,
     predictor,
     result,
     stored,
@@ -190,9 +189,9 @@ class LinearisedLaplace(Printed, nn.Module):
     function_sample, export = predictor.function_sample, exports.export
     calibrate, check = calibrates.calibrate, check
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
-    state_dict, load_state_dict = fitted.state_dict, fitted.load_state_dict  # type: ignore[assignment]
-    _load_from_state_dict, save = fitted.load_from_state_dict, fitted.save
-    load: Any = classmethod(fitted.load)
+    state_dict, load_state_dict = stored.state_dict, stored.load_state_dict  # type: ignore[assignment]
+    _load_from_state_dict, save = stored.load_from_state_dict, stored.save
+    load: Any = classmethod(stored.load)
     accuracy, log_marginal_likelihood = property(summary.accuracy), log_marginal_likelihood
 
     prior_precision = result("result.prior_precision", "λ, () or one value per tensor.")
@@ -235,7 +234,7 @@ class LinearisedLaplace(Printed, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
         """Move posterior and network together."""
-        self._base, self._posterior = fitted.moved(self, fn)
+        self._base, self._posterior = stored.moved(self, fn)
         return self
 
     @property
@@ -266,7 +265,7 @@ class LinearisedLaplace(Printed, nn.Module):
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
             validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: for a
                 posterior of some ``parameters`` moved training examples, as by ``calibrate()``, if inputs are
-                columns of numbers. False: as fitted.
+                columns of numbers. False: as stored.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
@@ -321,8 +320,7 @@ class LinearisedLaplace(Printed, nn.Module):
         with session.running() as around:
             known = around.finished()
             if known is not None:
-                stored.refuse_other_network(known, model.network.module)
-                return fitted.loaded(self, known, setting)
+                return stored.loaded(self, known, setting)
             around.follow(around.plan(options, self.compute))
             learnt = learn(problem, options, around, around.begin())
             around.end(learnt.why)

@@ -145,7 +145,7 @@ def test_sets_grow_with_the_level_and_scores_can_be_chosen(blobs):
     assert_close(own.epistemic.double(), scores[:, 0], rtol=1e-4, atol=1e-6)
     for score, columns in (("all", [0, 1, 2]), ("epistemic", [0]), ("distance", [1, 2])):
         among = reference.unusual[:, columns], scores[:, columns]
-        due = p_values(*among, prediction._room, units[columns])
+        due = p_values(*among, prediction.ties, units[columns])
         assert_close(prediction.p_values(score), due)
         assert torch.equal(la.is_ood(x[400:500], score=score), due <= 0.05)
     assert torch.equal(prediction.p_value, prediction.p_values())
@@ -252,14 +252,14 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         bound = errors[-(-(len(errors) + 1) * 9 // 10) - 1]
         of_all = errors_of(own.mixture, torch.zeros(100).long())
         sets = mine.prediction_set(0.9)
-        assert torch.equal(sets[:, 0], (of_all <= bound + mine._room)[:, 0])
+        assert torch.equal(sets[:, 0], (of_all <= bound + prediction.ties)[:, 0])
         assert torch.equal(both[mixed == g], sets[mixed == g])
-        ties = own.scored.values, mine._room, own.scored.units
+        ties = own.scored.values, prediction.ties, own.scored.units
         assert_close(mine.p_value, p_values(reference.unusual[reference.groups == g], *ties))
     # of classes it is the largest among the examples of each
     prediction = la.calibrate(x[:500], y[:500], groups="classes").predict(x[500:520])
     reference, own = prediction.judged("p_value")
-    ties = own.scored.values, prediction._room, own.scored.units
+    ties = own.scored.values, prediction.ties, own.scored.units
     each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
     assert_close(prediction.p_value, torch.stack(each).amax(0))
 

@@ -1,20 +1,19 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-A prediction is a ``mixture`` of components, from which a ``distribution`` has moments and densities by the
-averages of ``functions`` and ``scores``; ``prediction`` compares it with a ``reference``. ``pushforward`` makes it from the
+A ``prediction`` is a ``mixture`` of components, of which it has moments and densities by the
+averages of ``functions`` and ``scores``; ``comparison`` compares it with a ``reference``. ``pushforward`` makes it from the
 outputs and products of inputs, and ``neighbours`` shrinks it far from training examples. ``calibration``, ``passes``,
 ``metrics``, ``check`` and ``validation`` use held-out data, and ``moved`` training examples in their place. ``posterior`` is the
-frozen record of a fit or of several, and ``stored`` and ``fitted`` write and read it. ``predictor`` and ``calibrates`` have the
+frozen record of a fit or of several, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the
 functions of records that users call as methods of the objects that hold them; ``exports`` writes programs, ``summary``
 prints results.
 """
 
-from torch_lla_em.prediction import calibrates, exports, fitted, predictor, stored, summary
+from torch_lla_em.prediction import calibrates, exports, predictor, stored, summary
 from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.check import check
 from torch_lla_em.prediction.exports import program_of
-from torch_lla_em.prediction.fitted import result
 from torch_lla_em.prediction.metrics import (
     auroc,
     binned,
@@ -57,7 +56,7 @@ from torch_lla_em.prediction.scores import (
     require_share,
     rounding,
 )
-from torch_lla_em.prediction.stored import likelihood_options
+from torch_lla_em.prediction.stored import likelihood_options, result
 from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_examples
 from torch_lla_em.prediction.validation import (
     Comparison,
@@ -99,7 +98,6 @@ __all__ = [
     "errors_of_classes",
     "errors_of_values",
     "exports",
-    "fitted",
     "gaussian_entropy",
     "gaussian_interval",
     "has_classes",

@@ -1,0 +1,210 @@
+"""A prediction compared with a validation set: p-values, flags, sets, intervals and regions; methods of ``Prediction``."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.prediction.reference import Reference, Score, chosen, variance_of_error
+from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
+from torch_lla_em.prediction.scores import (
+    ROUNDING,
+    Interval,
+    conformal_interval,
+    conformal_set,
+    crossed,
+    has_classes,
+    has_values,
+    require_share,
+)
+from torch_lla_em.runtime import report
+
+_UNCALIBRATED = (
+    "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
+    "not guaranteed. Call la.calibrate(validation_loader)."
+)
+
+
+def p_values(prediction: Any, score: Score = "all") -> Tensor:
+    """Return conformal p-values by some of the scores, (B,); see ``p_value``.
+
+    Args:
+        prediction (Prediction): The prediction, which has this as a method.
+        score (str): "all" (default), "epistemic" alone, or "distance": all scores but that one, which
+            regressions do not have.
+
+    Raises:
+        ValueError: If there are no reference examples, or none with this score.
+
+    Example:
+        >>> by_distance = la.predict(x).p_values("distance")
+    """
+    reference, own = prediction.judged("p_value")
+    members, parts = (own,), (reference.unusual,)
+    if reference.folds is not None:
+        members = own.members
+        parts = reference.unusual.split(reference.folds.tolist())
+    found = []
+    for member, known in zip(members, parts):
+        values, units = member.scored
+        # training examples, and references of earlier versions, have the last scores only
+        computed = values.shape[1]
+        some = chosen(score, computed, known.shape[1])
+        among = reference._replace(unusual=known[:, [i - computed for i in some]])
+        ties = prediction.ties, units[some]
+        found.append(among.p_values(values[:, some], prediction.stated, *ties))
+    return found[0] if reference.folds is None else crossed(torch.stack(found), reference.folds)
+
+
+def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
+    """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
+
+    Args:
+        prediction (Prediction): The prediction, which has this as a method.
+        rate (float): The largest accepted share of false alarms among inputs from the
+            validation set's distribution. Default 0.05; it needs at least 1 / rate - 1
+            reference examples.
+        score (str): "all" (default), "epistemic" or "distance", as in ``p_values``.
+
+    Raises:
+        ValueError: If there are no reference examples (see ``p_value``), or too few.
+
+    Example:
+        >>> suspicious = la.predict(x).is_ood(rate=0.1)
+    """
+    require_share(rate, "rate")
+    reference, _ = prediction.judged("is_ood")
+    if reference.errors is None:
+        report("warn", _UNCALIBRATED)
+    reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", prediction.stated)
+    return prediction.p_values(score) <= rate
+
+
+def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
+    """Return a set of classes that contains the label with probability ``level`` or more, a mask (B, C).
+
+    It is an adaptive prediction set (APS) without randomisation: classes are added in the order
+    of falling probability until their probability exceeds a conformal quantile.
+
+    Args:
+        prediction (Prediction): The prediction, which has this as a method.
+        level (float): Coverage, between 0 and 1. Default 0.9.
+
+    Raises:
+        ValueError: If the posterior has not been calibrated, or with too few examples.
+        TypeError: If the targets are not one class label per example.
+
+    Example:
+        >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
+    """
+    if not has_classes(prediction.likelihood, prediction.mixture.f):
+        remedy = (
+            "use interval(level) for a regression"
+            if not prediction.likelihood.gives_probabilities or prediction.likelihood.elementwise
+            else "for a label at every pixel or token, use RiskControl(la, validation_loader)"
+        )
+        raise TypeError(f"prediction_set is for one class label per example; {remedy}.")
+    reference, own = prediction.judged("prediction_set", by_labels=True)
+    probs = own.mixture.expected()
+    threshold = reference.quantiles(reference.errors, level, prediction.stated, probs.shape[1])
+    return prediction.shaped(conformal_set(probs, threshold, prediction.ties))
+
+
+def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interval:
+    """Return conformal prediction intervals, which contain y with probability ``level`` or more.
+
+    They are centred at the mean and proportional to the predictive standard deviation.
+
+    Args:
+        prediction (Prediction): The prediction, which has this as a method.
+        level (float): Coverage for each output, between 0 and 1. Default 0.9.
+        joint (bool): Whether the level is that of all outputs of an example at once, which needs wider
+            intervals. Default False.
+
+    Returns:
+        An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
+
+    Raises:
+        ValueError: If the posterior has not been calibrated, or with too few examples.
+        TypeError: If the targets are not continuous.
+
+    Example:
+        >>> lower, upper = regression.predict(x).interval(level=0.8)
+    """
+    if not has_values(prediction.likelihood, prediction.mixture.f):
+        raise TypeError(
+            "interval is for continuous targets of shape (B,) or (B, C); use "
+            "prediction_set(level) for classes, and credible_interval(level) otherwise."
+        )
+    reference, own = prediction.judged("interval", by_labels=True)
+    centre, errors = own.mixture.expected(), reference.errors
+    if joint and centre.shape[1:].numel() > 1:
+        errors = reference.joint_errors()[:, :1]
+    size = reference.quantiles(errors, level, prediction.stated)
+    variance = _variance_by(own.mixture, reference)
+    ends = conformal_interval(centre, variance, size, prediction.ties)
+    return Interval(*map(prediction.shaped, ends))
+
+
+def ellipsoid(prediction: Any, level: float = 0.9) -> Ellipsoid:
+    """Return conformal regions that contain all outputs of y together with probability ``level`` or more.
+
+    They have the shape of the covariance of y given x, and are smaller than ``interval(level, joint=True)``
+    if outputs are correlated.
+
+    Args:
+        prediction (Prediction): The prediction, which has this as a method.
+        level (float): Coverage, between 0 and 1. Default 0.9.
+
+    Returns:
+        An ``Ellipsoid`` with a method ``contains(y)``.
+
+    Raises:
+        ValueError: If the posterior has not been calibrated, or with too few examples.
+        TypeError: If the targets are not several continuous outputs.
+
+    Example:
+        >>> region = several.predict(x).ellipsoid(level=0.8)  # doctest: +SKIP
+    """
+    reference, own = prediction.judged("ellipsoid", by_labels=True)
+    mixture = own.mixture
+    centre = mixture.expected()
+    if not has_values(prediction.likelihood, mixture.f) or centre.shape[1:].numel() < 2:
+        raise TypeError("ellipsoid is for several continuous targets; use interval(level).")
+    radius = reference.quantiles(reference.joint_errors()[:, 1:], level, prediction.stated)[:, 0]
+    covariance = covariance_of(mixture, _variance_by(own.mixture, reference))
+    radius = radius.expand(len(centre)) * (1 + prediction.ties)
+    return Ellipsoid(centre.double(), covariance, radius)
+
+
+def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Reference, Any]:
+    """Return the reference, and the prediction by the numbers that its scores are of.
+
+    Args:
+        prediction (Prediction): The prediction, which has this as a method.
+        name (str): What needs them, for an error.
+        by_labels (bool): Whether errors of labelled examples are needed. Default False.
+
+    Raises:
+        ValueError: If there is no reference, or if groups or weights do not fit it.
+    """
+    reference = prediction.reference
+    if prediction.origin is None or reference is None or (by_labels and reference.errors is None):
+        several = prediction.mixture.owners[-1] > 0
+        la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
+        raise ValueError(
+            f"{name} compares inputs with a validation set, but this prediction has none. "
+            f"Call {la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean= and "
+            "num_samples=."
+        )
+    reference.agree(prediction.stated)
+    return reference, prediction.by_reference
+
+
+def _variance_by(mixture: FunctionMixture, reference: Reference) -> Tensor:
+    """Return the expected squared error of the mean, (B, C), relative to which errors are measured."""
+    return mixture.variance() if reference.folds is None else variance_of_error(mixture)

@@ -2,7 +2,7 @@
 
 import random
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pytest
 import simulated_gpu
@@ -191,7 +191,6 @@ def test_examples_that_influence_each_other_are_told(kind):
     la = fitted([(x, y)], model, em_steps=1)
     told = [words for words in la.messages if "other examples in its batch" in words]
     assert len(told) == (kind in ("batch norm", "own"))
-    assert ("BatchNorm1d '1'" in "".join(told)) == (kind == "batch norm")
 
 
 # loaders
@@ -327,7 +326,7 @@ def test_batches_are_joined_as_far_as_they_fit():
     assert [len(batch.rows) for batch in batches] == [8, 4, 10, 1]
     assert [batch.index for batch in batches] == ["0 to 1", 3, "4 to 5", 6]
     assert len(list(data.batches(in_step=True))) == 6  # steps stay the loader's
-    assert data.num_steps() == 6
+    assert data.num_steps == 6
 
 
 @dataclass
@@ -534,7 +533,7 @@ def test_ranks_together_have_the_identity_of_one_process():
     whole.add((y, x))
     for rank, own in enumerate(parts):
         own.add((y[rank::2], x[rank::2]))
-    parts[1] = Identity(**parts[1].state())
+    parts[1] = Identity(**asdict(parts[1]))
     together = Identity.of(parts)
     assert together.agrees(whole) and not Identity.of([*parts, parts[1]]).agrees(whole)
 

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import warnings
 
 import pytest
 import torch
@@ -191,8 +190,7 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
     results = []
     for group in (None, 3):
         problem = tiny("classification").problem(5, 11)
-        if group:
-            problem._group = group
+        problem.sweep.take(problem.sweep.limits._replace(group=group))
         w = torch.randn(8, problem.size, generator=torch.Generator().manual_seed(0)).double()
         loss, gradient = problem.loss_and_gradient(w[0])
         curved = problem.with_curvature_at(w[1])
@@ -237,56 +235,22 @@ def test_models_in_half_precision(dtype, prior):
     assert (found - exact).norm() < 0.1 * exact.norm()
 
 
-OLD = "backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32"
-NEW = [f"backends.{name}.fp32_precision" for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")]
-FLAGS = [*OLD, *NEW, "get_float32_matmul_precision()", "backends.fp32_precision"]
-FLAGS += ["backends.mkldnn.matmul.fp32_precision"]
-SETTINGS = {
-    "nothing": "",
-    "all": "backends.fp32_precision = 'tf32'",
-    "older": "torch.set_float32_matmul_precision('medium')",
-    "older, cudnn": "backends.cudnn.allow_tf32 = False",
-    "all, ieee": "backends.fp32_precision = 'ieee'",
-    "matmul": "backends.cuda.matmul.fp32_precision = 'tf32'",
-    "convolutions": "backends.cudnn.conv.fp32_precision = 'ieee'",
-}
+def flags_come_back():
+    matmul, is_new = torch.backends.cuda.matmul, hasattr(torch.backends, "fp32_precision")
 
+    def known():
+        return matmul.fp32_precision if is_new else matmul.allow_tf32
 
-def flags():
-    """Return whether TF32 is allowed, by all names that torch has for it."""
-    found = {}
-    for name in FLAGS:
-        try:
-            found[name] = eval(name, vars(torch))
-        except (RuntimeError, AttributeError) as error:
-            found[name] = type(error)
-    return found
-
-
-def flags_come_back(setting, inherits):
-    backends = torch.backends
-    warnings.simplefilter("error")
-    exec(setting)
-    before, is_new = flags(), hasattr(torch.backends, "fp32_precision")
+    before = known()
     for allowed in (True, False):
         with tf32(torch.device("cuda"), allowed):
-            inside = flags()
-            assert is_new or all(inside[name] == allowed for name in OLD), inside
-            for name in NEW:
-                assert inside[name] in ("tf32" if allowed else "ieee", AttributeError), inside
-        assert flags() == before, (flags(), before)
-    for precision in ("tf32", "ieee") if is_new and inherits else ():
-        backends.fp32_precision = precision
-        assert backends.cuda.matmul.fp32_precision == precision
+            assert known() == (("tf32" if allowed else "ieee") if is_new else allowed)
+        assert known() == before
 
 
-@pytest.mark.parametrize("name", daily("nothing", rest=[*SETTINGS][1:]))
-def test_all_tf32_flags_are_restored(name):
+def test_tf32_flags_are_restored():
     """In a fresh process, since some of them cannot be unset."""
-    if "fp32" in SETTINGS[name] and not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("of a newer torch")
-    inherits = name in ("nothing", "older, cudnn", "all", "all, ieee")
-    run_fresh(flags_come_back, SETTINGS[name], inherits)
+    run_fresh(flags_come_back)
 
 
 @pytest.mark.parametrize(

@@ -433,12 +433,9 @@ def fit_with_checkpoint(rank, folder, saves, curvature, parameters):
 
 
 CHANGES = [
-    (2, 1, "variational", "all", (2,)),
     (2, 3, "network", "all", (1, 1)),
-    (3, 2, "variational", "all", (1, 1)),
     (3, 2, "variational", "last_layer", (1, 1)),
     (1, 2, "variational", "all", (2,)),
-    (1, 2, "linear", "all", (1, 1)),
     (2, 2, "linear", "all", (1, 1)),
 ]
 

@@ -300,4 +300,3 @@ def test_a_sample_of_many_examples_estimates_what_is_shared():
     assert abs(share - 0.5) < 5 * (0.25 / number) ** 0.5 and number > 400
     assert of(slice(10_000, 20_000)).shared_with(train.least)[0] == 0
     assert distinct(train.least, 10_000) > 0.85 and distinct(train.least, 100_000) < 0.2
-    assert Identity(**train.state()).least == train.least

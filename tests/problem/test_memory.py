@@ -6,7 +6,6 @@ import pytest
 import torch
 from allocator import Allocator
 from daily import daily
-from fresh import run_fresh
 from models import Centred
 from tiny import fitted, problem_of
 from torch import nn
@@ -95,7 +94,7 @@ def test_what_did_not_fit_is_remembered():
     assert allocator.refusals == refusals
 
 
-MODELS = [(network(2000), "1 row "), (Centred(*network()), "200 rows ")]
+MODELS = [(network(2000), "1 examples "), (Centred(*network()), "200 examples ")]
 
 
 @pytest.mark.parametrize("model, rows", daily(MODELS[1], rest=MODELS[:1]))
@@ -184,48 +183,7 @@ def test_libraries_have_words_of_their_own_and_other_errors_are_no_shortage():
             shortage_of(RuntimeError(words))
 
 
-def convolve_without_room():
-    import resource
-
-    def field(name):
-        with open("/proc/self/status") as lines:
-            return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
-
-    torch.set_num_threads(1)
-    layer, x = nn.Conv2d(3, 32, 3, padding=1), torch.randn(128, 3, 32, 32)
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (field("VmData") + (8 << 20), limits[1]))
-    try:
-        layer(x)  # whose result takes 16 MiB
-    except RuntimeError as error:
-        shortage = shortage_of(error)
-    resource.setrlimit(resource.RLIMIT_DATA, limits)
-    assert shortage and layer(x).shape == (128, 32, 32, 32)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux alone")
-def test_layers_that_run_out_of_memory_are_understood():
-    run_fresh(convolve_without_room)
-
-
 ROWS = torch.randn(4, 1 << 14, generator=torch.Generator().manual_seed(3))
-
-
-def test_work_on_blocks_takes_no_copies_of_them(monkeypatch):
-    """Beside what it returns, and the bfloat16 rows it is given."""
-    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 10)
-    for work, outputs in (
-        (lambda rows: blocks.gram(rows, rows), 0.0),
-        (lambda rows: blocks.gram(rows, rows.bfloat16()), 0.5),
-        (lambda rows: blocks.dots(rows, rows), 0.0),
-        (lambda rows: blocks.add_combined(rows, torch.eye(4).double(), ROWS, -0.5), 0.0),
-        (lambda rows: blocks.add_combined(rows, torch.eye(4), rows.bfloat16()), 0.5),
-        (lambda rows: blocks.orthonormalise(rows), 1.0),
-    ):
-        given = ROWS.clone()
-        with Allocator() as allocator:
-            work(given)
-        assert allocator.peak < (outputs + 0.3) * given.nbytes
 
 
 @pytest.mark.parametrize("dependent", [False, True])

@@ -171,19 +171,6 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average():
     assert ((ratio - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
 
 
-@pytest.mark.slow
-def test_many_outputs_take_the_draws_of_single_rows(monkeypatch):
-    monkeypatch.setattr("torch_lla_em.problem.problem._EXACT_OUTPUTS", 0)
-    case, seeds, K = repeated("classification"), 100, 2
-    expected, found = case.exact().expected_squared_features, 0
-    for seed in range(seeds):
-        problem = case.problem(50)
-        problem.linear_model.probe(case.x)
-        found = found + problem.noise_features(K, seed)[1] / seeds
-    assert not torch.allclose(found, expected)
-    assert ((found / expected - 1).abs() < 5 * (2 / (K * seeds)) ** 0.5).all()
-
-
 def scale_of(squares, sizes, g_prior, w=None):
     """The scale of tensors of these sizes, and their layout."""
     shapes = tuple(torch.Size([1, size]) for size in sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Any
 
@@ -87,10 +87,6 @@ class Identity:
         shapes = sorted({shape for part in parts for shape in part.shapes})
         same = all(part.same_batches for part in parts)
         return cls(same, rows, targets, total % (1 << 64), least, shapes)
-
-    def state(self) -> dict[str, Any]:
-        """Return the fields, from which ``Identity(**state)`` is the same."""
-        return asdict(self)
 
 
 def distinct(least: Sequence[int], num_rows: int) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain, islice, repeat
-from math import inf
 from operator import length_hint
 from typing import Any, NamedTuple
 
@@ -21,16 +21,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em.data.batch import (
-    Batch,
-    Tally,
-    TargetFn,
-    as_targets,
-    default_targets,
-    inputs_of,
-)
+from torch_lla_em.data.batch import Batch, Tally, TargetFn, as_targets, default_targets, inputs_of
 from torch_lla_em.data.identity import Identity, distinct
-from torch_lla_em.data.trees import is_opaque, map_leaves, map_tensors, tensors_in, to_device
+from torch_lla_em.data.trees import is_opaque, leaves_of, map_tensors, tensors_in, to_device
 from torch_lla_em.data.weights import Weights, checked_weights, is_pair, without_weights
 from torch_lla_em.runtime import Group
 
@@ -78,10 +71,8 @@ class Facts(NamedTuple):
     """N, the number of examples."""
 
     num_targets: int = 0
-    """Entries of all targets, N C where every output has one."""
-
     num_outputs: int = 0
-    """Entries of all outputs of the network, N C."""
+    """Entries of all targets, and of all outputs of the network, N C."""
 
     num_labelled: int = 0
     """Number of examples with a label and a weight other than 0."""
@@ -165,7 +156,9 @@ class Data:
         self._may_keep = False
         """Whether this pass keeps its batches: those of a list, or that are the same when they are read again."""
 
-        self._num_steps: int | None = None
+        self.num_steps: int | None = None
+        """Number of batches per rank of the last pass in steps."""
+
         self._first: Batch | None = None
         self.room, self.merge_rows = 0.0, 0
         """Bytes in which batches may be kept, and the size up to which small ones are joined; 0: never."""
@@ -206,9 +199,8 @@ class Data:
         # after the first pass each rank reads the share of another, so the sum of hashes changes
         # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-        keeps_order = self._is_list or self._order is not None
-        own = Identity(keeps_order and not (in_step and self._shuffles))
-        kept: list[Batch] = []
+        in_order = self._is_list or (self._order is not None and not (in_step and self._shuffles))
+        own, kept = Identity(in_order), list[Batch]()
         tally: Tally | None = None if self.num_passes else {}
         self._others_wait = not in_step
         read = self._compared(self._read(share, self.group.size, self.num_passes * in_step), own)
@@ -251,13 +243,9 @@ class Data:
             return 1 / size
         return -(-batches // size) / batches
 
-    def num_steps(self) -> int | None:
-        """Return the number of batches per rank of the last pass in steps; None if there was none."""
-        return self._num_steps
-
     def state(self) -> dict[str, Any]:
         """Return what the passes have found as plain numbers, for ``restore``."""
-        identity = None if self.identity is None else self.identity.state()
+        identity = None if self.identity is None else asdict(self.identity)
         return {**self.facts._asdict(), "num_passes": self.num_passes, "identity": identity}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -368,8 +356,9 @@ class Data:
         left = self.room
         for batch in batches:
             batch = batch.on(self._device)
-            left -= _bytes(batch)
-            self._may_keep = self._may_keep and left > 0
+            left -= sum(t.numel() * t.element_size() for t in tensors_in(batch.tensors()))
+            has_objects = any(map(is_opaque, leaves_of(batch.tensors())))  # of unknown size
+            self._may_keep = self._may_keep and left > 0 and not has_objects
             if self._may_keep:
                 # a loader may write the next batch to the same memory
                 batch = (batch if self._is_list else batch.copied())._replace(is_kept=True)
@@ -387,7 +376,7 @@ class Data:
                 break
             yield batch._replace(step_rows=step_rows)
             steps += 1
-        self._num_steps = steps
+        self.num_steps = steps
 
     def _end(self, whole: Identity, tally: Tally | None) -> None:
         """Note what the first pass has found; refuse other data, and data that change."""
@@ -410,7 +399,11 @@ class Data:
             raise ValueError(fault)
         if tally is not None:
             own = [int(sum(each)) for each in zip(*tally.values())] or [0, 0]
-            self.facts = Facts(whole.num_rows, whole.num_targets, *self.group.meet(own, _added))
+            self.facts = Facts(
+                whole.num_rows,
+                whole.num_targets,
+                *self.group.meet(own, lambda every: map(sum, zip(*every))),
+            )
         if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_passes += 1
@@ -448,16 +441,16 @@ def _concatenated(batches: list[Batch]) -> Batch:
 
 def _form(batch: Batch) -> Any:
     """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
-    forms: list[Any] = []
+    rows = len(batch.rows)
 
-    def note(leaf: Any) -> Any:
+    def form_of(leaf: Any) -> Any:
         whole = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-        by_rows = whole and leaf.dim() and len(leaf) == len(batch.rows)
-        forms.append((leaf.dtype, leaf.device, leaf.shape[1:]) if by_rows else None)
-        return forms[-1]
+        by_rows = whole and leaf.dim() and len(leaf) == rows
+        return (leaf.dtype, leaf.device, leaf.shape[1:]) if by_rows else None
 
-    form = map_leaves(note, batch.tensors())
-    return None if None in forms else form
+    if None in map(form_of, leaves_of(batch.tensors())):
+        return None
+    return map_tensors(form_of, batch.tensors())
 
 
 def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
@@ -480,21 +473,6 @@ def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
     return (sampler if type(sampler) in (list, tuple, range) else None), False
 
 
-def _added(every: list[list[int]]) -> list[int]:
-    return [sum(each) for each in zip(*every)]
-
-
 def _merged(parts: list[Identity]) -> tuple[Identity, int]:
     """Return the identity of the examples of all ranks, and the largest number of a rank."""
     return Identity.of(parts), max(part.num_rows for part in parts)
-
-
-def _bytes(batch: Batch) -> float:
-    """Return the size of all tensors; infinity with objects such as graphs, whose size is unknown."""
-    objects: list[bool] = []
-    map_leaves(lambda leaf: objects.append(is_opaque(leaf)), batch.tensors())
-    return (
-        inf
-        if any(objects)
-        else sum(t.numel() * t.element_size() for t in tensors_in(batch.tensors()))
-    )

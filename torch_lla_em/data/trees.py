@@ -35,11 +35,16 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def leaves_of(tree: Any) -> list[Any]:
+    """Return every leaf of a tree, tensors and others."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return every tensor of a tree."""
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def copied(tree: Any) -> Any:
@@ -63,18 +68,12 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def cut(tree: Any, size: int, rows: slice) -> Any | None:
     """Return some of ``size`` rows of a tree; None if nothing in it has so many."""
-    found = False
 
-    def part(tensor: Tensor) -> Tensor:
-        nonlocal found
-        if tensor.layout != torch.strided or not tensor.dim() or len(tensor) != size:
-            return tensor
-        found = True
-        return tensor[rows]
+    def by_rows(tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.dim() > 0 and len(tensor) == size
 
-    taken = map_tensors(part, tree)
-    if found:
-        return taken
+    if any(map(by_rows, tensors_in(tree))):
+        return map_tensors(lambda tensor: tensor[rows] if by_rows(tensor) else tensor, tree)
     # a list of sentences, for example
     return tree[rows] if isinstance(tree, list) and len(tree) == size else None
 

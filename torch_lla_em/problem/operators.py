@@ -36,7 +36,7 @@ class WhitenedGGN(Operator):
 
     def num_steps(self) -> int | None:
         """Return the number of batches of a pass, if it is known."""
-        return self.problem.data.num_steps()
+        return self.problem.data.num_steps
 
     def minibatches(self) -> Iterator[Product]:
         """Yield the part of each batch in the product."""

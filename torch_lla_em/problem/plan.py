@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Report
@@ -42,13 +41,10 @@ _LONG, _TIMED = 60.0, 256
 
 
 class Memory(NamedTuple):
-    """What a fit will take in bytes, beyond what is held before it."""
+    """The peak of a fit in bytes, of most fits like it within a factor of two, and with three times the passes."""
 
     expected: float
-    """The peak of most fits like it, within a factor of two."""
-
     most: float
-    """The peak if it needs three times as many passes."""
 
 
 class Plan(NamedTuple):
@@ -67,16 +63,11 @@ class Plan(NamedTuple):
     """What an example takes."""
 
     batches: float = 0.0
-    """Bytes that batches may take to be kept from pass to pass."""
-
     factors: float = 0.0
-    """Bytes that factors of the Jacobian may take, kept from pass to pass with their batches."""
+    """Bytes of batches, and of their Jacobian factors, that are kept from pass to pass."""
 
     pass_seconds: float | None = None
-    """What a pass over the data will take; None if it has not been timed."""
-
     memory: Memory | None = None
-    """What the fit will take in all; None if that has not been forecast."""
 
     @property
     def tight(self) -> bool:
@@ -86,17 +77,13 @@ class Plan(NamedTuple):
     @property
     def of_memory(self) -> str:
         """What ``str`` says of the memory."""
-        fit = f"{self.num_samples} samples of {self.size:,} parameters"
-        if self.memory is None:
-            words = f"{fit} need up to {size_of(self.vectors)} on {self.vectors_on}, and more for batches"
-        else:
-            expected, most = map(size_of, self.memory)
-            words = (
-                f"A fit of {fit} will take about {expected} of memory on {self.vectors_on}, and up to {most} "
-                "if it needs three times the usual passes"
-            )
+        expected, most = map(size_of, self.memory or (self.vectors, 2 * self.vectors))
         remedy = " This may not fit: reduce num_samples, or choose fewer `parameters`."
-        return f"{words}; {size_of(self.free)} are free.{remedy if self.tight else ''}"
+        return (
+            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about {expected} of memory on "
+            f"{self.vectors_on}, and up to {most} if it needs three times the usual passes; {size_of(self.free)} are "
+            f"free.{remedy if self.tight else ''}"
+        )
 
     def __str__(self) -> str:
         seconds = self.pass_seconds
@@ -133,7 +120,13 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()
     example = measured(problem, first)
-    _warn_of_influence(problem)
+    if sweep.influence:
+        report(
+            "log",
+            f"The network's outputs for an example change by {100 * sweep.influence:.0f} % with the other examples in "
+            "its batch, and so do predictions. Let layers use running statistics, as BatchNorm with "
+            "track_running_stats=True, or always predict with batches like those of the fit.",
+        )
     free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near = place.type == device.type
@@ -158,24 +151,6 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     return plan
 
 
-def _warn_of_influence(problem: Problem) -> None:
-    """Warn if the outputs for an example depend on the others in its batch."""
-    if not problem.sweep.influence:
-        return
-    layers = [
-        f"{type(layer).__name__} {name!r}"
-        for name, layer in problem.linear_model.network.module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.running_mean is None
-    ]
-    named = f" (by {', '.join(layers)})" if layers else ""
-    report(
-        "log",
-        f"The network's outputs for an example change by {100 * problem.sweep.influence:.0f} % with the other "
-        f"examples in its batch{named}, and so do predictions. Let layers use running statistics, or always "
-        "predict with batches like those of the fit.",
-    )
-
-
 def free_for_each(group: Group, device: torch.device) -> float:
     """Return the bytes that every rank may still allocate on a device, as many on each."""
     return group.meet([place_of(device), free_memory(device)], least_share)
@@ -187,7 +162,7 @@ def room(problem: Problem) -> float:
 
 
 def measured(problem: Problem, first: Batch) -> Report:
-    """Probe the network on a few examples, and return what one of them takes."""
+    """Probe the network on a few examples, fewer if memory runs out, and return what one of them takes."""
     model, sweep, part, rows = problem.linear_model, problem.sweep, first, FEW
     while True:
         try:

@@ -64,10 +64,8 @@ class Limits(NamedTuple):
     """Device on which vectors are stored."""
 
     rows: float = inf
-    """Largest number of examples that are processed at once."""
-
     columns: int | None = None
-    """Largest number of columns of a product that are computed at once; None: all."""
+    """Largest numbers of examples, and of columns of a product, that are computed at once; None: all."""
 
     batch_rows: float = inf
     """Number of examples above which a batch is split, because larger batches are not cheaper."""
@@ -99,7 +97,7 @@ class Sweep:
 
         self._begun_with = NetworkState(linear_model.network)
         self._seen: Rows | None = None
-        self._report: Callable[[float | None], None] | None = None
+        self._report: Callable[[float | None], object] = bool
         self._loaded = 0
         """Number of examples of the current batch of the loader."""
 
@@ -124,9 +122,11 @@ class Sweep:
             if isinstance(error, DoesNotFit):
                 self.limits = limits
             raise
-        if batch is None and self._checks:
-            fine = torch.stack([fine for fine, _ in self._checks]).all()
-            if group.sum((~fine).double()).item():  # one rank's error on all of them
+        if batch is None:  # a rank may have no examples
+            wrong = torch.zeros((), dtype=torch.float64, device=self.linear_model.network.device)
+            for fine, _ in self._checks:
+                wrong += (~fine).to(wrong.device)
+            if group.sum(wrong).item():  # one rank's error on all of them
                 raise group.meet(self.fault(), _one_of) or FloatingPointError(_IN_LATER_PASS)
         return {name: self._placed(group.sum(own), task.kinds[name]) for name, own in sums.items()}
 
@@ -217,7 +217,7 @@ class Sweep:
         """Keep to these limits from now on."""
         self.limits = limits
 
-    def watch(self, report: Callable[[float | None], None]) -> None:
+    def watch(self, report: Callable[[float | None], object]) -> None:
         """Call a function with the finished share of every pass, if it is known."""
         self._report = report
 
@@ -289,10 +289,9 @@ class Sweep:
 
     def say(self, rows: float = 0.0) -> None:
         """Report that the fit goes on, and how many examples of this pass are done, if it is within one."""
-        if self._report is not None:
-            data = self.data
-            number = data.facts.num_rows or data.num_batches() * self._loaded
-            self._report(min(1.0, rows * data.group.size / number) if rows and number else None)
+        data = self.data
+        number = data.facts.num_rows or data.num_batches() * self._loaded
+        self._report(min(1.0, rows * data.group.size / number) if rows and number else None)
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
         """Halve the number of columns or examples that are processed at once; raise if not possible."""
@@ -331,9 +330,8 @@ class Sweep:
         """Note whether the outputs of a batch are finite, and if not, whether its inputs are."""
         fine = _all_finite(f)
         for x in tensors_in(batch.inputs):
-            if x.is_floating_point():
-                own = (x.coalesce().values() if x.is_sparse else x).isfinite().all()
-                self._checks.append((fine | own, ValueError(_INPUTS.format(batch.index))))
+            own = (x.coalesce().values() if x.is_sparse else x).isfinite().all()
+            self._checks.append((fine | own, ValueError(_INPUTS.format(batch.index))))
         self._checks.append((fine, FloatingPointError(_OUTPUTS.format(batch.index))))
 
     def fault(self) -> Exception | None:
@@ -353,9 +351,8 @@ def _all_finite(tensor: Tensor) -> Tensor:
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:
     """Return the error message if one column of a piece that cannot be split does not fit."""
-    rows = len(piece.rows)
     return (
-        f"One column of {rows} row{'s' * (rows > 1)} of batch {piece.index} does not fit into memory ({shortage}). It "
+        f"One column of {len(piece.rows)} examples of batch {piece.index} does not fit into memory ({shortage}). It "
         f"needs a forward pass with its activations, and 2 P numbers ({2 * P * 4 / 1e9:.2g} GB for P = {P}). Use "
         'smaller batches or inputs, fewer parameters in the posterior (parameters="last_layer", or name patterns), '
         'fewer samples, or keep their vectors on the CPU (compute=Compute(vectors="cpu")).'

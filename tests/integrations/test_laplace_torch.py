@@ -179,6 +179,7 @@ def test_the_state_has_all_that_predictions_and_evidence_need(options, tmp_path)
     other = Laplace(model, "regression", "all")
     other.load_state_dict(torch.load(tmp_path / "state.bin"))
     assert_close(la(x), other(x))
+    assert_close(la(x), copy.deepcopy(la)(x))
     assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
     assert other.temperature == pytest.approx(la.temperature)
     with pytest.raises(NotFittedError, match="needs the training data"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,21 +92,22 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
                 found = way(given)
             else:
                 parts = zip(tensors_in(given), spreads, tensors_in(rows_of(x, others)))
-                new = iter(
-                    [
-                        _noisy(t, spread, generator)
-                        if way == "noise"
-                        else _swapped(t, o, generator)
-                        for t, spread, o in parts
-                    ]
+                is_noise = way == "noise"
+                new = (
+                    _noisy(t, spread, generator) if is_noise else _swapped(t, o, generator)
+                    for t, spread, o in parts
                 )
-                found = map_tensors(lambda _, new=new: next(new), given)
+                found = map_tensors(partial(_next, new), given)
             if number_of(found) != len(some):
                 raise ValueError(
                     f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one for "
                     "each."
                 )
             yield found
+
+
+def _next(new: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(new)
 
 
 def _spread(t: Tensor) -> Tensor | None:

@@ -98,7 +98,7 @@ class StudentError(NamedTuple):
         """Return the error of a JSON record, also of one of version 0.4, which has a record for each kind of inputs."""
         if "held_out" in record:
             own, made = (record[name] or [0, *4 * [nan]] for name in ("held_out", "made"))
-            return cls(*own[:4], made[1], made[4])
+            record = dict(zip(cls._fields, (*own[:4], made[1], made[4])))
         return cls(**record)
 
 

@@ -114,14 +114,13 @@ class Laplace:
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
         self._loader: Any = None
         self._posterior: LinearisedLaplace | None = None
-        self._fitted_at = 0, 0
+        self._fitted_at: Tensor | None = None
         self._evidence: Tensor | None = None
 
     @property
     def posterior(self) -> LinearisedLaplace:
         """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set after ``fit``."""
-        given = id(self.prior_precision), id(self.sigma_noise)
-        if self._posterior is None or given != self._fitted_at:
+        if self._posterior is None or not torch.equal(self._hyperparameters(), self._fitted_at):
             what = "is not fitted yet" if self._posterior is None else "has another prior or noise"
             raise NotFittedError(f"This posterior {what}. Call la.fit(train_loader).")
         return self._posterior
@@ -143,10 +142,8 @@ class Laplace:
             train_loader (DataLoader): Batches of inputs and targets, or dicts, which are read again later.
             **options: ``progress_bar``, as in ``LinearisedLaplace.fit``.
         """
-        self._loader, precision = (
-            train_loader,
-            torch.as_tensor(self.prior_precision, device=self._device).squeeze(),
-        )
+        precision = torch.as_tensor(self.prior_precision, device=self._device).squeeze()
+        self._loader = train_loader
         self._fit(precision.dim() > 0, options, em_steps=0, prior_precision=precision)
 
     def optimize_prior_precision(
@@ -247,7 +244,8 @@ class Laplace:
         mean, deviations = self._at(x, pred_type)
         drawn = deviations.new_empty(n_samples, len(deviations))
         drawn.normal_(generator=generator or self._generator)
-        return mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
+        found: Tensor = mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
+        return found
 
     def predictive_samples(self, *args: Any, **options: Any) -> Tensor:
         """Return ``functional_samples`` after the softmax; those of a regression are unchanged."""
@@ -297,8 +295,13 @@ class Laplace:
         noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
         self.prior_precision = posterior.prior_precision
         self.sigma_noise = torch.as_tensor(noise, device=self._device)
-        self._fitted_at = id(self.prior_precision), id(self.sigma_noise)
+        self._fitted_at = self._hyperparameters()
         self._posterior, self._evidence = posterior, None
+
+    def _hyperparameters(self) -> Tensor:
+        """Return λ and σ as one vector."""
+        each = (torch.as_tensor(v, device="cpu") for v in (self.prior_precision, self.sigma_noise))
+        return torch.cat([values.detach().double().reshape(-1) for values in each])
 
     def _unfitted(self, layerwise: bool) -> LinearisedLaplace:
         is_regression = self.likelihood == "regression"

@@ -139,16 +139,14 @@ class _Estimator(BaseEstimator):
         with _FITTING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             out, kept = torch.randperm(len(x)).tensor_split([count])
-            own, y = x[kept], targets[kept]
-            standard, network = (
-                _Standardise(own),
-                (self.module or self._perceptron)(x.shape[1], outputs),
-            )
+            some, y = x[kept], targets[kept]
+            standard = _Standardise(some)
+            network = (self.module or self._perceptron)(x.shape[1], outputs)
             network = network.to(self.device, x.dtype)
-            self._train(network, standard(own).to(self.device), y.to(self.device))
+            self._train(network, standard(some).to(self.device), y.to(self.device))
             network = nn.Sequential(standard, network).to(self.device).eval()
             self.laplace_ = LinearisedLaplace(network, self._likelihood, **how)
-            self.laplace_.fit(own, y, progress_bar=False)
+            self.laplace_.fit(some, y, progress_bar=False)
             if count:
                 self.laplace_.calibrate(x[out], targets[out])
         return self

@@ -7,6 +7,7 @@ size, and is computed from it.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -174,9 +175,13 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Any) -> bytes:
     names = ["x"] if count == 1 else [f"x_{i}" for i in range(count)]
     if isinstance(x, Mapping) and len(x) == count:
         names = list(map(str, x))
-    program = program.run_decompositions(_PLAIN_IN_ONNX)
+    program, before = program.run_decompositions(_PLAIN_IN_ONNX), logging.root.manager.disable
     options: Any = {"input_names": names, "output_names": due, "verbose": False}
-    content = torch.onnx.export(program, dynamo=True, **options).model_proto.SerializeToString()
+    logging.disable(logging.WARNING)  # what the exporter could not convert is compared afterwards
+    try:
+        content = torch.onnx.export(program, dynamo=True, **options).model_proto.SerializeToString()
+    finally:
+        logging.disable(before)
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     taken = [each.name for each in session.get_inputs()]
 
@@ -274,8 +279,13 @@ def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int
     return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
 
 
-def _without_nan(x: Tensor, nan: float | None = None, *ends: float | None) -> Tensor:
-    return x.masked_fill(x != x, nan or 0.0)
+def _without_nan(
+    x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    # infinite scores stay infinite if nothing is given: ONNX has no largest double in its constants
+    found = x if posinf is None else x.masked_fill(x == torch.inf, posinf)
+    found = found if neginf is None else found.masked_fill(x == -torch.inf, neginf)
+    return found.masked_fill(x != x, nan or 0.0)
 
 
 def _distances(x: Tensor, others: Tensor, *args: Any) -> Tensor:

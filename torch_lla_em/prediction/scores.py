@@ -86,7 +86,7 @@ def p_values(
     def not_above(some: Tensor, rank: Tensor, own: Tensor) -> Tensor:
         total = own[:, None, None] + weights.sum()
         found = combined((theirs + own[:, None, None] * (some[:, None] >= bounds)) / total)
-        return found.le(rank[:, None] * (1 + ROUNDING)).double() @ weights
+        return found.le((rank + ROUNDING * rank)[:, None]).double() @ weights
 
     step = max(1, NUMBERS // max(1, count))
     if len(scores) <= step:  # without a number of rows, so that exported programs take any
@@ -144,7 +144,9 @@ def quantiles(
     in_order, order = errors.sort(0)
     weights, own = _weights(errors, weights, own)
     sums = weights[order].cumsum(0).T.contiguous()
-    needed = level * (weights.sum() + own) * (1 - ROUNDING)
+    # ONNX has single precision for plain numbers, by which 0.8 of 20 would be more than 16
+    needed = torch.tensor(level, dtype=sums.dtype, device=sums.device) * (weights.sum() + own)
+    needed = needed - ROUNDING * needed
     places = torch.searchsorted(sums, needed.expand(len(sums), -1).contiguous())
     return pad(in_order, (0, 0, 0, 1), value=torch.inf).gather(0, places.T)
 

@@ -291,7 +291,8 @@ def test_the_error_in_words(caplog):
     assert "student.calibrate(validation_loader)" in repr(student)
     rows = dict(StudentError(50, 0.01, 0.001, 0.9, 0.05, 0.95).rows())
     assert list(rows) == ["held-out inputs", "made inputs"] and "0.95" in rows["made inputs"]
-    assert not StudentError().rows()
+    assert not StudentError().rows() and not StudentError().warnings
+    assert StudentError(50, *5 * [float("nan")]).warnings  # a KL that is not a number is not good
 
 
 def test_kl_is_that_of_torch():

@@ -66,18 +66,15 @@ class StudentError(NamedTuple):
     @property
     def warnings(self) -> list[str]:
         """What is not good enough, and what helps."""
-        found = [
-            f"its mean KL from the posterior at {name} inputs is {kl:.2g} nats"
-            for name, kl, most in (("held-out", self.kl, _KL), ("made", self.kl_made, _KL_MADE))
-            if kl > most
-        ]
-        if self.epistemic < _CORRELATION:
-            found.append(
-                f"the rank correlation of its epistemic uncertainty is {self.epistemic:.2f}"
-            )
-        if self.ood_made < _CORRELATION:
-            found.append(f"the rank correlation of its OOD scores is {self.ood_made:.2f}")
-        if not found:
+        found = []
+        for name, kl, most in (("held-out", self.kl, _KL), ("made", self.kl_made, _KL_MADE)):
+            if not kl <= most:
+                found.append(f"its mean KL from the posterior at {name} inputs is {kl:.2g} nats")
+        ranked = {"epistemic uncertainty": self.epistemic, "OOD scores": self.ood_made}
+        for name, correlation in ranked.items():
+            if correlation < _CORRELATION:
+                found.append(f"the rank correlation of its {name} is {correlation:.2f}")
+        if not (found and self.number):
             return []
         return [
             f"The student is not close to the posterior: {'; '.join(found)}. Pass more unlabelled "

@@ -6,7 +6,6 @@ from torch_lla_em.runtime.group import Group, current_group, first, group_of
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
     free_memory,
-    is_shortage,
     least_share,
     place_of,
     release,
@@ -43,7 +42,6 @@ __all__ = [
     "first",
     "free_memory",
     "group_of",
-    "is_shortage",
     "least_share",
     "normal",
     "normals",

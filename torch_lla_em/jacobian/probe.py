@@ -161,27 +161,22 @@ def _with_torch_func(
     tolerance: float,
 ) -> Report:
     """Return forward mode, or two reverse passes, whose error is rounding."""
-    errors, reasons = dict[bool, float](), {True: "treats the rows of a padding_idx differently"}
+    errors, reasons = dict[bool, float](), list[str]()
     for forward, rows in ways.items():
         failures: list[Exception] = []
         with suppressed(failures):  # operations that a direction does not support
             errors[forward] = error(rows)
-        if failures:
-            words = str(failures[0]).strip().split("\n")[0][:160].rstrip(".")
-            reasons[forward] = f"fails ({type(failures[0]).__name__}: {words})"
-        elif errors[forward] <= tolerance:
+        if not failures and errors[forward] <= tolerance:
             break
-        else:
-            reasons[forward] = f"disagrees with backward (adjoint error {errors[forward]:.1e})"
-    least = min(errors.values(), default=math.inf)
-    if least > max(tolerance, _ROUNDING):
-        words = {True: "forward mode", False: "two reverse passes"}
-        tried = "; ".join(f"{words[forward]} {reason}" for forward, reason in reasons.items())
+        words = (
+            str(failures[0]).strip().split("\n")[0] if failures else f"error {errors[forward]:.1e}"
+        )
+        reasons.append(f"{'forward mode' if forward else 'two reverse passes'}: {words}")
+    if min(errors.values(), default=math.inf) > max(tolerance, _ROUNDING):
         raise NotImplementedError(
-            f"The Jacobian of the model is not available: {tried}. Replace that layer by one made of "
+            f"The Jacobian of the model is not available ({'; '.join(reasons)}). Replace that layer by one made of "
             "differentiable operations (nn.EmbeddingBag: nn.Embedding and a mean; an autograd.Function: "
             'add a `jvp`), or choose `parameters` after it, such as "last_layer".'
         )
     forward = min(errors, key=lambda way: (errors[way] > tolerance, errors[way]))
-    reason = "" if forward else reasons[True]
-    return report._replace(forward=forward, adjoint_error=errors[forward], reason=reason)
+    return report._replace(forward=forward, adjoint_error=errors[forward])

@@ -34,9 +34,6 @@ class Report(NamedTuple):
     """Whether J w is by forward mode, or by two reverse passes; None if not known yet, as all weights
     have factors."""
 
-    reason: str = ""
-    """Why forward mode is not used; empty if it is."""
-
     adjoint_error: float = 0.0
     """Relative error of J w and Jᵀu compared with ``backward``."""
 
@@ -70,9 +67,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         ways = {True: "forward mode", False: "two reverse passes", None: "factors"}
         words = f"J w by {ways[self.forward]}, adjoint error {self.adjoint_error:.1e}"
-        if self.names:
-            words += f"; {len(self.names)} parameter tensors have factors"
-        return f"{words}; forward mode {self.reason}" if self.reason else words
+        return f"{words}; {len(self.names)} parameter tensors have factors" if self.names else words
 
 
 class Rows:

@@ -172,14 +172,12 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
     try:
         return calibrated_on_moved(posterior, loader, weights, asked=False)
     except NoDistance as error:
-        messages: list[str] = []
-        with collected(messages):
-            report(
-                "log",
-                "This posterior of some parameters is as confident as the network where it has overfitted, and its "
-                f"training examples cannot be moved to correct that: {error}. {CALL}.",
-            )
-        return replace(posterior, messages=(*posterior.messages, *messages))
+        words = (
+            "This posterior of some parameters is as confident as the network where it has overfitted, and its "
+            f"training examples cannot be moved to correct that: {error}. {CALL}."
+        )
+        report("log", words)
+        return replace(posterior, messages=(*posterior.messages, words))
 
 
 def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:

@@ -3,13 +3,15 @@
 An example is moved by the difference between another one and its nearest neighbour, scaled to its own distance d from
 its nearest neighbour, and keeps its target: x_i + s (x_near(k) - x_k) d_i / d_k. A network that has memorised its
 training set is wrong on many of these. It should be wrong as often as a simple model is without the example, kernel ridge
-regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that; if it
-errs more often, only a share of the examples is moved, or in regression all of them less far.
+regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that. If it
+errs more often, since labels change on the way, some of its errors are left out, or all targets but single labels are
+moved less far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +58,11 @@ class Moves(NamedTuple):
     squares: Tensor
     """The squared distances of all examples, (n, n), relative to their median."""
 
-    def batches(self, length: float) -> Iterator[tuple[Any, Tensor]]:
-        """Yield moved inputs and their targets, a few at a time."""
+    def batches(self, length: float, kept: Tensor | None = None) -> Iterator[tuple[Any, Tensor]]:
+        """Yield moved inputs and their targets, a few at a time, of all examples or of those that are kept."""
         factors = length * self.scale
-        for rows in torch.arange(len(factors), device=factors.device).split(_AT_ONCE):
+        every = torch.arange(len(factors), device=factors.device) if kept is None else kept
+        for rows in every.split(_AT_ONCE):
 
             def changed(t: Tensor) -> Tensor:
                 if not t.is_floating_point():
@@ -137,18 +140,16 @@ class _Judge:
                 f = self._network.function(x)({})
             if not f.isfinite().all():
                 raise NoDistance("outputs at moved inputs are not finite")
-            if len(f) != len(y):
-                raise NoDistance("outputs do not have one row for each example")
             each.append((f, aligned(self._likelihood, y, f, self._network.class_dim)))
         f, y = map(torch.cat, zip(*each))
         return f, y
 
-    def error(self, batches: Iterator[tuple[Any, Tensor]]) -> float:
-        """Return the mean error of the network."""
+    def errors(self, batches: Iterator[tuple[Any, Tensor]]) -> Tensor:
+        """Return the errors of the network, NaN where targets are not known."""
         f, y = self.outputs(batches)
-        return self._error(self._likelihood.mean(f), y)
+        return self._errors(self._likelihood.mean(f), y)
 
-    def due(self, moves: Moves) -> float:
+    def due(self, moves: Moves) -> Tensor:
         """Return the mean error of the simple model, each example without itself; raise if all targets are equal."""
         f, y = self.outputs(moves.batches(0.0))
         if not self._has_classes and y.shape != self._likelihood.mean(f).shape:
@@ -158,12 +159,12 @@ class _Judge:
         table = y.double()
         if self._has_classes:
             table = nn.functional.one_hot(y.clamp_min(0), f.shape[-1]).double()
-        if not self._error(table.mean(0).expand(table.shape), y) > 0:
+        if not self._errors(table.mean(0).expand(table.shape), y).nanmean() > 0:
             raise NoDistance("all targets are equal")
         found = without_itself(moves.squares, table.flatten(1).to(moves.squares.device))
-        return self._error(found.view(table.shape).to(y.device), y)
+        return self._errors(found.view(table.shape).to(y.device), y).nanmean()
 
-    def _error(self, mean: Tensor, y: Tensor) -> float:
+    def _errors(self, mean: Tensor, y: Tensor) -> Tensor:
         if self._has_classes:
             wrong = (mean.argmax(-1) != y).double()
         elif self._likelihood.gives_probabilities:
@@ -171,26 +172,32 @@ class _Judge:
         else:
             wrong = (mean - y).double().square()
         mask = self._likelihood.mask(y)
-        return (wrong if mask is None else wrong[(mask > 0).expand(wrong.shape)]).mean().item()
+        return wrong if mask is None else wrong.where((mask > 0).expand(wrong.shape), nan)
 
 
 def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches, float]:
     """Return batches of moved training examples, and the length by which they are moved."""
     moves, judge = moves_of(data), _Judge(network, likelihood)
-    due, still = judge.due(moves), judge.error(moves.batches(0.0))
+    still = judge.errors(moves.batches(0.0)).nanmean()
+    due = max(still, judge.due(moves))  # no network errs less often at new inputs than in training
     for length in _LENGTHS:
-        wrong = judge.error(moves.batches(length))
-        if wrong >= due:
+        errors = judge.errors(moves.batches(length))
+        if errors.nanmean() >= due:
             break
-    share = min(1.0, (due - still) / (wrong - still)) if wrong > still else 1.0
-    if (
-        not likelihood.gives_probabilities
-    ):  # all of them less far: squared errors grow with the square
-        length *= max(0.0, share) ** 0.5
+    if errors.nanmean() <= due:
         return list(moves.batches(length)), length
-    rows = torch.arange(len(moves.scale), device=moves.scale.device)
-    moves = moves._replace(scale=moves.scale * (_spread(rows) < share))
-    return list(moves.batches(length)), length
+    if (
+        errors.dim() > 1 or not likelihood.gives_probabilities
+    ):  # squared errors grow with the square
+        length *= ((due - still) / (errors.nanmean() - still)).sqrt().item()
+        return list(moves.batches(length)), length
+    most = due / (1 - due) * (errors == 0).sum()
+    kept = (
+        ((errors == 0) | (errors.nan_to_num().cumsum(0) <= most))
+        .nonzero()[:, 0]
+        .to(moves.scale.device)
+    )
+    return list(moves.batches(length, kept)), length
 
 
 def _spread(rows: Tensor) -> Tensor:

@@ -171,3 +171,20 @@ def test_weight_decay_is_a_prior_precision(kind):
     la = LinearisedLaplace(model, likelihood, **{**EXACT, "compute": Compute(tolerance=1e-7)})
     la.fit([(x, y)], em_steps=0, prior_precision=precision, progress_bar=False)
     assert_close(la.w_lin, model.weight.detach().flatten(), rtol=1e-4, atol=1e-6)
+
+
+def test_p_values_of_padded_sequences_are_right():
+    """Padded positions have no label, and are the same in validation set and inputs."""
+
+    def sequences(n, seed):
+        x, length = draw(n, 6, 3, seed=seed), 2 + torch.arange(n) % 5
+        y = (x[..., 0] > 0).long() + (x[..., 1] > 1).long()
+        is_padded = torch.arange(6) >= length[:, None]
+        x[is_padded], y[is_padded] = 0, -100
+        return x, y
+
+    la = LinearisedLaplace(net(3, 3), "classification", num_samples=4)
+    la.fit(*sequences(40, 0), **FIXED).calibrate(*sequences(300, 1))
+    p = la.predict(sequences(600, 2)[0]).p_value
+    error = (0.2 * 0.8 * (1 / 150 + 1 / 600)) ** 0.5
+    assert p.shape == (600,) and abs((p <= 0.2).double().mean() - 0.2) < 3 * error

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from jacobians import X, check, linear_model, mlp, products
+from jacobians import Calls, X, check, linear_model, mlp, products
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -234,23 +234,12 @@ class TestRefused:
         assert other[0].scale_grad_by_freq
 
     def test_reentrant_checkpoint(self):
-        class Block(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body = mlp()
-
-            def forward(self, x):
-                return checkpoint(self.body, x, use_reentrant=True)
-
-        model = nn.Sequential(nn.Linear(3, 3).double(), Block())
+        layers = {"a": nn.Linear(3, 3).double(), "b": mlp()}
+        model = Calls(lambda m, x: checkpoint(m.b, m.a(x), use_reentrant=True), **layers)
         self.refuse(model, "use_reentrant=True", "checkpoint")  # torch's own words
 
     def test_dropout_in_eval_mode(self):
-        class Noisy(nn.Module):
-            def forward(self, x):
-                return F.dropout(x, 0.5)
-
-        model = nn.Sequential(mlp()[:2], nn.Sequential(Noisy(), nn.Linear(4, 2))).double()
+        model = Calls(lambda m, x: m.a(F.dropout(x, 0.5)), a=mlp())
         self.refuse(model, "disagree", "training=self.training")
 
     def test_not_finite(self):
@@ -274,24 +263,13 @@ class TestRefused:
         check(model.double(), ids, "last_layer")
 
     def test_nothing_depends_on_the_weights(self):
-        class Detached(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = mlp(), mlp()
-
-            def forward(self, x):
-                return self.a(x).detach() + self.b(x)
-
+        model = Calls(lambda m, x: m.a(x).detach() + m.b(x), a=mlp(), b=mlp())
         words = "do not depend on the parameters in the posterior", "'a.0.weight'"
-        self.refuse(Detached(), *words, selection=["a.*"], error=NotImplementedError)
+        self.refuse(model, *words, selection=["a.*"], error=NotImplementedError)
 
     def test_outputs_that_are_no_tensor(self):
-        class Dict(nn.Module):
-            def forward(self, x):
-                return {"out": x}
-
         words = "returned dict", "Pass adapter=Adapter(lambda model, inputs"
-        self.refuse(nn.Sequential(mlp(), Dict()), *words, error=TypeError)
+        self.refuse(Calls(lambda m, x: {"out": m.a(x)}, a=mlp()), *words, error=TypeError)
 
 
 def test_forward_fn_and_class_dim():
@@ -304,25 +282,11 @@ def test_forward_fn_and_class_dim():
         assert network.function(x)({}).shape == (2, 2, 2, 3)
 
 
-class CalledInAnotherOrder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.body, self.norm = nn.Linear(3, 2), nn.Linear(3, 3), nn.LayerNorm(2)
-
-    def forward(self, x):
-        return self.norm(self.head(self.body(x)))
-
-
 def test_last_layer_is_the_last_called():
-    model = CalledInAnotherOrder().double()
+    layers = {"head": nn.Linear(3, 2), "body": nn.Linear(3, 3), "norm": nn.LayerNorm(2)}
+    model = Calls(lambda m, x: m.norm(m.head(m.body(x))), **layers).double()
     assert select_parameters(model, "last_layer") == ("body.weight", "body.bias")
-    network = Network(model)
-    path = called_last(network, X)
-    assert path == "head"
-    names = select_parameters(model, "last_layer", path)
-    assert names == ("head.weight", "head.bias")
-
-
-def test_no_last_layer():
+    assert called_last(Network(model), X) == "head"
+    assert select_parameters(model, "last_layer", "head") == ("head.weight", "head.bias")
     with pytest.raises(ValueError, match="no last layer"):
         called_last(Network(nn.Sequential(nn.PReLU()).double()), X)

@@ -196,7 +196,7 @@ class ByFactors(Rows):
 
     def _squares(self, name: str, u: Tensor) -> Tensor:
         terms = [term for term in self.parts if name in term.names]
-        first, total = terms[0], 0.0
+        first, total = terms[0], u.new_zeros(())
         if len(terms) == 1 and isinstance(first, Outer) and first.a.dim() == 2:
             # J_nᵀu_n is the outer product d aᵀ, so its square is the product of the squares
             d = _wide(first.signals(u)).square().sum(1)

@@ -46,7 +46,7 @@ class Network:
                 "replaced. Pass the Python module that it was made from."
             )
         self.module = module
-        self.forward_fn = forward_fn or default_forward
+        self.forward_fn: ForwardFn = forward_fn or default_forward
         self.class_dim = class_dim
         self.precision = "float32"
         """Precision of matrix products, from ``Compute``."""

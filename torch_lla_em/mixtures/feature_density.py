@@ -102,19 +102,14 @@ class FeatureDensity:
         return self
 
     def score(self, inputs: Any) -> Tensor:
-        """Return the log density of the features of a batch of inputs, (B,): low for OOD inputs.
+        """Return the log density of the features of ``inputs``, (B,): low for OOD inputs.
 
-        Raises:
-            RuntimeError: Before ``fit``, or if the model's weights have changed since.
+        It raises a RuntimeError before ``fit``, or if the model's weights have changed since.
         """
         return self.mixture.log_prob(self._fitted_features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
-        """Return log p(features, label) of a batch of inputs, (B, C), labels in increasing order.
-
-        Raises:
-            RuntimeError: Before ``fit``, after a fit without labels, or if the weights have changed.
-        """
+        """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), labels in increasing order."""
         return self.mixture.class_log_prob(self._fitted_features(inputs))
 
     def _fitted_features(self, inputs: Any) -> Tensor:

@@ -72,8 +72,7 @@ class Mixture:
             The mixture itself, with ``parameters``, ``history`` and ``converged``.
 
         Raises:
-            ValueError: If the data are not tensors, are empty, not finite, or fewer than components,
-                or if they lack labels.
+            ValueError: If the data are empty, not finite, fewer than components, or lack labels.
         """
         for _ in self.steps(data, by_label=by_label):
             pass
@@ -113,13 +112,11 @@ class Mixture:
     def __repr__(self) -> str:
         end = "not fitted"
         if self.history:
-            end = "converged" if self.converged else "not converged"
-            end += (
-                f" after {len(self.history)} steps, lower bound {self.history[-1].lower_bound:.6g}"
-            )
-        return (
-            f"{type(self).__name__}({self.num_components}, covariance={self.covariance!r}), {end}"
-        )
+            steps, bound = len(self.history), self.history[-1].lower_bound
+            how = "converged" if self.converged else "not converged"
+            end = f"{how} after {steps} steps, lower bound {bound:.6g}"
+        options = f"{self.num_components}, covariance={self.covariance!r}"
+        return f"{type(self).__name__}({options}), {end}"
 
     def log_joint(self, x: Tensor) -> Tensor:
         """Return log p(x, component) of examples x (n, D), shape (n, K), in float64."""

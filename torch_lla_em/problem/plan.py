@@ -131,9 +131,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     place = place_of_vectors(vectors, compute, device, free)
     is_near = place.type == device.type
     left = _SHARE * max(free - vectors * is_near, 0.1 * free)
-    keeps = (
-        compute.keep_data and data.group.size == 1
-    )  # several ranks compare their data in every pass
+    # several ranks compare their data in every pass
+    keeps = compute.keep_data and data.group.size == 1
     if is_near:
         group = None
     else:  # directions, products and one chunk of gradients: a third of what is left

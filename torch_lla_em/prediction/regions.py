@@ -39,7 +39,8 @@ def length(apart: Tensor, covariance: Tensor) -> Tensor:
     """Return (eᵀ covariance⁻¹ e)^½ of errors e (B, C), (B,)."""
     root = torch.linalg.cholesky(covariance)
     solved = torch.linalg.solve_triangular(root, apart[..., None], upper=False)
-    return torch.linalg.vector_norm(solved, dim=(1, 2))
+    norms: Tensor = torch.linalg.vector_norm(solved, dim=(1, 2))
+    return norms
 
 
 def covariance_of(mixture: FunctionMixture, variance: Tensor) -> Tensor:

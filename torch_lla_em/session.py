@@ -50,14 +50,10 @@ class Session:
         self.problem, self._group, self._device = problem, problem.data.group, problem.device
         self._began, self.budget = time.monotonic(), Budget(budget, self._group)
         self.history: list[dict[str, Any]] = []
-        """Records of the EM steps so far."""
-
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
-        self._first_pass = self._began, 0
-        """When the first pass began, and the number of passes before it."""
-
+        self._first_pass = self._began, 0  # when it began, and the number of passes before it
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
         self._folder = None if checkpoint is None else Folder(checkpoint, header, self._group)
@@ -219,19 +215,12 @@ def log_marginal_likelihood(
 ) -> Estimate:
     """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over samples.
 
-    It compares priors, noise levels and likelihoods on the features of one network. It does not
-    compare networks, whose features were learnt from the same targets: use ``compare`` for these.
+    It compares priors, noise levels and likelihoods on the features of one network, and not networks.
 
     Args:
         la (LinearisedLaplace): The posterior; ``la.log_marginal_likelihood()`` passes it.
         loader, targets, weights (optional): The arguments of ``fit``, for a fit by a solver or with
             ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
-
-    Raises:
-        ValueError: If the training data are needed.
-
-    Example:
-        >>> evidence = la.log_marginal_likelihood().value
     """
     found = required(la).members[0].result
     if loader is None:

@@ -12,8 +12,8 @@ from tiny import basis_noise, likelihood_of, tiny
 from torch.testing import assert_close
 
 from torch_lla_em.data import Data
+from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import e_step, m_step
-from torch_lla_em.inference.over_span import log_dets
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.inference.whole import log_dets_by_passes
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace, Regression
-from torch_lla_em.inference.over_span import log_dets
+from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.inference.whole import log_dets_by_passes

@@ -94,13 +94,6 @@ def test_the_solution_is_the_dense_one_up_to_its_certificate(tolerance, A):
         assert nothing.converged and not nothing.x.any()
 
 
-@pytest.mark.parametrize("decay", [1, 2, 3])
-def test_the_certificate_is_within_a_factor_of_30_of_the_truth(decay):
-    A, b = rooted(torch.logspace(decay, -2, P)), draw(K, P)
-    solution = BlockCG(tolerance=0.1).solve(A, b)
-    assert (solution.certificate <= 30 * error_of(A, solution.x, b)).all()
-
-
 def test_columns_of_very_different_sizes_converge_together():
     A = rooted(torch.logspace(3, -1, P))
     easy = torch.linalg.eigh(A.matrix).eigenvectors.T[-1:]  # one product suffices

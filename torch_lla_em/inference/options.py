@@ -11,13 +11,9 @@ from torch import Tensor
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.inference.expectations import entries_of, takes_draws
-from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import KEPT_OUTPUTS, Memory, Plan, Problem
 
 logger = logging.getLogger("torch_lla_em")
-
-MOST_OUTPUTS = 256
-"""Largest number of classes for which (C, C) blocks of H are stored, if a likelihood needs them."""
 
 PASSES, LARGEST = 15.0, 5.0
 """Passes of a usual fit, and those for the upper bound relative to them; of 13 fits none had more than 2.5."""
@@ -60,21 +56,13 @@ class FitOptions:
 
 def choose_curvature(problem: Problem, options: FitOptions) -> str:
     """Return where H is evaluated: at the "network"'s outputs, the "linear" mode, or "variational", in expectation."""
-    classes = problem.data.facts.num_outputs // max(problem.data.facts.num_targets, 1)
     kind, why = options.curvature or "variational", "it is chosen, or by default"
     if problem.likelihood.is_quadratic:
         kind, why = "network", "H is constant for a Gaussian likelihood"
     elif options.takes_solver:
         kind, why = "network", "the fit takes a solver"
-    elif not options.curvature and has_too_large_blocks(problem.likelihood, classes):
-        kind, why = "network", "outputs are many"
     logger.info("Curvature %s: %s.", kind, why)
     return kind
-
-
-def has_too_large_blocks(likelihood: Likelihood, classes: int) -> bool:
-    """Whether H takes (C, C) blocks, and there are too many classes for them."""
-    return classes > MOST_OUTPUTS and not likelihood.is_softmax
 
 
 def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) -> Memory:
@@ -97,9 +85,7 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
     if options.takes_solver:
         return Memory(0.5 * plan.vectors + rest, plan.vectors + 2 * rest)
     likelihood, room = problem.likelihood, options.memory_of_span(plan.free)
-    moves = options.curvature in (None, "variational") and not (
-        likelihood.is_quadratic or has_too_large_blocks(likelihood, classes)
-    )
+    moves = options.curvature in (None, "variational") and not likelihood.is_quadratic
 
     def of_span(size: float) -> float:
         if not model.is_last_layer:  # directions, and two copies of J V

@@ -1,33 +1,21 @@
 """Every decision of a fit over a span about λ, σ and H, and when and why it ends: solve small, check large, extend.
 
-The linear model h = J w has the prior N(0, Λ⁻¹), Λ = λ diag(scale)⁻², and the fit seeks the Gaussian
-q = N(m, A⁻¹) and the λ that maximise
+For the linear model h = J w with prior N(0, Λ⁻¹), Λ = λ diag(scale)⁻², it seeks the Gaussian q = N(m, A⁻¹) and the λ that maximise
 
     L(m, A, λ) = E_q[log p(y | J w)] - KL(q ‖ N(0, Λ⁻¹)).
 
-**Mean and covariance.** For Gaussian q, Bonnet's theorem d E_q[g] / d m = E_q[∇g] and Price's theorem
-d E_q[g] / d Σ = ½ E_q[∇²g] turn the derivatives of E_q[loss] into expectations of derivatives. With
-KL = ½ (‖m‖²_Λ + Tr Λ Σ - P + log det A - log det Λ), the two conditions of a maximum are
+**Mean and covariance.** By the theorems of Bonnet and Price, derivatives of E_q[loss] are expectations of derivatives, so that
+Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0 and A = G + Λ with G = Σ_n J_nᵀ E_q[H_n] J_n at the maximum. If H stays fixed at given outputs, q is
+Laplace's approximation and L, up to a constant, its log evidence. For a Gaussian likelihood both are exact.
 
-    Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0   and   A = G + Λ,  G = Σ_n J_nᵀ E_q[H_n] J_n.
+**The bound.** There KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)) with γ = Tr G A⁻¹, the mean of ½ (⟨w, G w⟩ + ‖Λ^{-½} ξ - w‖²_Λ)
+over samples A w = Λ^½ ξ + η, η ~ N(0, G). The log det is the mean of the halves from ξ and from η; over a span that is extended for
+their sum alone, one is too large and one too small by 10 to 15 %, and their mean is right to a few per cent.
 
-So the mean is found by Newton's method with expected gradients, and H moves towards E_q[H_n]
-(``Expectations``). If H stays fixed at given outputs and m is the mode, q is Laplace's approximation and
-L, up to a constant, its log evidence. For a Gaussian likelihood both are exact.
+**λ and σ.** G and m are stationary, so dL / d log λ = ½ (γ - λ ‖m‖²), whose zero is the fixed point of MacKay's update
+λ ← γ / ‖m‖². In the same way σ² ← Σ (y - J m)² / (N - γ).
 
-**The bound.** There Tr Λ A⁻¹ = P - γ with γ = Tr G A⁻¹, so KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)).
-γ is the mean of ½ (⟨w, G w⟩ + ‖Λ^{-½} ξ - w‖²_Λ) over samples A w = Λ^½ ξ + η, η ~ N(0, G). The log det
-is the mean of ξᵀ log(I + Λ^{-½} G Λ^{-½}) ξ, and of a like function of η. Over a span that is extended for the
-sum Λ^½ ξ + η alone, the half from ξ is too large and that from η too small, by 10 to 15 % each, and their mean
-is right to a few per cent. The same mean has -γ as its derivative in log λ. (The half from ξ alone, which
-does not change with H, is at its largest at a λ that is up to 1.7 times too large.)
-
-**λ.** G and m are stationary, so dL / d log λ = ½ (γ - λ ‖m‖²), where the norm is in scaled parameters.
-MacKay's update λ ← γ / ‖m‖² has this fixed point, and so has λ ← λ (γ / (λ ‖m‖²))^stride. **σ** follows in the same way:
-σ² ← Σ (y - J m)² / (N - γ).
-
-**The first H** is the average of H(0) and H(f). H(f) alone is nearly 0 where a network has overfitted, and
-G, γ and then λ with it; H(0), that of uniform predictions, is far too large for a trained network.
+**The first H** is the average of H(0) and H(f): H(f) alone is nearly 0 where a network has overfitted, and γ and λ with it.
 
 **The schedule.** A fit alternates between two things. (1) It *solves* for λ, σ, H and m over the present span, which takes no
 pass: blocks of three steps, each a step of H half-way to E_q[H], one of λ, and the mean that belongs to both. A block begins at the

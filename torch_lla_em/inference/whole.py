@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import State, e_step, m_step
 from torch_lla_em.inference.linear_mode import LinearMode
 from torch_lla_em.inference.mackay import count_and_rounding
 from torch_lla_em.inference.options import FitOptions
-from torch_lla_em.inference.over_span import log_dets
 from torch_lla_em.inference.posterior_samples import PosteriorSamples
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise

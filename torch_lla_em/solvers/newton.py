@@ -69,14 +69,9 @@ class Newton:
         return replace(self, forcing=0.0)
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
-        """Minimise loss(x) + ½‖x‖².
+        """Minimise loss(x) + ½‖x‖² from a start, (P,).
 
-        Args:
-            loss: The convex loss, with ``value_and_gradient(x)``, ``hessian(x)``, an operator, and its ``rounding``.
-            start (Tensor): Where to start, shape (P,).
-
-        Returns:
-            The minimum, with a bound on its error.
+        The convex loss has ``value_and_gradient(x)``, ``hessian(x)``, an operator, and its ``rounding``.
         """
         x, passes = start, 1
         noise = max(10 * torch.finfo(x.dtype).eps, loss.rounding)

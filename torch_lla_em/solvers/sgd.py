@@ -1,4 +1,4 @@
-"""The paper's solver: stochastic gradient descent with Nesterov momentum and linear decay."""
+"""The paper's solver: stochastic gradient descent with Nesterov momentum and linear decay to 0."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
 from torch_lla_em.solvers.space import norm
-
-_DECAY = 1 / 330
-"""Final step size divided by the initial one, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,13 @@ class SGD:
             start = b
         num_batches = product.num_steps() or sum(1 for _ in product.minibatches())
         x, velocity, count = start.clone(), torch.zeros_like(b), 0
-        last = max(1, self.epochs * num_batches - 1)
+        last = self.epochs * num_batches
         for _ in range(self.epochs):
             for batch_product in product.minibatches():
                 # every batch is used once per epoch, so batches of different sizes have equal weights
                 ahead = x + self.momentum * velocity
                 gradient = num_batches * batch_product(ahead) + ahead - b
-                fade = 1 - (1 - _DECAY) * count / last
+                fade = 1 - count / last  # the last step has a size, too
                 velocity.mul_(self.momentum).sub_(gradient, alpha=rate * fade)
                 x.add_(velocity)
                 count += 1

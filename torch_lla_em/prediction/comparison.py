@@ -81,7 +81,8 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
     if reference.errors is None:
         report("warn", _UNCALIBRATED)
     reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", prediction.stated)
-    return prediction.p_values(score) <= rate
+    flagged: Tensor = prediction.p_values(score) <= rate
+    return flagged
 
 
 def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
@@ -111,7 +112,8 @@ def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
     reference, own = prediction.judged("prediction_set", by_labels=True)
     probs = own.mixture.expected()
     threshold = reference.quantiles(reference.errors, level, prediction.stated, probs.shape[1])
-    return prediction.shaped(conformal_set(probs, threshold, prediction.ties))
+    inside: Tensor = prediction.shaped(conformal_set(probs, threshold, prediction.ties))
+    return inside
 
 
 def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interval:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,8 @@ class FunctionMixture:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FunctionMixture:
         """Return the mixture with every tensor of values changed, whose last axes are (B, ..., C)."""
-        each = {name: tuple(map(change, getattr(self, name))) for name in ("centres", "deviations")}
-        return replace(self, **each)
+        centres, deviations = (tuple(map(change, own)) for own in (self.centres, self.deviations))
+        return replace(self, centres=centres, deviations=deviations)
 
     def part(self, rows: slice | Tensor) -> FunctionMixture:
         """Return the mixture at some inputs."""
@@ -157,7 +158,7 @@ class FunctionMixture:
 
     def over_rows(self, take: Take, dim: int = 0, at_least: int = FUNCTIONS) -> Tensor:
         """Apply ``take`` to all functions of a few examples at a time."""
-        f = self.f
+        f = self.centres[0]
         count = sum(2 * len(d) + max(at_least, 2 * len(d)) for d in self.deviations)  # at most
         step = max(1, NUMBERS // max(1, count * f[:1].numel()))
         with without_autocast(f.device):
@@ -233,8 +234,9 @@ class FunctionMixture:
         """Return the mixture of some of the components, as one posterior."""
         lists = self.likelihoods, self.centres, self.deviations
         weights = self.weights[some]
-        parts = (tuple(values[i] for i in some) for values in lists)
-        return FunctionMixture(*parts, weights / weights.sum(), (0,) * len(some))  # type: ignore[arg-type]
+        parts: list[Any] = [tuple(values[i] for i in some) for values in lists]
+        parts += [weights / weights.sum(), (0,) * len(some)]
+        return FunctionMixture(*parts)
 
     def _averaged(self, values: Iterable[Tensor]) -> Tensor:
         """Return the mean of a quantity over the components."""

@@ -198,7 +198,7 @@ class Posterior:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
         likelihood, result, training = self.likelihood, self.result, None
         if result.examples is not None:
-            training = TrainingExamples(likelihood, result.examples, self.largest_variance)  # type: ignore[arg-type]
+            training = TrainingExamples(likelihood, result.examples, self.largest_variance)
         if result.constant is not None:
             Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
         noise = (result.network_noise,)

@@ -58,7 +58,7 @@ def forward(
     means, variances = [], []
     for prediction in each:
         means.append(prediction.expectation)
-        if prediction.likelihood.real_valued:
+        if prediction.mixture.likelihoods[0].real_valued:
             variances.append(prediction.predictive_variance)
     if len(means) > 1:
         require_one_shape(means, "predict batch by batch, with la.predictions(loader).")
@@ -284,7 +284,8 @@ def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterato
     for batch in loader:
         each = []
         for member in known.members:
-            target_fn, own, more = member.setting.target_fn, batch, ()
+            target_fn, own = member.setting.target_fn, batch
+            more: tuple[Tensor, ...] = ()
             if target_fn is not None and not isinstance(batch, Tensor):
                 own = to_device(batch, member.setting.linear_model.network.device)
                 with suppress(LookupError, AttributeError):  # there are none

@@ -139,7 +139,7 @@ class Pushforward(NamedTuple):
                 owners.append(i)
                 shares.append(weight / len(tables))
         is_fitted = any(isinstance(share, Tensor) for share in shares)
-        weights = torch.stack(shares).to(self.f) if is_fitted else self.f.new_tensor(shares)
+        weights = torch.stack(shares).to(f) if is_fitted else f.new_tensor(shares)
         parts = tuple(likelihoods), tuple(centres), tuple(deviations)
         return FunctionMixture(*parts, weights, tuple(owners))
 
@@ -161,7 +161,8 @@ class Pushforward(NamedTuple):
 
     def member(self, i: int) -> Pushforward:
         """Return the examples under one of the posteriors."""
-        return Pushforward(self.y, *((values[i],) for values in self[1:-1]), self.class_dim)
+        one: list[Any] = [(values[i],) for values in self[1:-1]]
+        return Pushforward(*[self.y, *one, self.class_dim])
 
     def without_samples(self) -> Pushforward:
         """Return the examples for predictions of the networks, without the samples."""
@@ -206,5 +207,5 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
     require_one_shape([pushed.f for pushed in each], _CLASSES)
-    columns = zip(*(pushed[1:-1] for pushed in each))
-    return Pushforward(each[0].y, *(sum(c, ()) for c in columns), each[0].class_dim)
+    columns: list[Any] = [sum(c, ()) for c in zip(*(pushed[1:-1] for pushed in each))]
+    return Pushforward(*[each[0].y, *columns, each[0].class_dim])

@@ -302,8 +302,8 @@ def _upgraded(state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
     if "options" not in state:
         return record, None
     options = files.from_bytes(state["options"])
-    names = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
-    scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in names)
+    former = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
+    scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in former)
     if isinstance(scaling, bool):
         layerwise = options["prior"] == "layerwise"
         options["prior"] = next(k for k, v in PRIORS.items() if v == (layerwise, scaling))

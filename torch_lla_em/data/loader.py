@@ -470,7 +470,8 @@ def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
         return list(sampler.indices), True
     if type(sampler) is SequentialSampler:
         return every, False
-    return (sampler if type(sampler) in (list, tuple, range) else None), False
+    own: Any = sampler if type(sampler) in (list, tuple, range) else None
+    return own, False
 
 
 def _merged(parts: list[Identity]) -> tuple[Identity, int]:

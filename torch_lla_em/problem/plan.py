@@ -145,8 +145,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
         batch_rows, merged = rows if device.type == "cpu" else inf, rows * keeps
     data.store(plan.batches, merged)
-    known = {"batch_rows": batch_rows, "group": group, "factors": plan.factors}
-    sweep.take(sweep.limits._replace(device=place, **known))
+    limits = sweep.limits._replace(batch_rows=batch_rows, group=group, factors=plan.factors)
+    sweep.take(limits._replace(device=place))
     return plan
 
 

@@ -315,7 +315,7 @@ class Sweep:
         sizes: dict[Any, int] = {"K": len(w), "P": model.layout.size}
         for name, kind in task.kinds.items():
             dtype = model.dtype if "P" in kind else torch.float64
-            shape = [sizes.get(size, size) for size in kind]
+            shape: list[Any] = [sizes.get(size, size) for size in kind]
             sums[name] = torch.zeros(shape, dtype=dtype, device=model.network.device)
         return sums
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -372,6 +373,12 @@ def test_shuffled_loaders_come_in_the_order_of_their_dataset(sampler, size, drop
         expected = x if sampler is None else x[3:20]
         assert torch.equal(found, expected[: len(expected) // size * size if drop_last else None])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+def test_samplers_may_read_a_part_of_the_dataset(kind):
+    data = Data(loaded(*rows(23), sampler=kind(range(9))), CPU)
+    assert torch.equal(torch.cat([batch.inputs for batch in data]), rows(23)[0][:9])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

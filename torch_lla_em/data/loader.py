@@ -460,7 +460,9 @@ def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
         loader.dataset, IterableDataset
     ):
         return None, False
-    sampler, every = loader.batch_sampler.sampler, range(len(loader.dataset))
+    sampler = loader.batch_sampler.sampler
+    source = getattr(sampler, "data_source", getattr(sampler, "dataset", ()))
+    every = range(len(source))  # which may be fewer than those of the dataset
     if type(sampler) is RandomSampler:
         is_whole = not sampler.replacement and sampler.num_samples == len(every)
         return (every, True) if is_whole else (None, False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class Expectations:
     def first(self, f: Tensor) -> Hessian:
         """Return the first H: at the network's outputs, or the average of that and of H at 0."""
         if self.number:
-            return self.H(torch.zeros_like(f), None).towards(self.H(f, None), 0.5)
+            uniform: Any = self.H(torch.zeros_like(f), None)
+            return uniform.towards(self.H(f, None), 0.5)
         return self.H(f, None)
 
     def next(self, mean: Tensor, deviations: Tensor | None) -> Hessian | None:

@@ -111,7 +111,8 @@ class Regression(Gaussian, ElementwiseLikelihood):
             root = spread.flatten(1).T.double() / len(spread) ** 0.5
             of_all = torch.zeros_like(root[:, 0]), root, variance.flatten().double()
             density = LowRankMultivariateNormal(*of_all, validate_args=False)
-            return density.log_prob(error.flatten().double())
+            of_error: Tensor = density.log_prob(error.flatten().double())
+            return of_error
         variance = variance + mean_square(spread)
         return sum_rows(-0.5 * (error**2 / variance + (2 * pi * variance).log()), y)
 

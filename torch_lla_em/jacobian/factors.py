@@ -211,7 +211,7 @@ class ByFactors(Rows):
         return total
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
-        own = {name: w.to(self.f.dtype) for name, w in directions.items()}
+        own = {name: w.to(self.f) for name, w in directions.items()}
         first, *more = [term.push(own).transpose(0, 1) for term in self.parts]
         for Jw in more:
             first = first + Jw

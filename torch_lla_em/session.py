@@ -103,7 +103,9 @@ class Session:
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
-        state: Any = None if self._folder is None else self._folder.load(POSTERIOR, self._device)
+        state: dict[str, Any] | None = None
+        if self._folder is not None:
+            state = self._folder.load(POSTERIOR, self._device)
         if state is not None:
             self.problem.data.restore(state["facts"])
             self.problem.data.confirm()
@@ -144,7 +146,10 @@ class Session:
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
-                own = {"columns": self.problem.cost.columns, "seconds": self._seconds()}
+                own: dict[str, Any] = {
+                    "columns": self.problem.cost.columns,
+                    "seconds": self._seconds(),
+                }
                 own |= {"history": self.history, "messages": self.messages[1:]}
                 own["facts"] = self.problem.data.state()
                 self._folder.save(lambda: {**own, "progress": progress()})

@@ -47,8 +47,9 @@ class Curved(NamedTuple):
     deviations: Tensor | None = None
     """Draws of the outputs less J m, (S, N, ..., C); None without draws."""
 
-    dtype = torch.float64
-    """Precision of coordinates."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
 
     @property
     def likelihood(self) -> Any:
@@ -149,8 +150,8 @@ class Curved(NamedTuple):
 
     def rescaled(self, ratio: float) -> Curved:
         """Return it for σ times a number."""
-        own = {"eta": self.eta / ratio, "S_noise": self.S_noise / ratio}
-        return self._replace(theta=self.theta / ratio**2, **own)
+        theta, eta, S_noise = self.theta / ratio**2, self.eta / ratio, self.S_noise / ratio
+        return self._replace(theta=theta, eta=eta, S_noise=S_noise)
 
 
 def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:

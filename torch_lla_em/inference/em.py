@@ -101,7 +101,8 @@ def e_step(model: Any, q: State) -> State:
     samples = optimise_samples(problem, noise, q.precision, solver, q.samples)
     problem = model.expecting(problem, samples, q.precision)
     mode = optimise_MAP(problem, noise.prior, q.precision, search, q.mean)
-    return model.found(q, samples, mode, problem)
+    found: State = model.found(q, samples, mode, problem)
+    return found
 
 
 def m_step(model: Any, q: State) -> tuple[Tensor, Tensor | None]:

@@ -192,9 +192,19 @@ class OverSpan:
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        of_G = theta.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors
-        own = self._problem, self._at_noise(q.sigma), self.span
-        return q._replace(curved=Curved(*own, *of_G, S_noise, (q.mean, q.outputs), self._tolerance))
+        curved = Curved(
+            self._problem,
+            self._at_noise(q.sigma),
+            self.span,
+            theta.clamp_min(0),
+            vectors,
+            self.span.xi @ vectors,
+            q.eta @ vectors,
+            S_noise,
+            (q.mean, q.outputs),
+            self._tolerance,
+        )
+        return q._replace(curved=curved)
 
     def _at_noise(self, sigma: Tensor | None) -> Expectations:
         """Return the expectations at another σ."""

@@ -98,13 +98,13 @@ class Whole:
 
     def _sums_of_outputs(self, q: State) -> Tensor:
         """Return Σ (y - J m)², Σ y² and γ of every output, (3, C)."""
-        columns, total = torch.cat([q.mean[None], q.samples]), 0.0
+        columns, total = torch.cat([q.mean[None], q.samples]), torch.zeros((), device="cpu")
         for batch, _, Jw in q.curved.push_forward(columns):
             y = q.curved.loss(batch.targets, None).targets.to(Jw)[None]
             squares = torch.cat([y - Jw[:1], y, Jw[1:]]).double().square()
-            total = total + squares.flatten(1, -2).sum(1).to(columns.device)
+            total = total.to(columns.device) + squares.flatten(1, -2).sum(1).to(columns.device)
         zeros = columns.new_zeros(len(columns) + 1, len(q.sigma), dtype=torch.float64)
-        total = q.curved.data.group.sum(zeros + total).to(q.sigma.device)
+        total = q.curved.data.group.sum(zeros + total.to(zeros)).to(q.sigma.device)
         return torch.stack([total[0], total[1], total[2:].mean(0) / q.sigma**2])
 
 

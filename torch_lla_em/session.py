@@ -146,14 +146,14 @@ class Session:
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
-                own: dict[str, Any] = {
-                    "columns": self.problem.cost.columns,
-                    "seconds": self._seconds(),
-                }
-                own |= {"history": self.history, "messages": self.messages[1:]}
-                own["facts"] = self.problem.data.state()
-                self._folder.save(lambda: {**own, "progress": progress()})
+                self._folder.save(lambda: self._state(progress()))
         return ends
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        """Return what a checkpoint stores."""
+        own = {"columns": self.problem.cost.columns, "seconds": self._seconds()}
+        told = {"history": self.history, "messages": self.messages[1:]}
+        return {**own, **told, "facts": self.problem.data.state(), "progress": progress}
 
     def is_late(self) -> bool:
         """Return whether the time of the fit is over, on all ranks alike."""

@@ -57,7 +57,8 @@ class Expectations:
         """Return the first H: at the network's outputs, or the average of that and of H at 0."""
         if self.number:
             uniform: Any = self.H(torch.zeros_like(f), None)
-            return uniform.towards(self.H(f, None), 0.5)
+            average: Hessian = uniform.towards(self.H(f, None), 0.5)
+            return average
         return self.H(f, None)
 
     def next(self, mean: Tensor, deviations: Tensor | None) -> Hessian | None:

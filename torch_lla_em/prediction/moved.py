@@ -191,7 +191,7 @@ def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches
     ):  # squared errors grow with the square
         length *= ((due - still) / (errors.nanmean() - still)).sqrt().item()
         return list(moves.batches(length)), length
-    most = due / (1 - due) * (errors == 0).sum()
+    most = (due / (1 - due) * (errors == 0).sum()).clamp_min(1)
     kept = (
         ((errors == 0) | (errors.nan_to_num().cumsum(0) <= most))
         .nonzero()[:, 0]

@@ -34,15 +34,10 @@ pytestmark = pytest.mark.cuda
 GPU, K = torch.device("cuda"), 16
 
 
-def fit(model, likelihood, data, em_steps=3, folder=None, **options):
-    options = {
-        "num_samples": 3,
-        "compute": Compute(tolerance=1e-4),
-        **options,
-    }
-    given = options["compute"]
-    tolerance = given.tolerance or (1e-4 if folder is None else None)
-    options["compute"] = replace(given, checkpoint=folder, tolerance=tolerance)
+def fit(model, likelihood, data, em_steps=3, folder=None, tolerance=1e-4, **options):
+    options = {"num_samples": 3, "compute": Compute(), **options}
+    own = {"checkpoint": folder, "tolerance": options["compute"].tolerance or tolerance}
+    options["compute"] = replace(options["compute"], **own)
     la = LinearisedLaplace(model, likelihood, **options)
     start = {"progress_bar": False, "em_steps": em_steps}
     return la.fit(data, **start, **({} if em_steps else {"prior_precision": 3.0}))
@@ -179,10 +174,7 @@ def test_predictions_equal_those_of_the_cpu(tmp_path):
 @pytest.mark.parametrize("curvature", ["variational", "network"])
 def test_a_fit_continues_on_another_device(curvature, tmp_path):
     case = tiny("classification")
-    options = {
-        "curvature": curvature,
-        "loader": [(case.x, case.y)],
-    }
+    options = {"curvature": curvature, "loader": [(case.x, case.y)], "tolerance": None}
     for start, end in (("cpu", GPU), (GPU, "cpu")):
         folder = tmp_path / str(start)
         with pytest.raises(InterruptedError), dying_after(2):
@@ -254,7 +246,7 @@ def test_a_restart_with_an_order_drawn_on_a_gpu_equals_the_unbroken_fit(tmp_path
         case = tiny("classification")
         loader = DataLoader(list(zip(case.x, case.y)), sampler=Permuted(), batch_size=5)
         options = {"curvature": "network", "compute": Compute(keep_data=False)}
-        return of_tiny("cpu", loader, em_steps=2, folder=folder, **options)
+        return of_tiny("cpu", loader, em_steps=2, folder=folder, tolerance=None, **options)
 
     whole, (la, deaths) = run(None), until_done(lambda: run(tmp_path))
     assert deaths > 1
@@ -293,12 +285,11 @@ def fixed(model, batches, **options):
 
 
 def test_products_in_bfloat16():
-    las, compute = [], Compute(precision="bfloat16")
+    las, compute = [], Compute(precision="bfloat16", tolerance=0.3)
     for device in ("cpu", GPU):
         case = tiny("classification")
         options = {
             "em_steps": 0,
-            "compute": Compute(tolerance=0.3),
             "curvature": "network",
             "prior": "g",
         }

@@ -46,7 +46,13 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
+        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
+        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
         bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small data sets.
+
+    Example:
+        >>> axes = plot.reliability(la, loader)
     """
     rows, axes = _rows(la, loader, real=False), _axes(axes, "confidence", "accuracy")
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
@@ -64,7 +70,15 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
 
 
 def em_path(la: Any, axes: Axes | None = None) -> Axes:
-    """Plot the prior precision at each EM step, of an ensemble that of each member."""
+    """Plot the prior precision at each EM step, of an ensemble that of each member.
+
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
+        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
+
+    Example:
+        >>> axes = plot.em_path(la)
+    """
     members, axes = required(la).members, _axes(axes, "EM step", "prior precision λ")
     for posterior in members:
         path = [record["prior_precision"] for record in posterior.history]
@@ -78,7 +92,13 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     """Plot a regression with 90 % prediction intervals, over its input or, of several, targets over predictions.
 
     Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
+        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
+        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
         output (int): The output to plot. Default 0.
+
+    Example:
+        >>> axes = plot.bands(regression, [(regression_x, regression_y)])
     """
     rows = _rows(la, loader, real=True)
     x, predicted = rows.inputs, rows.posterior
@@ -105,7 +125,16 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
 
 
 def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the coverage of prediction intervals over their nominal level, for regression."""
+    """Plot the coverage of prediction intervals over their nominal level, for regression.
+
+    Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
+        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
+        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
+
+    Example:
+        >>> axes = plot.coverage(regression, [(regression_x, regression_y)])
+    """
     rows, axes = _rows(la, loader, real=True), _axes(axes, "level of the interval", "coverage")
     levels = np.linspace(0.02, 0.98, 49).tolist()
     axes.plot([0, 1], [0, 1], **_DIAGONAL)
@@ -123,7 +152,13 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
     Args:
+        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
+        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
+        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
+
+    Example:
+        >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
     known = required(la).compared
     by_rank = known is not None and known.errors is not None and known.groups is None

@@ -224,8 +224,10 @@ def log_marginal_likelihood(
 
     Args:
         la (LinearisedLaplace): The posterior; ``la.log_marginal_likelihood()`` passes it.
-        loader, targets, weights (optional): The arguments of ``fit``, for a fit by a solver or with
-            ``prior="layerwise"``: it takes up to 120 passes then. Default None: found by the fit.
+        loader (optional): The training data, for a fit by a solver or with ``prior="layerwise"``: it takes up to
+            120 passes then. Default None: found by the fit.
+        targets (Tensor, optional): As in ``fit``.
+        weights (optional): As in ``fit``.
     """
     found = required(la).members[0].result
     if loader is None:

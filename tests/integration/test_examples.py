@@ -16,6 +16,7 @@ from tiny import known
 import torch_lla_em
 from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace, Student
 from torch_lla_em.mixtures import Mixture
+from torch_lla_em.runtime import Group
 
 # modules beside the package itself, whose names are those of __all__ -> the library that they need
 MODULES = {
@@ -74,6 +75,9 @@ def names():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(case.x, case.y), 16)
     names = {name: getattr(torch_lla_em, name) for name in torch_lla_em.__all__}
     names |= {"la": la, "other": copy(la), "regression": regression, "one_output": one_output}
+    problem = la._problem(loader, Group())
+    names |= {"problem": problem, "noise": torch_lla_em.get_sto_samples(problem, 4)}
+    names |= {"regression_x": real.x, "regression_y": real.y}
     names |= {"torch": torch, "plot": torch_lla_em.plot, "model": case.model}
     return names | {"x": case.x, "y": case.y, "loader": loader}
 

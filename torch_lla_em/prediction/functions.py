@@ -43,9 +43,9 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     count, _, *outputs = deviations.shape
     if not count:
         return deviations.new_zeros(1, *deviations.shape[1:])
-    if count == 1 or prod(outputs) > _OUTPUTS:
-        return torch.cat([deviations, -deviations])
     sets = max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
+    if count == 1 or sets == 1 or prod(outputs) > _OUTPUTS:
+        return torch.cat([deviations, -deviations])
     Q = torch.from_numpy(_rotations(count, sets - 1)).to(deviations)
     # products in the dtype of the samples, also inside an autocast context
     with without_autocast(deviations.device):

@@ -349,7 +349,12 @@ class Prediction(Printed):
             )
 
     def shaped(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes, if there are any, back to their axis in the model's outputs."""
+        """Move the classes, if there are any, back to their axis in the model's outputs.
+
+        Args:
+            values (Tensor): Classes last.
+            leading (int): The number of axes before the examples. Default 0.
+        """
         axis = self.class_dim
         if axis == -1 or values.dim() < self.mixture.f.dim() + leading:
             return values

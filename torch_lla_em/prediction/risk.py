@@ -82,11 +82,20 @@ class RiskControl:
         self.risk = total[place].item() / n if place >= 0 else 0.0
 
     def sets(self, probs: Tensor) -> Tensor:
-        """Return whether each class is in the set of its pixel, in the shape of the probabilities."""
+        """Return whether each class is in the set of its pixel, in the shape of the probabilities.
+
+        Args:
+            probs (Tensor): Probabilities, as ``predict`` returns them.
+        """
         return probs.double() >= self.threshold
 
     def loss(self, probs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of every image, (B,), given probabilities and labels as those of ``loader``."""
+        """Return the loss of every image, (B,).
+
+        Args:
+            probs (Tensor): Probabilities, as ``predict`` returns them.
+            labels (Tensor): Labels, as those of ``loader``.
+        """
         pairs = _chosen(probs, labels, self._classes, self._class_dim)
         shares = [
             (p[kept] < self.threshold).double().sum() / max(1, len(p[kept])) for p, kept in pairs

@@ -80,7 +80,11 @@ class Comparison(Printed):
         return sorted(self.records, key=lambda name: self.records[name]["NLL"])
 
     def behind(self, name: str) -> tuple[float, float]:
-        """Return by how much the NLL of one of ``ranking`` exceeds the best, and the paired standard error."""
+        """Return by how much the NLL of a posterior exceeds the best, and the paired standard error.
+
+        Args:
+            name (str): One of ``ranking``.
+        """
         return mean_and_error(self.log_probs[self.ranking[0]] - self.log_probs[name])
 
     @property

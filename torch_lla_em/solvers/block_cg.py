@@ -29,7 +29,7 @@ class BlockCG:
     recursion has converged, the true residual is computed; if it is larger, the iteration restarts.
 
     Example:
-        >>> la = LinearisedLaplace(model, "classification", solver=BlockCG(tolerance=1e-3))
+        >>> la = LinearisedLaplace(model, "classification", compute=Compute(solver=BlockCG(tolerance=1e-3)))
     """
 
     tolerance: float = 1e-2

@@ -69,9 +69,11 @@ class Newton:
         return replace(self, forcing=0.0)
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
-        """Minimise loss(x) + ½‖x‖² from a start, (P,).
+        """Minimise loss(x) + ½‖x‖².
 
-        The convex loss has ``value_and_gradient(x)``, ``hessian(x)``, an operator, and its ``rounding``.
+        Args:
+            loss (object): A convex one, with ``value_and_gradient(x)``, ``hessian(x)``, an operator, and ``rounding``.
+            start (Tensor): Where to start, (P,).
         """
         x, passes = start, 1
         noise = max(10 * torch.finfo(x.dtype).eps, loss.rounding)

@@ -20,7 +20,7 @@ class SGD:
     Use it for comparisons with the paper; the default needs fewer passes and no step size.
 
     Example:
-        >>> la = LinearisedLaplace(model, "classification", solver=SGD(epochs=50))
+        >>> la = LinearisedLaplace(model, "classification", compute=Compute(solver=SGD(epochs=50)))
     """
 
     tolerance: float = 1e-2

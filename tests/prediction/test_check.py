@@ -128,7 +128,7 @@ def calibrated_by():
     return found
 
 
-OWN, PARTS = "same distribution", "number of each example's part"
+OWN, PARTS = "same distribution", "groups=labels"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ OWN, PARTS = "same distribution", "number of each example's part"
         ("class 1", "nothing", 'groups="classes"'),
         ("class 1", "classes", OWN),
         ("class 1", "groups", PARTS),
-        ("group 1", "nothing", "groups=labels"),
+        ("group 1", "nothing", PARTS),
         ("group 1", "groups", OWN),
         ("entropy, highest quarter", "nothing", PARTS),
         ("entropy, highest quarter", "classes", PARTS),

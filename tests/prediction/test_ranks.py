@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from torch_lla_em.likelihoods import Bernoulli, Classification
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
 from torch_lla_em.prediction.reference import is_second
-from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.scores import mass_above, p_values, quantiles
 
 RATES = 0.02, 0.05, 0.1, 0.3, 0.8
@@ -100,14 +99,6 @@ def test_every_other_example_of_each_group_is_the_reference():
     labels = torch.tensor([3, 1, 3, 3, 1, 1, 2, 1, 2])
     assert is_second(labels).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
     assert is_second(torch.zeros(5).long()).int().tolist() == [0, 1, 0, 1, 0]
-
-
-def test_an_ellipsoid_contains_what_its_formula_says():
-    covariance = torch.tensor([[[4.0, 1.0], [1.0, 1.0]]]).double()
-    region = Ellipsoid(torch.ones(1, 2).double(), covariance, torch.tensor([2.0]).double())
-    for y in draw(50, 2) * 3:
-        inside = (y - 1) @ torch.linalg.inv(covariance[0]) @ (y - 1) <= 4
-        assert region.contains(y[None]).item() == inside.item()
 
 
 def examples(likelihood, deviations):

@@ -35,7 +35,6 @@ from torch_lla_em.prediction.posterior import (
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predictions
 from torch_lla_em.prediction.reference import Reference
-from torch_lla_em.prediction.regions import Ellipsoid
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.scores import (
     Interval,
@@ -70,7 +69,6 @@ __all__ = [
     "CALL",
     "Calibration",
     "Comparison",
-    "Ellipsoid",
     "Found",
     "Interval",
     "NotFittedError",

@@ -24,9 +24,7 @@ from torch_lla_em.prediction.reference import (
     ood_scores,
     require_two,
 )
-from torch_lla_em.prediction.regions import joint_errors
 from torch_lla_em.prediction.scores import NUMBERS, has_classes, mean_and_error
-from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -35,11 +33,6 @@ _OF_FACTOR = 0.5
 
 _ERRORS = 2.0
 """Standard errors above which a difference of NLLs counts as measurable."""
-
-_BETTER_ALONE = (
-    "The network alone has a validation NLL of {:.4g}, lower by {:.2g} ± {:.2g} than these predictions. Predict by "
-    'the network: la.predict(x, mean="network").'
-)
 
 
 class Calibration(NamedTuple):
@@ -116,10 +109,9 @@ def restored(stored: list[Any] | None) -> Calibration | None:
     """Return the calibration of a file; release 0.3.0 stored coverages before the fifth field."""
     if stored is None:
         return None
-    if not isinstance(stored[4], bool):
-        count, before, after, error, *_, applied = stored
-        return Calibration(count, before, after, error, applied)
-    found = Calibration(*stored[:10])
+    found = Calibration(
+        *(stored if isinstance(stored[4], bool) else [*stored[:4], stored[-1]])[:10]
+    )
     return found if found.rmse is None else found._replace(rmse=(found.rmse[0], found.rmse[1]))
 
 
@@ -183,10 +175,6 @@ def calibrated(
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
     source = f"{calibration.source.capitalize()} NLL " if applied else "Calibration "
     logger.info("%s%s%s.", source, calibration, "; calibration applied" * applied)
-    _, error = mean_and_error(alone - (new if applied else old))
-    lower = calibration.kept - network
-    if lower > _ERRORS * error and length is None:
-        report("log", _BETTER_ALONE.format(network / labels, lower / labels, error / labels))
     return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
 
 
@@ -229,13 +217,11 @@ def folds_as_reference(parts: Sequence[Pushforward], found: CalibratedComponents
 def _reference(parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None) -> Reference:
     """Return the scores of labelled examples, to which these numbers were not fitted."""
     each = [(part.mixture(table, noise), part) for part in parts]
-    joint = [joint_errors(judged, part.y) for judged, part in each]
     return Reference(
         table,
         each[0][0].likelihood.observation_noise,
         torch.cat([ood_scores(judged, *part.distances()).values for judged, part in each]),
         torch.cat([errors_of(judged, part.y) for judged, part in each]),
-        joint=None if joint[0] is None else torch.cat(joint),
     )
 
 

@@ -95,23 +95,17 @@ class Check(Printed):
             return (
                 "Calibrate with data from the same distribution as these, also within each group."
             )
-        kind, words = (
-            "quarter",
-            "pass the number of each example's part as groups= to la.calibrate and la.predict",
-        )
-        if "group" in kinds:
-            kind, words = (
-                "group",
-                "call la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)",
-            )
-        elif "class" in kinds and by.groups is None:
-            kind, words = "class", 'call la.calibrate(validation_loader, groups="classes")'
-        elif self.prediction.likelihood.observation_noise is not None:
+        if "group" not in kinds and self.prediction.likelihood.observation_noise is not None:
             return (
                 "If the noise depends on the inputs, train a network that predicts it, and fit it with "
                 'likelihood="heteroscedastic".'
             )
-        return f"The guarantee is an average over all inputs. For one in each {kind}, {words}."
+        words = (
+            "call la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)"
+        )
+        if "class" in kinds and "group" not in kinds and by.groups is None:
+            words = 'call la.calibrate(validation_loader, groups="classes")'
+        return f"The guarantee is an average over all inputs. For one in each part, {words}."
 
     def _table(self) -> tuple[str, Cells]:
         size = "width" if self.prediction.likelihood.real_valued else "set size"

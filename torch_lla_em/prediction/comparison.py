@@ -1,4 +1,4 @@
-"""A prediction compared with a validation set: p-values, flags, sets, intervals and regions; methods of ``Prediction``."""
+"""A prediction compared with a validation set: p-values, flags, sets and intervals; methods of ``Prediction``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.reference import Reference, Score, chosen, variance_of_error
-from torch_lla_em.prediction.regions import Ellipsoid, covariance_of
 from torch_lla_em.prediction.scores import (
     ROUNDING,
     Interval,
@@ -145,42 +144,11 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     reference, own = prediction.judged("interval", by_labels=True)
     centre, errors = own.mixture.expected(), reference.errors
     if joint and centre.shape[1:].numel() > 1:
-        errors = reference.joint_errors()[:, :1]
+        errors = errors.amax(1, keepdim=True)
     size = reference.quantiles(errors, level, prediction.stated)
     variance = _variance_by(own.mixture, reference)
     ends = conformal_interval(centre, variance, size, prediction.ties)
     return Interval(*map(prediction.shaped, ends))
-
-
-def ellipsoid(prediction: Any, level: float = 0.9) -> Ellipsoid:
-    """Return conformal regions that contain all outputs of y together with probability ``level`` or more.
-
-    They have the shape of the covariance of y given x, and are smaller than ``interval(level, joint=True)``
-    if outputs are correlated.
-
-    Args:
-        prediction (Prediction): The prediction, which has this as a method.
-        level (float): Coverage, between 0 and 1. Default 0.9.
-
-    Returns:
-        An ``Ellipsoid`` with a method ``contains(y)``.
-
-    Raises:
-        ValueError: If the posterior has not been calibrated, or with too few examples.
-        TypeError: If the targets are not several continuous outputs.
-
-    Example:
-        >>> region = several.predict(x).ellipsoid(level=0.8)  # doctest: +SKIP
-    """
-    reference, own = prediction.judged("ellipsoid", by_labels=True)
-    mixture = own.mixture
-    centre = mixture.expected()
-    if not has_values(prediction.likelihood, mixture.f) or centre.shape[1:].numel() < 2:
-        raise TypeError("ellipsoid is for several continuous targets; use interval(level).")
-    radius = reference.quantiles(reference.joint_errors()[:, 1:], level, prediction.stated)[:, 0]
-    covariance = covariance_of(mixture, _variance_by(own.mixture, reference))
-    radius = radius.expand(len(centre)) * (1 + prediction.ties)
-    return Ellipsoid(centre.double(), covariance, radius)
 
 
 def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Reference, Any]:

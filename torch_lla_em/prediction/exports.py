@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,6 @@ from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -32,6 +30,7 @@ from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.pushforward import stack_members
+from torch_lla_em.runtime import write_atomically
 
 aten = torch.ops.aten
 
@@ -128,7 +127,8 @@ def program_of(
         raise ValueError(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
-    folder, x = Path(path or ".").parent.resolve(strict=True), map_tensors(Tensor.detach, x)
+    Path(path or ".").parent.resolve(strict=True)  # an error before the work
+    x = map_tensors(Tensor.detach, x)
     direct(x)  # an error for inputs that cannot be predicted; checks derivatives, draws rotations
     size = len(tensors_in(x)[0])
     try:
@@ -145,20 +145,11 @@ def program_of(
     given = {"its example inputs": x, "one example": _resized(x, 1)}
     given["other inputs"] = map_tensors(_changed, _resized(x, 2 * size + 1))
     _check(program.module(), direct, given)
-    if path is None:
-        return program
-    buffer = BytesIO()
-    if suffix == ".onnx":
-        buffer.write(_onnx(program, direct, x))
-    else:
-        torch.export.save(program, buffer)
-    # written beside the file, so that an earlier one remains if the disk is full
-    temporary = folder / f".writing-{uuid4().hex}"
-    try:
-        temporary.write_bytes(buffer.getbuffer())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if path is not None and suffix == ".onnx":
+        write_atomically(_onnx(program, direct, x), path)
+    elif path is not None:
+        torch.export.save(program, buffer := BytesIO())
+        write_atomically(buffer.getvalue(), path)
     return program
 
 

@@ -92,7 +92,11 @@ def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Te
 
 
 def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield a warning for each sign that a fit has failed, given predictions of training examples."""
+    """Yield a warning for each sign that a fit has failed, given predictions of training examples, classes last.
+
+    If γ of the N C targets are needed to determine the weights, residuals have the variance σ² (1 - γ / N C). What is
+    learnt of σ takes this into account, but not that the features were fitted to the same targets.
+    """
     result, likelihood = posterior.result, prediction.likelihood
     gamma, error = result.effective_dim
     gamma, error = gamma.sum().item(), error.norm().item()
@@ -104,51 +108,36 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
             f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
             f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
         )
-    if likelihood.observation_noise is not None and y.shape == prediction.mean.shape:
-        squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
-        if not collapsed:  # otherwise σ is too large
-            yield from _overfitted(result, squares, gamma / (posterior.num_data * y[0].numel()))
-        count = y.shape[prediction.class_dim] if y.dim() > 1 else 1
-        outputs = squares.movedim(prediction.class_dim, -1).reshape(-1, count).mean(0)
-        share, output = outputs.min(0)
-        if not result.sigma_noise.dim() and count > 1 and share < _SHARED:
+    if likelihood.gives_probabilities:
+        network = prediction.origin.network()
+        count = stated_and_right(network, y)[0].numel()
+        classes = 2 if likelihood.elementwise else network.probs.shape[-1]
+        nll = -network.mixture.log_prob(y).double().sum().item() / max(count, 1)
+        if count and nll >= log(classes):
             yield (
-                f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
-                f"it: its intervals are far too wide. Pass Regression(torch.ones({count})) to learn one for each."
+                f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
+                f"{log(classes):.3g}. The posterior is that of a trained network: train it before fit."
             )
-
-
-def _overfitted(result: Any, squares: Tensor, share: float) -> Iterator[str]:
-    """Yield a warning if a regression network has overfitted, so that σ is too small.
-
-    If γ of the N C targets, a ``share`` of them, are needed to determine the weights, the residuals
-    have the variance σ² (1 - γ / N C); what is learnt of σ takes this into account, but not that the
-    features were fitted to the same targets.
-    """
-    left = squares.mean().item()
+    if likelihood.observation_noise is None or y.shape != prediction.mean.shape:
+        return
+    squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
+    share, left = gamma / (posterior.num_data * y[0].numel()), squares.mean().item()
     if result.network_noise is not None:  # predictions are around the linear model
         left = min(left, result.network_noise.square().mean().item())
     left /= max(1 - share, 1e-9)
     why = f"squared training residuals are {left:.0%} of what σ implies"
+    is_low = left * (1 + 2 * (2 / squares.numel()) ** 0.5) < _RESIDUALS
     if share > _DETERMINED:
-        why = f"γ is {share:.0%} of the number of targets"
-    elif not left * (1 + 2 * (2 / squares.numel()) ** 0.5) < _RESIDUALS:
-        return
-    yield (
-        f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
-        "examples, or use more data."
-    )
-
-
-def untrained(network: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield a warning if a network predicts labels of training examples no better than chance."""
-    if not network.likelihood.gives_probabilities:
-        return
-    count = stated_and_right(network, y)[0].numel()
-    classes = 2 if network.likelihood.elementwise else network.probs.shape[network.class_dim]
-    nll = -network.mixture.log_prob(y).double().sum().item() / max(count, 1)
-    if count and nll >= log(classes):
+        is_low, why = True, f"γ is {share:.0%} of the number of targets"
+    if is_low and not collapsed:  # otherwise σ is too large
         yield (
-            f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
-            f"{log(classes):.3g}. The posterior is that of a trained network: train it before fit."
+            f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
+            "examples, or use more data."
+        )
+    count = y.shape[-1] if y.dim() > 1 else 1
+    share, output = squares.reshape(-1, count).mean(0).min(0)
+    if not result.sigma_noise.dim() and count > 1 and share < _SHARED:
+        yield (
+            f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
+            f"it: its intervals are far too wide. Pass Regression(torch.ones({count})) to learn one for each."
         )

@@ -308,11 +308,7 @@ class Prediction(Printed):
         return self.p_values()
 
     p_values, is_ood, judged = comparison.p_values, comparison.is_ood, comparison.judged
-    prediction_set, interval, ellipsoid = (
-        comparison.prediction_set,
-        comparison.interval,
-        comparison.ellipsoid,
-    )
+    prediction_set, interval = comparison.prediction_set, comparison.interval
 
     @cached_property
     def by_reference(self) -> Prediction:

@@ -106,9 +106,6 @@ class Reference(NamedTuple):
     """How many of the scores are of examples that the first, second, ... member of an ensemble was
     not trained on, if it was trained by folds."""
 
-    joint: Tensor | None = None
-    """Errors of all outputs together, (n, 2): of a box and of an ellipsoid. None for a single output."""
-
     groups: Tensor | None = None
     """The group of each example, (n,)."""
 
@@ -138,15 +135,6 @@ class Reference(NamedTuple):
                     f"There are inputs of the groups {sorted(asked - known)}, of which the validation set had no "
                     f"examples; it had {sorted(known)}."
                 )
-
-    def joint_errors(self) -> Tensor:
-        """Return the errors of all outputs together; raise an error if there are none."""
-        if self.joint is None:
-            raise ValueError(
-                "There are no errors of several outputs together: they need la.calibrate(validation_loader) "
-                "of a posterior with several outputs, by this version. Students have none."
-            )
-        return self.joint
 
     def require(self, needed: int, asked: str, inputs: Stated) -> None:
         """Raise an error if a part to which inputs can belong has too few examples."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
-from torch_lla_em.prediction.metrics import scores, untrained, warnings_of
+from torch_lla_em.prediction.metrics import scores, warnings_of
 from torch_lla_em.prediction.passes import same_targets, under_all
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
@@ -185,7 +185,6 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     if len(batch.rows) > most:  # a batch that cannot be split
         return
     y = problem.sweep.aligned(batch).targets
-    examples = posterior.at(batch.inputs)._replace(class_dim=-1)
-    prediction = predicted(posterior, examples)
-    for words in (*untrained(examples.network(), y), *warnings_of(posterior, prediction, y)):
+    prediction = predicted(posterior, posterior.at(batch.inputs)._replace(class_dim=-1))
+    for words in warnings_of(posterior, prediction, y):
         report("log", words)

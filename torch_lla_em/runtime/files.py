@@ -71,7 +71,7 @@ def contents_of(
     return state
 
 
-def write_atomically(state: dict[str, Any], path: str | PathLike) -> None:
+def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> None:
     """Write contents to a temporary file and rename it, so that the file is never half written."""
     path = Path(path)  # a link is replaced, not written through
     if path.suffix == ".safetensors":
@@ -82,7 +82,10 @@ def write_atomically(state: dict[str, Any], path: str | PathLike) -> None:
     try:
         with open(temporary, "xb") as file:
             try:
-                torch.save(tree_map_only(Tensor, _own, state), file)
+                if isinstance(state, bytes):
+                    file.write(state)
+                else:
+                    torch.save(tree_map_only(Tensor, _own, state), file)
             except RuntimeError as error:  # as of a full disk
                 raise OSError(f"{path.name!r} could not be written: {error}") from error
             file.flush()

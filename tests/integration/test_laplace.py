@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_history_records_the_steps(solver):
     # the last step of log λ is below its Monte Carlo error, which 6 samples leave
     allowed = (6 * last["effective_dim"]) ** -0.5
     assert last["effective_dim"] == pytest.approx(float(la.effective_dim), rel=allowed)
-    assert last["prior_precision"] == pytest.approx(float(la.prior_precision), rel=allowed)
+    assert abs(math.log(last["prior_precision"] / float(la.prior_precision))) < allowed
     assert last["data_passes"] > 0 and last["seconds"] > 0
 
 

@@ -18,7 +18,7 @@ from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import State, e_step, m_step
 from torch_lla_em.inference.linear_mode import LinearMode
 from torch_lla_em.inference.mackay import count_and_rounding
-from torch_lla_em.inference.options import FitOptions
+from torch_lla_em.inference.options import FitOptions, choose_curvature
 from torch_lla_em.inference.posterior_samples import PosteriorSamples
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise
@@ -162,10 +162,12 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
 
 
 def log_evidence(problem: Problem, fit: FitResult, options: FitOptions) -> Estimate:
-    """Return log p(y | λ, σ) of a fit by a solver, by up to 120 passes over the data of the fit.
+    """Return log p(y | λ, σ) of a fit, by up to 120 passes over its data if H is fixed; else its bound, which is known.
 
     -Σ loss(J w_lin, y) - ½ ‖w_lin‖²_Λ - ½ log det(I + Λ^{-1/2} G Λ^{-1/2}), by block Lanczos from ξ and from Λ^{-1/2} η.
     """
+    if not fit.log_evidence.value.isnan() and choose_curvature(problem, options) == "variational":
+        return fit.log_evidence
     problem.noise_features(1, options.seed, with_squares=False)  # the moments of the targets
     problem.take(fit.sigma_noise, problem.moments, problem.network_noise)
     if options.curvature == "linear":

@@ -28,11 +28,8 @@ from torch_lla_em.prediction import (
     stated_and_right,
 )
 
-Axes = Any
-"""Matplotlib's axes, an optional dependency."""
-
+Axes = Any  # matplotlib's, an optional dependency
 Examples = Iterable[Any] | PredictedData
-"""A loader, or the result of ``predicted_data`` for it."""
 
 _COLOURS = {"network": "0.6", "posterior": "C0"}
 _DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
@@ -66,7 +63,8 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
         axes.plot(x[sure], y[sure], color=colour, linewidth=1, marker="o", label=label)
         axes.plot(x[~sure], y[~sure], "o", color=colour, markerfacecolor="none")
     axes.plot([], [], "o", color="black", markerfacecolor="none", label=f"under {_SURE} examples")
-    return _with_legend(axes)
+    axes.legend(frameon=False)
+    return axes
 
 
 def em_path(la: Any, axes: Axes | None = None) -> Axes:
@@ -89,7 +87,7 @@ def em_path(la: Any, axes: Axes | None = None) -> Axes:
 
 
 def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
-    """Plot a regression with 90 % prediction intervals, over its input or, of several, targets over predictions.
+    """Plot a regression with 90 % prediction intervals over its input, which is one number.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
@@ -100,28 +98,22 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     Example:
         >>> axes = plot.bands(regression, [(regression_x, regression_y)])
     """
-    rows = _rows(la, loader, real=True)
-    x, predicted = rows.inputs, rows.posterior
-    over = x is not None and x[0].numel() == 1
-    axes = _axes(axes, *(("input", "target") if over else ("prediction", "target")))
-    if over:
-        margin = 0.3 * (x.max() - x.min())
-        grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
-        predicted = la.predict(grid.view(-1, *x.shape[1:]))
-    values = rows.targets, predicted.expectation, *predicted.credible_interval(0.9)
-    y, mean, low, high = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
-    places = _array(x.flatten()) if over else mean
+    rows, axes = _rows(la, loader, real=True), _axes(axes, "input", "target")
+    x = rows.inputs
+    if x is None or x[0].numel() != 1:
+        raise ValueError("bands are over inputs of one number each. For others, use coverage.")
+    margin = 0.3 * (x.max() - x.min())
+    grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
+    predicted = la.predict(grid.view(-1, *x.shape[1:]))
+    values = predicted.expectation, *predicted.credible_interval(0.9), rows.targets
+    mean, low, high, y = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
+    at, places = _array(grid), _array(x.flatten())
     kept = places.argsort()[np.linspace(0, len(y) - 1, min(len(y), _MOST)).round().astype(int)]
-    if over:
-        at = _array(grid)
-        axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
-        axes.plot(at, mean, color="C0")
-        axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
-    else:
-        bars = {"fmt": ".", "color": "C0", "alpha": 0.4, "label": "90 %"}
-        axes.errorbar(mean[kept], y[kept], xerr=(high - mean)[kept], **bars)
-        axes.plot(*[[min(mean.min(), y.min()), max(mean.max(), y.max())]] * 2, **_DIAGONAL)
-    return _with_legend(axes)
+    axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
+    axes.plot(at, mean, color="C0")
+    axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
+    axes.legend(frameon=False)
+    return axes
 
 
 def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
@@ -143,7 +135,8 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
         shares = [each.double().mean().item() for each in inside]
         label = "noise alone" if name == "network" else name
         axes.plot(levels, shares, color=colour, label=label)
-    return _with_legend(axes)
+    axes.legend(frameon=False)
+    return axes
 
 
 def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
@@ -180,7 +173,8 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
-    return _with_legend(axes)
+    axes.legend(frameon=False)
+    return axes
 
 
 def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
@@ -199,11 +193,6 @@ def _axes(axes: Axes | None, x: str, y: str) -> Axes:
 
     axes = plt.subplots(layout="constrained")[1] if axes is None else axes
     axes.set(xlabel=x, ylabel=y)
-    return axes
-
-
-def _with_legend(axes: Axes) -> Axes:
-    axes.legend(frameon=False)
     return axes
 
 

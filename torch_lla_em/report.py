@@ -102,10 +102,11 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
 
     likelihood, p = la.likelihood, rows.posterior
     real = likelihood.real_valued and p.expectation.shape == rows.targets.shape
+    is_line = rows.inputs is not None and rows.inputs[0].numel() == 1
     fitted = any(member.history for member in la.posterior.members)
     wanted: list[tuple[bool, Any, tuple[Any, ...], str]] = [
         (likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
-        (real, plot.bands, (rows,), "Prediction intervals"),
+        (real and is_line, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
         (fitted, plot.em_path, (), "Prior precision over EM steps"),

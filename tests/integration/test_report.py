@@ -48,7 +48,7 @@ def test_a_page_is_complete(name, tmp_path):
     for words in ("NLL", "samples of all 27 parameters", "memory plan", "effective dimension γ"):
         assert words in page
     pictures = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)"', page)
-    assert len(pictures) == {"classification": 3, "bernoulli": 3, "poisson": 2}.get(name, 4)
+    assert len(pictures) == {"poisson": 2}.get(name, 3)
     assert len(re.findall(r'<img [^>]*alt="\w', page)) == page.count("<img") == len(pictures)
     for content in pictures:
         assert pyplot.imread(BytesIO(b64decode(content))).shape[1] > 200
@@ -146,17 +146,19 @@ def test_coverage_grows_with_the_level():
     assert share[24].item() == pytest.approx(expected.item())
 
 
-def test_bands_are_over_one_input_or_over_predictions():
+def test_bands_are_over_an_input_of_one_number():
     x = torch.linspace(-1, 1, 20).double()[:, None]
-    data, line = [(x, x + 0.1 * draw(20, 1))], nn.Linear(1, 1).double()
-    axes = plot.bands(fitted("regression", data, line, em_steps=1)[1], data)
-    low, high = axes.get_lines()[0].get_xdata()[[0, -1]]
-    assert (low, high) == pytest.approx((-1.6, 1.6)) and axes.get_xlabel() == "input"
+    for model, y in ((nn.Linear(1, 2), torch.cat([x, -x], 1)), (nn.Linear(1, 1), x[:, 0])):
+        model = model if y.dim() == 2 else nn.Sequential(model, nn.Flatten(0))
+        data = [(x, y + 0.1 * draw(*y.shape))]
+        la = fitted("regression", data, model.double(), em_steps=1)[1]
+        line, *_ = plot.bands(la, data, output=y.dim() - 1).get_lines()
+        at, mean = (torch.from_numpy(values) for values in line.get_data())
+        assert (at[0].item(), at[-1].item()) == pytest.approx((-1.6, 1.6))
+        assert_close(mean, la.predict(at[:, None]).expectation.reshape(320, -1)[:, -1])
     case, la = known("regression")
-    assert plot.bands(la, cut(case), output=1).get_xlabel() == "prediction"
-    data = [(case.x, case.x.sin().sum(1))]  # outputs without an axis
-    model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double()
-    assert plot.bands(fitted("regression", data, model, em_steps=1)[1], data).has_data()
+    with pytest.raises(ValueError, match="one number each. For others, use coverage"):
+        plot.bands(la, cut(case))
 
 
 def test_two_data_sets_are_separated_and_the_path_shows_every_step_of_every_precision():

@@ -136,9 +136,7 @@ class CalibratedComponents(NamedTuple):
 def calibrated(
     parts: Sequence[Pushforward], before: Sequence[Tables], length: float | None = None
 ) -> CalibratedComponents:
-    """Fit the numbers to held-out examples; ``before`` are the tables of each part as fitted.
-
-    With a ``length`` the examples are moved training examples."""
+    """Fit the numbers to held-out or, with a ``length``, moved examples; ``before`` are the parts' tables as fitted."""
     likelihood = parts[0].likelihood
     parts = [part.part(likelihood.labelled(part.y)) for part in parts]
     count = sum(len(part.y) for part in parts)
@@ -185,10 +183,7 @@ def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:
-    """Fit the numbers to every other labelled example, and return scores of the remaining ones.
-
-    With groups it is every other one of each group. ``stated`` has those and the weights of all examples.
-    """
+    """Fit the numbers to every other labelled example, of each group, and return scores of the remaining ones."""
     kept = data.likelihood.labelled(data.y)
     data, (groups, weights) = data.part(kept), stated.part(kept)
     by_class = isinstance(groups, str)
@@ -226,10 +221,7 @@ def _reference(parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None
 
 
 def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) -> Numbers:
-    """Return the numbers that the predictions of a likelihood have.
-
-    For regression, ``kept`` are the shares of J w_lin and of f in the mean if it is to be kept.
-    """
+    """Return the numbers of a likelihood's predictions; ``kept`` are the shares of J w_lin and f in a mean to keep."""
     if likelihood.observation_noise is not None:
 
         def mixed_mean(theta: Tensor) -> tuple[Rows, Tensor]:

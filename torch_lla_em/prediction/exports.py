@@ -118,7 +118,7 @@ def program_of(
     x: Any,
     path: str | PathLike[str] | None,
 ) -> ExportedProgram:
-    """Return the program that maps any number of inputs like x to what ``direct`` returns, and save it to ``path``.
+    """Return the program that maps any number of inputs to what ``direct`` returns, and save it to ``path``.
 
     ``recorded`` computes the same by operations that can be recorded, and calls these ``networks``.
     """

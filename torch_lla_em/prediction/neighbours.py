@@ -36,10 +36,9 @@ class TrainingExamples(NamedTuple):
     """The largest variance of their centred outputs, each without itself in the posterior, ()."""
 
     def distances(self, deviations: Tensor) -> Tensor:
-        """Return the distances of inputs, given by J w_k (K, B, ..., C), to the nearest example, (B, 2).
+        """Return the distances of inputs, by J w_k (K, B, ..., C), to the nearest example, (B, 2).
 
-        The second is the posterior standard deviation d of a difference of outputs. The first is relative to the
-        outputs' own standard deviations, d / √(σ σ'), so that it is large for small outputs too.
+        The second is the posterior standard deviation d of a difference of outputs, the first d / √(σ σ') by their own.
         """
         known, K = self._features(), len(deviations)
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
@@ -64,10 +63,9 @@ class TrainingExamples(NamedTuple):
         return torch.cat(list(map(nearest, points.split(step))))
 
     def distances_without(self, factors: Tensor) -> Tensor:
-        """Return the distances of each of these examples to the nearest other one, (n, 2).
+        """Return the distances of these examples to the nearest other one, (n, 2), each without it in the posterior.
 
-        They are those of the posterior without the example itself, so that they are comparable to the
-        distances of new inputs. Among many others the nearest few with the example are candidates.
+        Among many others the nearest few with the example are candidates.
         """
         known, K = self._features(), self.deviations.shape[1]
         count, C = min(len(known) - 1, _CANDIDATES), known.shape[1] // K
@@ -77,9 +75,8 @@ class TrainingExamples(NamedTuple):
         scales = sizes.sqrt(), torch.ones_like(sizes)
         near = [(apart / scale).topk(count, largest=False).indices for scale in scales]
         found = []
-        for rows in torch.arange(len(known), device=known.device).split(
-            64
-        ):  # to take little memory
+        every = torch.arange(len(known), device=known.device)
+        for rows in every.split(64):  # to take little memory
 
             def moved(n: Tensor, rows: Tensor = rows) -> Tensor:
                 each = known[n].view(len(rows), -1, K, C).movedim(1, 2)
@@ -132,11 +129,7 @@ def variances_without(likelihood: Likelihood, deviations: Tensor, factors: Tenso
 
 
 def without_itself(leverages: Tensor) -> Tensor:
-    """Return the factors that turn J w_k of an example into draws without it, (n, K, K).
-
-    With the leverage L_i of an example, (K, K), the covariance of the samples' coefficients is I / K with, and
-    (I - L_i)⁻¹ / K without it.
-    """
+    """Return the factors that turn J w_k into draws without the example, (I - L)^-½ of its leverage, (n, K, K)."""
     shares, vectors = torch.linalg.eigh(leverages.double())
     factors: Tensor = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT
     return factors

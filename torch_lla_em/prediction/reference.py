@@ -142,10 +142,7 @@ class Reference(NamedTuple):
             require(len(self.unusual[rows]), needed, asked, of)
 
     def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
-        """Return the p-values, (B,), of inputs with these scores, (B, S), and with ties as in ``scores``.
-
-        With a reference for every class, an input is compared with each class and has the largest p-value.
-        """
+        """Return the p-values, (B,), of scores (B, S), ties as in ``scores``; of classes apart, the largest."""
         each = [
             p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
@@ -156,10 +153,7 @@ class Reference(NamedTuple):
     def quantiles(
         self, errors: Tensor, level: float, inputs: Stated, classes: int | None = None
     ) -> Tensor:
-        """Return the conformal quantiles of errors, (n, outputs), for inputs: (1 or B, outputs).
-
-        With a reference for every class, and errors of one column, those of so many ``classes``, (1 or B, C).
-        """
+        """Return the quantiles of errors (n, outputs) for inputs, (1 or B, outputs), or each class's, (1 or B, C)."""
         parts: list[tuple[str, Any]] = [("", slice(None))]
         if self.groups is not None:
             parts = self._parts(inputs)
@@ -237,13 +231,7 @@ class Scored(NamedTuple):
 
 
 def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor | None) -> Scored:
-    """Return the scores of inputs: of their predictions and, if they are known, their distances.
-
-    Args:
-        mixture (FunctionMixture): The predictive distribution.
-        distances (Tensor, optional): To the nearest training example, (B, 2).
-        unit (Tensor, optional): The scale of the second distance, ().
-    """
+    """Return the scores of predictions and, if known, distances (B, 2), the second of which has this ``unit``, ()."""
     likelihood = mixture.likelihood
     # small scores are differences of large numbers
     double = mixture.map(Tensor.double)
@@ -264,7 +252,7 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
 
 
 def chosen(score: Score, computed: int, known: int) -> list[int]:
-    """Return which of the computed scores are compared; of the last ones, the reference knows so many."""
+    """Return which of the computed scores are compared; the reference knows the last ones."""
     check_choice("score", score, ("all", "epistemic", "distance"))
     if score == "distance" and computed < 3:
         raise ValueError(
@@ -279,11 +267,9 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
 
 
 def variance_of_error(mixture: FunctionMixture) -> Tensor:
-    """Return the expected squared error of the mean of all members, from those of the members.
+    """Return the expected squared error of the mean of all members, from the mean v of their variances.
 
-    Let v be the mean of the members' variances, and D the variance of their means. The squared
-    errors of the members exceed that of their mean by D on average, which leaves v - D. This is
-    v / (1 + D / v) to first order, which is positive.
+    It is v - D with the variance D of their means; v / (1 + D / v) is that to first order, and positive.
     """
     v = torch.stack([member.variance() for member in mixture.posteriors]).mean(0)
     means = torch.stack([member.expected() for member in mixture.posteriors])
@@ -291,11 +277,7 @@ def variance_of_error(mixture: FunctionMixture) -> Tensor:
 
 
 def errors_of(mixture: FunctionMixture, y: Tensor) -> Tensor:
-    """Return the error of each prediction, (B, outputs); no columns for other likelihoods.
-
-    For classes it is the probability of all classes that are more probable than the label, for
-    regression the residual in predictive standard deviations.
-    """
+    """Return the error of each prediction, (B, outputs), of classes or of values; no columns for others."""
     if has_classes(mixture.likelihood, mixture.f):
         return errors_of_classes(mixture.expected(), y)
     if has_values(mixture.likelihood, mixture.f):

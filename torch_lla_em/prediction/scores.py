@@ -59,11 +59,9 @@ def p_values(
 ) -> Tensor:
     """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
-    The share of examples with at least the same score is taken for each score, and a mean of these
-    shares is ranked (``combined``), among the reference examples and the input together. A score is
-    at least as large as another one s if it exceeds s - ``room`` (s + ``unit``). All examples are treated
-    alike, so the p-value is exact without ties, and conservative with them. Examples count by their ``weights``,
-    (n,), and inputs by their ``own``, (1 or B,).
+    A mean of the shares of examples with at least the same score (``combined``) is ranked among examples and input.
+    A score is at least as large as s if it exceeds s - ``room`` (s + ``unit``). All are treated alike, so p-values are
+    exact without ties, and conservative with them. Examples count by ``weights``, (n,), inputs by ``own``, (1 or B,).
     """
     reference, count = reference.to(scores.device), len(reference)
     weights, own = _weights(reference, weights, own)
@@ -187,10 +185,7 @@ def aligned(likelihood: Likelihood, y: Tensor, f: Tensor, class_dim: int) -> Ten
 def conformal_interval(
     mean: Tensor, variance: Tensor, size: Tensor, room: float | Tensor
 ) -> Interval:
-    """Return intervals of a size in standard deviations.
-
-    Targets at the ends, as in discrete data, are inside whichever way they are rounded.
-    """
+    """Return intervals of a size in standard deviations; targets at the ends are inside however they are rounded."""
     size = size.flatten() if mean.dim() == 1 else size
     half = size.to(mean) * variance.sqrt() * (1 + room)
     half = half + 8 * torch.finfo(mean.dtype).eps * mean.abs()
@@ -198,12 +193,8 @@ def conformal_interval(
 
 
 def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
-    """Return, for each class, the probability of all classes that are more probable, (B, C).
-
-    Probabilities up to a factor of 1 + ``room`` are equal. Each is sorted among all of them by its
-    product with this factor, which has no mass of its own.
-    """
-    probs = probs.double()
+    """Return, for each class, the probability of all that are more probable by a factor over 1 + ``room``, (B, C)."""
+    probs = probs.double()  # sorted among their products with this factor, which have no mass
     mass = torch.cat([torch.zeros_like(probs), probs], 1)
     places = torch.cat([probs * (1 + room), probs], 1)
     order = places.sort(dim=1, descending=True, stable=True).indices

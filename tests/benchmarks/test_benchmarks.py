@@ -293,22 +293,3 @@ def test_a_plan_expects_the_peak_of_memory_within_a_factor_of_two():
     printed = run_python("-c", MEMORY, MALLOC_MMAP_THRESHOLD_=str(2**16))
     expected, most, peak = map(float, printed.split()[-3:])
     assert peak > 40 and 0.5 <= expected / peak <= 2 and peak <= most
-
-
-ON_PAGES = [
-    ("After `calibrate`, the NLL", "ours, calibrated", "early nll, late nll, early worst"),
-    ("The NLL of all layers is", "ours, as fitted", "early nll, late nll, early worst"),
-    ("which `fit` corrects on [moved", "ours, last layer, as fitted", "on nll, on worst"),
-    ("Its joint NLL for dyadic", "ours, calibrated", "early dyadic"),
-    ("start with all layers**, the default", "ours, calibrated", "on nll"),
-]
-
-
-@pytest.mark.parametrize("words, row, figures", ON_PAGES, ids=lambda value: value[:30])
-def test_figures_in_sentences_are_those_of_the_results(words, row, figures):
-    lines = markdown.read(BENCHMARKS / "results" / "tables.jsonl")
-    known = {(ln["row"], ln["network"]): ln for ln in lines if ln["set"] == "unseen"}
-    page = (ROOT / "docs" / "which_method.md").read_text()
-    sentence = page[page.index(words) :][:400]
-    for stage, score in map(str.split, figures.split(", ")):
-        assert f"{known[row, stage][score]:.2f}" in sentence

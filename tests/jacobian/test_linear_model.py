@@ -73,6 +73,31 @@ def test_copies_hold_no_data_and_are_probed_when_they_need_to_be():
         assert model.report.forward
 
 
+ACTIVATIONS = nn.Tanh(), nn.ReLU(), nn.Sigmoid(), nn.GELU(), nn.Softplus(), nn.Dropout()
+
+
+@pytest.mark.parametrize(
+    "activation", [*ACTIVATIONS, nn.ReLU(inplace=True), nn.Softmax(-1)], ids=str
+)
+def test_few_rows_of_a_plain_network_need_no_backward_pass(activation):
+    """J w is carried along; functions that are not known, or write to what is known, are left to others."""
+    model, backward = mlp(activation, nn.Linear(2, 3, bias=False)), []
+    linear = linear_model(prepared(model), ["0.weight", "4.*", "6.weight"])
+    linear.probe(X)
+
+    def see(layer, given, f):
+        if f.requires_grad:
+            f.register_hook(backward.append)
+
+    model.register_forward_hook(see)
+    w = draw(5, linear.layout.size)
+    with linear.network.guarded():
+        f, Jw = linear.push(X, w[:2], w[2:])
+        assert bool(backward) == (activation not in ACTIVATIONS)
+        rows = linear.by_autodiff(X)
+        assert_close((f, Jw), (rows.f, rows.push(w)))
+
+
 BATCH, LENGTH, WIDTH = 4, 96, 32
 SEQUENCES = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 

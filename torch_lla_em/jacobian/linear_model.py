@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import map_tensors
+from torch_lla_em.jacobian.carried import carried
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import probe
@@ -23,6 +24,9 @@ logger = logging.getLogger("torch_lla_em")
 
 # the certificate does not include this error: above it, it would dominate the error of the samples
 _PRECISION_ERROR = 0.05
+
+# entries of blocks that are copied into one, which takes 0.05 ms; each further product takes 0.4 ms
+_COPIED = 2**18
 
 
 class LinearModel:
@@ -50,6 +54,9 @@ class LinearModel:
         self._probed: tuple | None = None
         self._examples: Any = None
         """The inputs that were probed."""
+
+        self._carries = True
+        """Whether J w may be carried along with a forward pass, as far as is known."""
 
         self.precision_error = 0.0
         """Relative error of J w compared with float32, if ``Compute`` selects a lower precision."""
@@ -129,6 +136,20 @@ class LinearModel:
             report("log", words)
         else:
             logger.info("%s", words)
+
+    def push(self, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside ``network.guarded()``."""
+        count = sum(map(len, w))
+        if sum(block.numel() for block in w) <= _COPIED:
+            w = (torch.cat(w),)
+        if self._carries and not torch.is_grad_enabled() and num_examples(x) <= count:
+            found = [carried(self.network, self.layout, x, block) for block in w]
+            self._carries = None not in found
+            if self._carries:
+                return found[0][0], torch.cat([Jw for _, Jw in found])
+        rows = self.at(x, count)
+        Jw = torch.cat([rows.push(block) for block in w])
+        return rows.f, Jw
 
     def at(
         self, x: Any, columns: float = 1, keep: bool = False, at_once: int | None = None

@@ -305,7 +305,6 @@ def test_files_and_ensembles_keep_groups_and_weights(blobs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_programs_have_the_sets_of_each_class(blobs):
     la, x, y = blobs
     la.calibrate(x[:400], y[:400], groups="classes")

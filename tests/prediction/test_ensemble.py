@@ -196,9 +196,6 @@ def test_ensembles_are_printed_compared_and_reported(members, unseen, tmp_path):
     assert page.count("<img") == pictures[kind_of(members[0])]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
 @pytest.mark.parametrize("name", daily("regression", rest=["classification", "poisson"]))
 def test_all_members_are_exported_as_one_program(name):
     ensemble = LaplaceEnsemble([posterior(name, n) for n in range(2)])

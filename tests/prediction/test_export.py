@@ -13,7 +13,6 @@ from torch_lla_em import LinearisedLaplace
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 FIXED = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
 

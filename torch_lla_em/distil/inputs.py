@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ def gathered(inputs: Any, device: torch.device) -> Any:
     shapes = {str([tuple(t.shape[1:]) for t in tensors_in(part)]) for part in parts}
     if len(shapes) > 1:
         raise ValueError(
-            f"The inputs of distil have examples of several shapes, {' and '.join(sorted(shapes)[:2])}: pad or crop "
-            "them to one, or distil a student for each."
+            f"The inputs have several shapes, {' and '.join(sorted(shapes)[:2])}: pad them to one."
         )
     return joined(parts)
 
@@ -44,8 +42,8 @@ def number_of(x: Any) -> int:
     sizes = {len(tensor) if tensor.dim() else None for tensor in tensors_in(x)}
     if len(sizes) != 1 or None in sizes:
         raise TypeError(
-            "Inputs for distillation must be tensors with one row per example, alone or in a tuple "
-            f"or dict. These hold tensors with {sorted(map(str, sizes)) or 'no'} rows."
+            "Inputs of distil must be tensors with one row per example, alone or in a tuple or dict, but "
+            f"have {sorted(map(str, sizes)) or 'no'} rows."
         )
     return int(sizes.pop() or 0)
 
@@ -63,8 +61,13 @@ def pieces(tree: Any) -> Iterator[Any]:
 
 def joined(trees: Sequence[Any]) -> Any:
     """Return all examples of trees of one form as one."""
-    parts = zip(*map(tensors_in, trees))
-    return map_tensors(lambda _: torch.cat(next(parts)), trees[0])
+    return _replaced(trees[0], map(torch.cat, zip(*map(tensors_in, trees))))
+
+
+def _replaced(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a tree with other tensors, in the same order."""
+    others = iter(tensors)
+    return map_tensors(lambda _: next(others), tree)
 
 
 def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
@@ -75,8 +78,8 @@ def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
     for way in ways:
         if not callable(way) and way not in ("noise", "swap"):
             raise ValueError(
-                f'augment={way!r} is not a way to make inputs: choose "noise", "swap", functions that map '
-                'inputs to as many others, or a list of them, as ["noise", lambda x: x.flip(-1)].'
+                f'augment={way!r} is not known: choose "noise", "swap", functions that map inputs to as '
+                "many others, or a list of them."
             )
     return ways
 
@@ -90,24 +93,18 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
             given = rows_of(x, some)
             if callable(way):
                 found = way(given)
-            else:
-                parts = zip(tensors_in(given), spreads, tensors_in(rows_of(x, others)))
-                is_noise = way == "noise"
-                new = (
-                    _noisy(t, spread, generator) if is_noise else _swapped(t, o, generator)
-                    for t, spread, o in parts
-                )
-                found = map_tensors(partial(_next, new), given)
-            if number_of(found) != len(some):
-                raise ValueError(
-                    f"A function of augment returned {number_of(found)} inputs for {len(some)}: return one for "
-                    "each."
-                )
-            yield found
-
-
-def _next(new: Iterator[Tensor], _: Tensor) -> Tensor:
-    return next(new)
+                if number_of(found) != len(some):
+                    count = number_of(found)
+                    raise ValueError(
+                        f"augment returned {count} inputs for {len(some)}: return one for each."
+                    )
+                yield found
+                continue
+            like = spreads if way == "noise" else tensors_in(rows_of(x, others))
+            change = _noisy if way == "noise" else _swapped
+            yield _replaced(
+                given, [change(t, o, generator) for t, o in zip(tensors_in(given), like)]
+            )
 
 
 def _spread(t: Tensor) -> Tensor | None:

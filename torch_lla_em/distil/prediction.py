@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood, Poisson, sum_rows
+from torch_lla_em.likelihoods import Likelihood, sum_rows
 from torch_lla_em.prediction import (
     Interval,
     Printed,
@@ -157,25 +157,15 @@ class StudentPrediction(Printed):
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
 
-        Continuous targets are Gaussian, and counts have a negative binomial distribution with the
-        learnt mean and variance.
+        Continuous targets are Gaussian. Counts have a mean and a variance, but no density.
         """
         likelihood = self.likelihood
         y = aligned(likelihood, y, self.centre, self.class_dim)
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
-        is_known = likelihood.real_valued or isinstance(likelihood, Poisson)
-        self._require(is_known, "log_prob", "expectation")
-        own, mean = self._out(y), self.expectation
-        if likelihood.real_valued:
-            variance = self.predictive_variance
-            each = -0.5 * ((own - mean).square() / variance + (2 * pi * variance).log())
-            return sum_rows(each, y)
-        # the shape of the Gamma distribution of rates
-        shape = (mean.square() / self.epistemic).clamp(max=1e6)
-        logits = mean.log() - shape.log()
-        counts = torch.distributions.NegativeBinomial(shape, logits=logits, validate_args=False)
-        return sum_rows(counts.log_prob(own.to(mean)), y)
+        self._require(likelihood.real_valued, "log_prob", "expectation")
+        variance, error = self.predictive_variance, self._out(y) - self.expectation
+        return sum_rows(-0.5 * (error.square() / variance + (2 * pi * variance).log()), y)
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""

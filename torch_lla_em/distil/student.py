@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from math import nan
 from os import PathLike
@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import (
-    TargetFn,
     as_loader,
     as_targets,
     default_forward,
@@ -25,10 +23,10 @@ from torch_lla_em.data import (
     to_device,
 )
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
-from torch_lla_em.jacobian import ForwardFn, Network
+from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
 from torch_lla_em.prediction import Printed, likelihood_options, program_of, rounding
-from torch_lla_em.runtime import files
+from torch_lla_em.runtime import Adapter, files
 
 # width of the hidden layer of a head
 _HIDDEN = 64
@@ -107,8 +105,7 @@ class Form(NamedTuple):
     """
 
     likelihood: Likelihood
-    forward_fn: ForwardFn
-    target_fn: TargetFn | None
+    adapter: Adapter
     class_dim: int
     last: str
     uncertainties: int
@@ -123,7 +120,7 @@ class Student(Printed, nn.Module):
     out-of-distribution scores. It is always in eval mode, and its parameters do not require
     gradients. ``print`` shows how well it agrees with the posterior.
 
-    Inputs x of its methods are a tensor, tuple or dict as the model takes them, or a DataLoader or Dataset.
+    Inputs x of its methods are one batch: a tensor, tuple or dict as the model takes them.
 
     Attributes:
         network (nn.Module): The network, whose outputs have the link of the likelihood.
@@ -162,16 +159,17 @@ class Student(Printed, nn.Module):
         if self.likelihood.real_valued:
             prediction = self.predict(x)
             return prediction.expectation, prediction.predictive_variance
-        y = torch.cat([self.likelihood.mean(self._outputs(some)) for some in self._batches(x)])
+        y = self.likelihood.mean(self._outputs(self._moved(x)))
         return y if self.form.class_dim == -1 else y.movedim(-1, self.form.class_dim)
 
     def predict(self, x: Any) -> StudentPrediction:
         """Return the predictive distribution at x, which is differentiable in x if x requires gradients."""
-        parts = zip(*(self.heads(some) for some in self._batches(x)))
-        f, uncertainty, scores = map(torch.cat, parts)
-        return StudentPrediction(
-            self.likelihood, f, uncertainty, scores, self.form.class_dim, self.reference
-        )
+        f, features = self._with_features(self._moved(x))
+        split = [self.form.uncertainties, self.form.scores]
+        uncertainty, scores = self.head(features).split(split, -1)
+        scores = scores.flatten(1, -2).mean(1) if scores.dim() > 2 else scores
+        form, likelihood = self.form, self.likelihood
+        return StudentPrediction(likelihood, f, uncertainty, scores, form.class_dim, self.reference)
 
     def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
         """Make p-values, prediction sets and intervals from the student's own scores; return the student itself.
@@ -186,8 +184,9 @@ class Student(Printed, nn.Module):
         """
         found = []
         with torch.no_grad():
-            for batch in as_loader(paired(loader, targets), self.form.target_fn):
-                given = None if self.form.target_fn is None else self.form.target_fn(batch)
+            target_fn = self.form.adapter.targets
+            for batch in as_loader(paired(loader, targets), target_fn):
+                given = None if target_fn is None else target_fn(batch)
                 y = default_targets(batch) if given is None else given
                 found.append(self.predict(inputs_of(batch, given)).scores_of(as_targets(y)))
         if not sum(len(scores) for scores, _ in found):
@@ -203,20 +202,11 @@ class Student(Printed, nn.Module):
         self.reference = self.reference if reference[0] is None else Scores(*reference)
         return self
 
-    def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs at x, (B, *sites, C), and the logarithms of uncertainties and of scores (B, S)."""
-        f, features = self._with_features(x)
-        split = [self.form.uncertainties, self.form.scores]
-        uncertainty, scores = self.head(features).split(split, -1)
-        return f, uncertainty, scores.flatten(1, -2).mean(1) if scores.dim() > 2 else scores
-
     def save(self, path: str | PathLike[str]) -> None:
         """Write the student to a file with the name ``path``, without the code of its network."""
-        record = {
-            **self.form._asdict(),
+        record = self.form._asdict() | {
             "likelihood": likelihood_options(self.likelihood).get("likelihood"),
-            "forward_fn": self.form.forward_fn not in (default_forward, compare),
-            "target_fn": None,
+            "adapter": self.form.adapter.outputs not in (default_forward, compare),
             "error": self.error._asdict(),
         }
         version = torch.tensor(files.VERSION, device="cpu")
@@ -229,31 +219,33 @@ class Student(Printed, nn.Module):
         path: str | PathLike[str],
         network: nn.Module,
         likelihood: Likelihood | None = None,
-        forward_fn: ForwardFn | None = None,
+        adapter: Adapter | None = None,
     ) -> Student:
         """Return the student that ``save`` has written to ``path``.
 
         The ``network`` has its architecture and any weights, as the trained network itself; it is copied. Pass
-        ``likelihood`` and ``forward_fn`` if those of the posterior were your own.
+        ``likelihood`` and ``adapter`` if those of the posterior were your own.
 
         Raises:
-            ValueError: If the file is damaged or holds no student, or if the likelihood or forward_fn is missing.
+            ValueError: If the file is damaged or holds no student, or if the likelihood or adapter is missing.
             RuntimeError: If the network has another architecture.
         """
         state = files.read(path, "student")
         record: dict[str, Any] = files.from_bytes(state.pop("student"))
         del state["torch_lla_em_version"]
         error, name = StudentError.of(record.pop("error")), record["likelihood"]
-        missing = {"likelihood": likelihood is None and name is None}
-        missing["forward_fn"] = forward_fn is None and record["forward_fn"]
-        for argument in [argument for argument, is_missing in missing.items() if is_missing]:
+        has_own = record.pop("forward_fn", record.get("adapter"))  # of version 0.4
+        record.pop("target_fn", None)
+        missing = ["likelihood"] * (likelihood is None and name is None)
+        for argument in missing + ["adapter"] * bool(has_own and adapter is None):
             raise ValueError(
                 f"The student was distilled with your own {argument}, which a file cannot store. Pass "
                 f"{argument}=... to load."
             )
-        likelihood = likelihood or LIKELIHOODS[name]()
+        likelihood, given = likelihood or LIKELIHOODS[name](), adapter or Adapter()
         usual = compare if isinstance(likelihood, BradleyTerry) else default_forward
-        record |= {"likelihood": likelihood, "forward_fn": forward_fn or usual}
+        adapter = Adapter(given.outputs or usual, given.targets)
+        record |= {"likelihood": likelihood, "adapter": adapter}
         student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
         # version 0.4 had three tensors of what calibrate keeps
         former = [state.pop(f"reference_{name}", None) for name in ("scores", "errors", "room")]
@@ -289,7 +281,7 @@ class Student(Printed, nn.Module):
                 return found | {"prediction_set": prediction.prediction_set(level)}
             return found | prediction.interval(level)._asdict()
 
-        network = Network(self.network, self.form.forward_fn, self.form.class_dim)
+        network = Network(self.network, self.form.adapter.outputs, self.form.class_dim)
         return program_of(answer, answer, [network], to_device(x, self._device), path)
 
     @property
@@ -298,7 +290,7 @@ class Student(Printed, nn.Module):
 
     def _outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""
-        f = self.form.forward_fn(self.network, x)
+        f = self.form.adapter.outputs(self.network, x)  # type: ignore[misc]
         return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
 
     def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:
@@ -326,11 +318,9 @@ class Student(Printed, nn.Module):
             is_image = isinstance(layer, nn.modules.conv._ConvNd)
             self._seen[get_ident()].append(h.movedim(1, -1) if is_image else h)
 
-    def _batches(self, x: Any) -> Iterator[Any]:
-        several = isinstance(x, (DataLoader, Dataset))
-        is_batch = several or isinstance(x, dict)  # which can have targets
-        for batch in as_loader(x) if several else [x]:
-            yield to_device(inputs_of(batch) if is_batch else batch, self._device)
+    def _moved(self, x: Any) -> Any:
+        """Return inputs on the student's device; a dict can have targets."""
+        return to_device(inputs_of(x) if isinstance(x, dict) else x, self._device)
 
     def get_extra_state(self) -> Tensor:
         """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores, errors and their room."""

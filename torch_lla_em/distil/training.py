@@ -27,7 +27,7 @@ from torch_lla_em.distil.student import Form, Student, StudentError
 from torch_lla_em.jacobian import Network, called_last
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Prediction, predict, required
-from torch_lla_em.runtime import check_options, report
+from torch_lla_em.runtime import Adapter, check_options, report
 
 # inputs that measure the error of a student: a tenth, but at most so many
 _HELD_OUT = 1000
@@ -115,13 +115,11 @@ class Known(NamedTuple):
 def distil(
     posterior: Any,
     inputs: Any,
-    targets: Any = None,
     *,
     student: nn.Module | None = None,
     augment: Way | Sequence[Way] | None = None,
     num_inputs: int | None = None,
     steps: int = 3000,
-    lr: float | None = None,
     seed: int = 0,
     progress_bar: bool = True,
 ) -> Student:
@@ -136,7 +134,6 @@ def distil(
         posterior (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.distil(x)`` passes la.
         inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
             shape, or training data.
-        targets (Tensor, optional): Not used, so that ``la.distil(x, y)`` takes the arguments of ``la.fit(x, y)``.
         student (nn.Module, optional): A network with the inputs and outputs of the model, which is copied.
             Default None: the model itself (of an ensemble, the first one).
         augment (str, callable or list of them, optional): How inputs are made: "noise" of random size,
@@ -145,8 +142,6 @@ def distil(
         num_inputs (int, optional): Number of inputs to make. Default None: as many as are given,
             but at least 12,000 and at most 40,000.
         steps (int): Number of steps of the training. Default 3000.
-        lr (float, optional): Largest learning rate of Adam. Default None: 3 % of the root mean
-            square of the network's weights.
         seed (int): Seed of all random numbers. Default 0.
         progress_bar (bool): Show progress bars. Default True.
 
@@ -162,7 +157,7 @@ def distil(
         >>> student = la.distil(x, steps=100, progress_bar=False)
         >>> probabilities = student(x)
     """
-    check_options(steps=steps, seed=seed, progress_bar=progress_bar, num_inputs=num_inputs, lr=lr)
+    check_options(steps=steps, seed=seed, progress_bar=progress_bar, num_inputs=num_inputs)
     network = required(posterior, surely=True).members[0].setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():
@@ -185,7 +180,7 @@ def distil(
     among[: round(0.5 * size)] = float(total - few)
     shares = torch.rand(steps, size, generator=generator, device="cpu")
     with torch.inference_mode(False), torch.enable_grad():
-        _train(found, learnt, (shares * among).long(), lr, progress_bar)
+        _train(found, learnt, (shares * among).long(), progress_bar)
     with torch.no_grad():
         own, made_error = (_error(found, known) for known in others)
     found.note(own._replace(kl_made=made_error.kl, ood_made=made_error.ood_made))
@@ -201,7 +196,7 @@ def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: An
     own = deepcopy(network.module if own is None else own).eval()
     last = called_last(Network(own, network.forward_fn, network.class_dim), some)
     target_fn = required(posterior).members[0].setting.target_fn
-    called = network.forward_fn, target_fn, network.class_dim, last
+    called = Adapter(network.forward_fn, target_fn), network.class_dim, last
     sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
     student = Student(own, Form(posterior.likelihood, *called, *sizes), some)
     shape, expected = (tuple(p.expectation.shape) for p in (student.predict(some), prediction))
@@ -223,17 +218,14 @@ def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
         if bad.any():
             shown = tensors_in(rows_of(x, bad.nonzero()[:1, 0]))
             raise ValueError(
-                "The posterior's predictions are NaN or infinite at some of the inputs, such as "
-                f"{str(shown)[:200]}. Leave such inputs out, or replace missing values as in "
-                "training; functions of augment must return finite inputs."
+                f"Predictions are NaN or infinite at some of the inputs, such as {str(shown)[:200]}. Leave "
+                "these out, or replace missing values as in training."
             )
         found.append(due)
     return joined(found)
 
 
-def _train(
-    student: Student, known: Known, order: Tensor, lr: float | None, progress_bar: bool
-) -> None:
+def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) -> None:
     """Train a student on the rows of each step; its head is standardised, and returns logarithms at the end."""
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
     logs = known.logarithms()
@@ -243,15 +235,16 @@ def _train(
     weights: list[Tensor] = [p for p in student.network.parameters() if p.requires_grad]
     if not weights:  # a user has frozen the network because its own training is over
         weights = [p.requires_grad_() for p in student.network.parameters()]
-    largest = _STEP * _size_of(weights) if lr is None else lr
+    largest = _STEP * _size_of(weights)
     weights += head.parameters()
     optimiser = torch.optim.Adam(weights, largest, fused=True)
     bar = tqdm(order.to(mean.device), "distilling", disable=not progress_bar)
     for step, rows in enumerate(bar):
         some = rows_of(known, rows)
-        f, *found = student.heads(some.x)
-        loss = some.divergence(likelihood, f, found[0] * size[:n] + mean[:n]).mean()
-        for z, goal in zip(found, goals):
+        own = student.predict(some.x)
+        uncertainty = own.log_uncertainty * size[:n] + mean[:n]
+        loss = some.divergence(likelihood, own.centre, uncertainty).mean()
+        for z, goal in zip((own.log_uncertainty, own.log_scores), goals):
             due = goal[rows]
             loss = loss + _OF_HEAD * (z - due).where(due.isfinite(), 0).square().mean()
         optimiser.zero_grad()
@@ -292,10 +285,10 @@ def _error(student: Student, known: Known) -> StudentError:
     columns = []
     parts = 1 if student.likelihood.gives_probabilities else 2
     for due in pieces(known):
-        f, uncertainty, scores = student.heads(due.x)
-        kl = due.divergence(student.likelihood, f, uncertainty).double()
-        both = (each.chunk(parts, -1)[0].flatten() for each in (uncertainty, due.uncertainty))
-        columns.append((kl, *both, scores))
+        own = student.predict(due.x)
+        kl = due.divergence(student.likelihood, own.centre, own.log_uncertainty).double()
+        parts_of = own.log_uncertainty, due.uncertainty
+        columns.append((kl, *(p.chunk(parts, -1)[0].flatten() for p in parts_of), own.log_scores))
     kl, own, theirs, scores = map(torch.cat, zip(*columns))
     mean, error, ranked = (
         kl.mean().item(),

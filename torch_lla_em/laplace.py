@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,14 +47,17 @@ from torch_lla_em.prediction import (
 from torch_lla_em.problem import Plan, Problem
 from torch_lla_em.report import report
 from torch_lla_em.runtime import (
+    PRECISION_BOUNDS,
     PRIORS,
     Adapter,
     Compute,
     Group,
     check_choice,
-    check_options,
+    check_whole,
+    check_within,
     group_of,
     refuse_former,
+    require,
 )
 from torch_lla_em.session import Session, log_marginal_likelihood
 
@@ -161,8 +165,10 @@ class LinearisedLaplace(Printed, nn.Module):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
         refuse_former("LinearisedLaplace", former, _FORMER_OPTIONS)
-        check_options(num_samples=num_samples, parameters=parameters, seed=seed, compute=compute)
-        check_options(class_dim=class_dim, adapter=adapter)
+        check_whole(1, num_samples=num_samples)
+        check_whole(-inf, seed=seed, class_dim=class_dim)
+        require(isinstance(compute, Compute), "compute", compute, "a Compute object")
+        require(isinstance(adapter, Adapter), "adapter", adapter, "an Adapter object")
         check_choice("prior", prior, tuple(PRIORS))
         check_choice("curvature", curvature, (None, "network", "linear", "variational"))
         super().__init__()
@@ -287,7 +293,8 @@ class LinearisedLaplace(Printed, nn.Module):
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
         refuse_former("fit", former, _FORMER)
-        check_options(em_steps=em_steps, prior_precision=prior_precision, progress_bar=progress_bar)
+        check_whole(0, em_steps=em_steps)
+        check_within(*PRECISION_BOUNDS, prior_precision=prior_precision)
         data = paired(loader, targets)
         if weights is not None:
             data, weights = with_weights(data, weights)

@@ -264,6 +264,7 @@ NAN = draw(30, 2).index_fill(0, torch.tensor([3]), float("nan"))
         ("augment='flip' is not known: .* functions that map", {"augment": "flip"}),
         ("augment=3 is not known", {"augment": ["noise", 3]}),
         ("augment returned 1 inputs for", {"augment": lambda x: x[:1]}),
+        ("no argument 'lr' any more: leave it out", {"lr": 0.1}),
         ("steps must be a whole number", {"steps": 0}),
     ],
 )

@@ -327,7 +327,7 @@ REFUSED = [
     ("vectors", lambda: Compute(vectors="disk")),
     ("columns", lambda: Compute(columns=0)),
     ("rows", lambda: Compute(rows=1.5)),
-    ("budget must be None, or a number of seconds above 0", lambda: fitted(budget=0)),
+    ("budget must be None, or a number above 0", lambda: fitted(budget=0)),
 ]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
+from torch_lla_em import Adapter
 from torch_lla_em.mixtures import GaussianMixture
 from torch_lla_em.mixtures.feature_density import FeatureDensity
 
@@ -124,8 +125,11 @@ def test_data_of_any_form_are_the_same(network, by_label):
         assert_close(score(*args), expected)
     for args in (named, [{"x": x, "labels": labels}]) if by_label else ():
         assert_close(score(args, inputs={"x": x}), expected)
-    halved = {"forward_fn": lambda model, inputs: model(inputs / 2)}
-    assert_close(score(loader(2 * x, labels), inputs=2 * x, **halved), expected)
+    named = [{"x": 2 * a, "kind": b} for a, b in loader(x, labels)]
+    halved = Adapter(lambda model, inputs: model(inputs["x"] / 2), lambda batch: batch["kind"])
+    assert_close(score(named, inputs={"x": 2 * x}, adapter=halved), expected)
+    with pytest.raises(TypeError, match=r"pass adapter=Adapter\(outputs"):
+        of_body(network, forward_fn=halved.outputs)
     if by_label:
         assert_close(score((x, labels)), expected)
     for alone in () if by_label else (x, x.split(100), [x[:150], x[150:]]):

@@ -27,7 +27,7 @@ from torch_lla_em.distil.student import Form, Student, StudentError
 from torch_lla_em.jacobian import Network, called_last
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Prediction, predict, required
-from torch_lla_em.runtime import Adapter, check_options, report
+from torch_lla_em.runtime import Adapter, check_whole, refuse_former, report
 
 # inputs that measure the error of a student: a tenth, but at most so many
 _HELD_OUT = 1000
@@ -122,6 +122,7 @@ def distil(
     steps: int = 3000,
     seed: int = 0,
     progress_bar: bool = True,
+    **former: Any,
 ) -> Student:
     """Train a network that predicts what this posterior predicts, in one forward pass.
 
@@ -157,7 +158,8 @@ def distil(
         >>> student = la.distil(x, steps=100, progress_bar=False)
         >>> probabilities = student(x)
     """
-    check_options(steps=steps, seed=seed, progress_bar=progress_bar, num_inputs=num_inputs)
+    refuse_former("distil", former, dict.fromkeys(("targets", "lr"), "leave it out"))
+    check_whole(1, steps=steps, num_inputs=1 if num_inputs is None else num_inputs)
     network = required(posterior, surely=True).members[0].setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():

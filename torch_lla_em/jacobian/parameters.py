@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.jacobian.state import ONE_AT_A_TIME
+from torch_lla_em.runtime import require
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 
@@ -127,7 +128,14 @@ def _selected(
         layer = module.get_submodule(last_layer or _registered_last(module))
         return {first[id(parameter)] for parameter in layer.parameters()}
     matched: set[str] = set()
-    for pattern in [selection] if isinstance(selection, str) else selection:
+    patterns = [selection] if isinstance(selection, str) else list(selection)
+    are_names = all(isinstance(pattern, str) for pattern in patterns)
+    words = (
+        'None, "last_layer", a pattern of parameter names, a list of them (names from '
+        "model.named_parameters()), or a function (name, parameter) -> bool"
+    )
+    require(are_names, "parameters", selection, words)
+    for pattern in patterns:
         hits = {first[id(p)] for name, p in every.items() if fnmatchcase(name, pattern)}
         if not hits:
             near = get_close_matches(pattern, every, 3, 0.4) or list(every)[:5]

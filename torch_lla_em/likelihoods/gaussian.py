@@ -16,7 +16,7 @@ from torch_lla_em.likelihoods.base import (
     require_real,
     sum_rows,
 )
-from torch_lla_em.runtime import check_options
+from torch_lla_em.runtime import check_within
 
 
 class Gaussian(Likelihood):
@@ -40,8 +40,8 @@ class Regression(Gaussian, ElementwiseLikelihood):
             network has overfitted its training set, so that its residuals are too small.
 
     Raises:
-        TypeError: If sigma_noise is not a number or tensor; in ``fit``, if targets are complex.
-        ValueError: If sigma_noise is not positive; in ``fit``, if it does not fit the outputs.
+        TypeError: In ``fit``, if targets are complex.
+        ValueError: If sigma_noise is not a positive number or tensor; in ``fit``, if it does not fit the outputs.
 
     Example:
         >>> la = LinearisedLaplace(torch.nn.Linear(2, 1), Regression(0.1))
@@ -55,7 +55,7 @@ class Regression(Gaussian, ElementwiseLikelihood):
     """Whether log_prob includes its constant, next to which small residuals may be rounded away."""
 
     def __init__(self, sigma_noise: float | Tensor | None = None):
-        check_options(sigma_noise=sigma_noise)
+        check_within(5e-324, 1.7e308, sigma_noise=sigma_noise)
         self.from_data = sigma_noise is None
         """Whether a fit starts σ from the network's own residuals; until then it is 1."""
 

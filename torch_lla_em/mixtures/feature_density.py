@@ -18,6 +18,7 @@ from torch_lla_em.data import (
 )
 from torch_lla_em.jacobian import Network, NetworkState
 from torch_lla_em.mixtures.mixture import GaussianMixture, Mixture
+from torch_lla_em.runtime import Adapter, refuse_former
 
 _BATCH_SIZE = 256
 """Number of examples that the network runs on at once if whole tensors are passed."""
@@ -40,8 +41,7 @@ class FeatureDensity:
             Default False; set it for a classifier.
         pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h: h.mean(1)``
             for tokens (B, T, D). Default None: the mean over all axes but the first two, as of convolutions.
-        forward_fn (callable, optional): Called with the model and the inputs instead of
-            ``model(inputs)``. Default None.
+        adapter (Adapter): How a batch becomes outputs and targets, as in ``LinearisedLaplace``.
 
     Raises:
         AttributeError: If the model has no layer of this name.
@@ -60,9 +60,11 @@ class FeatureDensity:
         *,
         by_label: bool = False,
         pool: Callable[[Tensor], Tensor] | None = None,
-        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        adapter: Adapter = Adapter(),
+        **former: Any,
     ):
-        self._network = Network(model, forward_fn or _forward)
+        refuse_former("FeatureDensity", former, {"forward_fn": "pass adapter=Adapter(outputs=...)"})
+        self._network, self._targets = Network(model, adapter.outputs or _forward), adapter.targets
         module = self._network.module
         self.layer = module.get_submodule(layer) if isinstance(layer, str) else layer
         if self.layer not in module.modules():
@@ -92,11 +94,13 @@ class FeatureDensity:
             given = [data] if labels is None else [data, labels]
             data = [*zip(*(part.split(_BATCH_SIZE) for part in given), strict=True)]
         # without labels, a list of two tensors is two batches
-        batches = as_loader(data, None if self.by_label else default_targets)
+        batches = as_loader(data, self._targets or (None if self.by_label else default_targets))
         known: list[tuple[Tensor, ...]] = []
         for batch in batches:
-            targets = (default_targets(batch),) if self.by_label else ()
-            known.append((self.features(inputs_of(batch)), *targets))
+            given = None if self._targets is None else self._targets(batch)
+            targets = default_targets(batch) if self.by_label and given is None else given
+            own = self.features(inputs_of(batch, given))
+            known.append((own, targets) if self.by_label else (own,))
         self.mixture.fit(known, by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self

@@ -21,8 +21,10 @@ from torch_lla_em.runtime.options import (
     Adapter,
     Compute,
     check_choice,
-    check_options,
+    check_whole,
+    check_within,
     refuse_former,
+    require,
 )
 from torch_lla_em.runtime.turns import Turns
 
@@ -36,7 +38,8 @@ __all__ = [
     "Group",
     "Turns",
     "check_choice",
-    "check_options",
+    "check_whole",
+    "check_within",
     "collected",
     "current_group",
     "first",
@@ -50,6 +53,7 @@ __all__ = [
     "refuse_former",
     "release",
     "report",
+    "require",
     "shortage_of",
     "suppressed",
     "tf32",

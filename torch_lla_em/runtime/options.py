@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
+from math import inf
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from torch_lla_em.runtime.memory import suppressed
 
 # outside of these bounds, the prior precision or its inverse is 0 or infinite in float32
 PRECISION_BOUNDS = 1e-20, 1e20
@@ -41,7 +44,10 @@ class Adapter:
     """batch -> targets. Default None: the last entry of a tuple, or the "labels" of a dict."""
 
     def __post_init__(self) -> None:
-        check_options(outputs=self.outputs, targets=self.targets)
+        words = {"outputs": "(model, inputs) -> outputs", "targets": "batch -> targets"}
+        for name, value in vars(self).items():
+            holds = value is None or callable(value)
+            require(holds, name, value, f"None, or a function {words[name]}")
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,22 @@ class Compute:
     error, 0.03 for 32 samples."""
 
     def __post_init__(self) -> None:
-        check_options(solver=self.solver, tolerance=self.tolerance)
+        draws = is_dataclass(self.solver) and callable(getattr(self.solver, "solve", None))
+        draws = self.solver is None or (draws and not isinstance(self.solver, type))
+        words = "None, or BlockCG() or SGD() (an object, not its class or name)"
+        require(draws, "solver", self.solver, words)
+        is_path = self.checkpoint is None or isinstance(self.checkpoint, (str, PathLike))
+        require(is_path, "checkpoint", self.checkpoint, "None, or the name of a folder")
+        for name in ("tolerance", "budget", "span_memory"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and value > 0
+            require(value is None or is_number, name, value, "None, or a number above 0")
         check_choice("shard", self.shard, ("data", None))
-        check_options(checkpoint=self.checkpoint, budget=self.budget)
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
         check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
-        check_options(columns=self.columns, rows=self.rows, span_memory=self.span_memory)
+        for name in ("columns", "rows"):
+            if getattr(self, name) is not None:
+                check_whole(1, **{name: getattr(self, name)})
 
 
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
@@ -119,108 +135,29 @@ def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> 
         raise TypeError(f"{owner} has no argument {name!r} any more: {former[name]}.")
 
 
-def check_options(**given: Any) -> None:
-    """Raise a TypeError or ValueError for the first argument whose value is not allowed."""
+def require(holds: bool, name: str, value: Any, words: str) -> None:
+    """Raise an error if the value of an argument is not allowed."""
+    if not holds:
+        text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
+        raise ValueError(f"{name} must be {words}, not {text}.")
+
+
+def check_whole(least: float, **given: Any) -> None:
+    """Raise an error for the first value that is not a whole number of ``least`` or more."""
+    words = "a whole number" + (f" of {least:g} or more" if least > -inf else "")
     for name, value in given.items():
-        words, has_type, *holds = _RULES[name]
-        if value is None and words.startswith("None, or"):
-            continue
-        is_of_type = has_type(value)
-        if not is_of_type or not all(rule(value) for rule in holds):
-            text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
-            kind = ValueError if is_of_type else TypeError
-            raise kind(f"{name} must be {words}, not {text}.")
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        require(is_whole and int(value) >= least, name, value, words)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    """Whether this is a real number, or real numbers that ``torch.as_tensor`` accepts."""
-    try:
-        tensor = torch.as_tensor(value, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return not tensor.is_complex() and tensor.dtype != torch.bool
-
-
-def _within(low: float, high: float) -> Callable[[Any], bool]:
-    def holds(value: Any) -> bool:
-        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-        return bool(((numbers >= low) & (numbers <= high)).all())
-
-    return holds
-
-
-def _is_selection(value: Any) -> bool:
-    listed = isinstance(value, (list, tuple, set, frozenset))
-    names = value if listed else [value]
-    return callable(value) or all(isinstance(name, str) for name in names)
-
-
-def _draws_samples(value: Any) -> bool:
-    own = is_dataclass(value) and not isinstance(value, type)
-    return own and callable(getattr(value, "solve", None))
-
-
-def _is_positive(value: Any) -> bool:
-    return bool(value > 0)
-
-
-_SELECTION = (
-    '"last_layer", a pattern of parameter names, a list of them (names from '
-    "model.named_parameters()), or a function (name, parameter) -> bool"
-)
-_PRECISION = (
-    "None, or a positive number from {:g} to {:g} (a tensor with one per parameter tensor where "
-    'prior="layerwise")'
-)
-_COUNT = "a whole number of 1 or more", _is_whole, _is_positive
-_MAYBE_COUNT = "None, or a whole number of 1 or more", _is_whole, _is_positive
-_MAYBE_POSITIVE = "None, or a number above 0", _is_number, _is_positive
-
-_RULES: dict[str, tuple] = {
-    **dict.fromkeys(("num_samples", "together", "steps", "batch_size"), _COUNT),
-    **dict.fromkeys(("columns", "rows", "num_inputs"), _MAYBE_COUNT),
-    **dict.fromkeys(("tolerance", "lr"), _MAYBE_POSITIVE),
-    "span_memory": ("None, or a number of bytes above 0", _is_number, _is_positive),
-    "budget": ("None, or a number of seconds above 0", _is_number, _is_positive),
-    "em_steps": ("a whole number of 0 or more", _is_whole, lambda value: value >= 0),
-    "seed": ("a whole number", _is_whole),
-    "class_dim": ("a whole number: the axis of the outputs that classes are on", _is_whole),
-    "progress_bar": ("True or False", lambda value: isinstance(value, bool)),
-    "parameters": (f"None, or {_SELECTION}", _is_selection),
-    "sigma_noise": (
-        "None, or a positive real number, or a tensor with one per output",
-        _is_real,
-        _within(5e-324, 1.7e308),
-    ),
-    "prior_precision": (
-        _PRECISION.format(*PRECISION_BOUNDS),
-        _is_real,
-        _within(*PRECISION_BOUNDS),
-    ),
-    "solver": (
-        "None, or BlockCG() or SGD() (an object, not its class or name)",
-        _draws_samples,
-    ),
-    "outputs": ("None, or a function (model, inputs) -> outputs", callable),
-    "targets": ("None, or a function batch -> targets", callable),
-    "adapter": (
-        'an Adapter object, as Adapter(targets=lambda batch: batch["kind"])',
-        lambda value: isinstance(value, Adapter),
-    ),
-    "compute": (
-        'a Compute object, as Compute(precision="tf32")',
-        lambda value: isinstance(value, Compute),
-    ),
-    "checkpoint": (
-        "None, or the name of a folder",
-        lambda value: isinstance(value, (str, PathLike)),
-    ),
-}
+def check_within(low: float, high: float, **given: Any) -> None:
+    """Raise an error for the first value that is not None and has no real numbers in this range."""
+    for name, value in given.items():
+        failures: list[Exception] = []
+        with suppressed(failures):
+            numbers = torch.as_tensor(0.0 if value is None else value, device="cpu")
+            is_real = not numbers.is_complex() and numbers.dtype != torch.bool
+            numbers = numbers.double() if is_real else numbers.real.double()
+            inside = value is None or bool(((numbers >= low) & (numbers <= high)).all())
+        words = f"None, or positive real numbers from {low:g} to {high:g}"
+        require(not failures and is_real and inside, name, value, words)

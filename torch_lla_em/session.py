@@ -69,7 +69,7 @@ class Session:
         looks["disable"] = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
             stack.enter_context(collected(self.messages))
-            self._bar = stack.enter_context(tqdm(desc=self.problem.cost.stage, **looks))
+            self._bar = stack.enter_context(tqdm(desc=self.problem.sweep.stage, **looks))
             for device in {"cpu", self._device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.inference_mode(False))
@@ -119,7 +119,7 @@ class Session:
         self.problem.data.restore(saved["facts"])
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
-        self.problem.cost.add(saved["columns"] - self.problem.cost.columns)
+        self.problem.sweep.begin("resuming", saved["columns"])
         self._began -= saved["seconds"]
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
         progress: Progress = saved["progress"]
@@ -151,7 +151,7 @@ class Session:
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         """Return what a checkpoint stores."""
-        own = {"columns": self.problem.cost.columns, "seconds": self._seconds()}
+        own = {"columns": self.problem.sweep.columns, "seconds": self._seconds()}
         told = {"history": self.history, "messages": self.messages[1:]}
         return {**own, **told, "facts": self.problem.data.state(), "progress": progress}
 
@@ -165,7 +165,7 @@ class Session:
 
     def _draw(self, share: float | None) -> None:
         """Show the stage, the pass, and the seconds of a pass."""
-        stage, passes = self.problem.cost.stage, self.problem.data.num_passes
+        stage, passes = self.problem.sweep.stage, self.problem.data.num_passes
         words = f"{stage}, pass {passes + 1}" + ("" if share is None else f" ({share:.0%})")
         self._bar.set_description_str(words, refresh=False)
         each = f"{duration(self._seconds() / passes)} per pass" if passes else ""

@@ -15,17 +15,15 @@ from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from torch_lla_em import Adapter, LinearisedLaplace
-from torch_lla_em.data import Data, Identity, next_tokens
+from torch_lla_em.data import Batch, Data, Identity, next_tokens
 from torch_lla_em.runtime import Group
 
 CPU = torch.device("cpu")
@@ -241,31 +239,6 @@ def test_samplers_that_draw_other_examples_are_refused(sampler):
         fitted(loaded(*rows(), sampler=sampler))
 
 
-class Streamed(IterableDataset):
-    """Rows of a stream, of which workers take their share, or all of them."""
-
-    def __init__(self, shared):
-        self.shared = shared
-
-    def __iter__(self):
-        worker = get_worker_info()
-        own = slice(worker.id, None, worker.num_workers) if worker and self.shared else slice(None)
-        x, y = rows()
-        yield from zip(x[own], y[own])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_that_all_yield_all_examples_are_refused(workers):
-    shared = Data(DataLoader(Streamed(True), 2, num_workers=workers), CPU)
-    assert len(list(shared)) == len(list(shared))
-    data = Data(DataLoader(Streamed(False), 2, num_workers=workers), CPU)
-    if workers == 1:
-        assert sum(len(batch.rows) for batch in data) == 12
-        return
-    with pytest.raises(ValueError, match=f"Each of the {workers} workers.*get_worker_info"):
-        list(data)
-
-
 class Ranks(Group):
     """One of several processes, which reads only."""
 
@@ -393,7 +366,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_random(shuffle):
         assert torch.equal(torch.cat([batch.inputs for batch in batches]), x[numbers])
         assert numbers.sort()[0].tolist() == list(range(23)) and len(batches) == 6
         passes.append(numbers.tolist())
-    assert (passes[0] != passes[1]) == shuffle
+    assert data.keeps_order and (passes[0] != passes[1]) == shuffle
     assert not shuffle or passes[0] != sorted(passes[0])
 
 
@@ -514,10 +487,9 @@ def test_random_augmentation_is_found_at_the_first_batch_of_the_first_pass():
         assert len(read) == 5
 
 
-def of(*parts):
-    identity = Identity()
-    for x in parts:
-        identity.add((x,))
+def identity_of(x, rows=None):
+    identity, rows = Identity(), torch.arange(len(x)) if rows is None else rows
+    identity.add(Batch(0, rows, x[rows], torch.zeros(len(rows))))
     return identity
 
 
@@ -527,32 +499,16 @@ def of(*parts):
 @pytest.mark.parametrize("width", [1, 3])
 def test_every_type_is_compared_by_its_bytes(dtype, width):
     x = (torch.randn(40, 1 + width) * 100).to(dtype)[:, 1:]
-    assert of(x).agrees(of(x.flip(0)))
-    assert of(x).least == of(functional.pad(x, (0, 5))).least  # also where zeros pad them
+    known = identity_of(x)
+    assert known.agrees(identity_of(x.flip(0)))
+    assert (known.ordered == identity_of(x.flip(0)).ordered) == torch.equal(x, x.flip(0))
+    assert known.least == identity_of(functional.pad(x, (0, 5))).least  # also where zeros pad them
     other = x.clone()
     other[7] = ~x[7] if dtype == torch.bool else x[7] + 1
-    assert not of(x).agrees(of(other))
-
-
-def test_ranks_together_have_the_identity_of_one_process():
-    x, y = rows()
-    whole, parts = Identity(), [Identity(), Identity()]
-    whole.add((y, x))
-    for rank, own in enumerate(parts):
-        own.add((y[rank::2], x[rank::2]))
-    parts[1] = Identity(**asdict(parts[1]))
-    together = Identity.of(parts)
-    assert together.agrees(whole) and not Identity.of([*parts, parts[1]]).agrees(whole)
-
-
-def test_words_go_with_their_rows():
-    y = torch.arange(4) % 2
-    known = Data([(["a", "b", "c", "d"], y)], CPU)
-    list(known), list(known)
-    exchanged = Data([(["b", "a", "c", "d"], y)], CPU)
-    exchanged.restore(known.state())
-    with pytest.raises(ValueError, match="other data"):
-        list(exchanged)
+    assert not known.agrees(identity_of(other))
+    parts = [identity_of(x, torch.arange(rank, 40, 2)) for rank in range(2)]
+    assert Identity.of([Identity(**asdict(part)) for part in parts]) == known
+    assert not Identity.of([*parts, parts[1]]).agrees(known)
 
 
 def sentences(most):
@@ -593,3 +549,4 @@ def test_no_order_is_taken_for_a_change(form, pad, most):
         data.first()
         for _ in range(4):
             list(data)
+        assert not data.keeps_order

@@ -69,9 +69,9 @@ def test_the_log_det_of_a_few_draws_is_the_one_of_their_krylov_space():
     noise = get_sto_samples(problem, 3, g_prior=False)
     precision, theta = torch.tensor(0.01).double(), rows_of(problem).square().sum(0)
     exact = log_dets(theta, noise.xi, noise.eta, 0.01)
-    columns = problem.cost.columns
+    columns = problem.sweep.columns
     assert_close(log_dets_by_passes(problem, noise, precision), exact, rtol=1e-3, atol=0)
-    assert problem.cost.columns - columns < 200
+    assert problem.sweep.columns - columns < 200
 
 
 @pytest.mark.parametrize("name", daily(*LIKELIHOODS[:2], rest=LIKELIHOODS[2:]))
@@ -102,10 +102,10 @@ def test_another_noise_needs_no_new_directions():
     problem = tiny("regression").problem(7, 18)
     noise = basis_noise(problem, True, False)
     over, _ = complete_span(problem, noise)
-    q, columns = e_step(over, over.first(2.0)), problem.cost.columns
+    q, columns = e_step(over, over.first(2.0)), problem.sweep.columns
     sigma, precision = torch.tensor([0.9, 2.0], dtype=torch.float64)
     ours = e_step(over, over.moved(q, precision, sigma, None)).bounds.mean().item()
-    assert problem.cost.columns == columns
+    assert problem.sweep.columns == columns
     exact = tiny("regression").exact(noise.prior.scale).at_noise(gaussian_log_prob(sigma))
     exact = replace(exact, scale=noise.prior.scale).log_evidence(precision)
     assert ours == pytest.approx(exact.item(), rel=1e-6)

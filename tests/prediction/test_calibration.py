@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import Compute, LaplaceEnsemble, LinearisedLaplace
+from torch_lla_em.data import Batch
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
 from torch_lla_em.prediction import calibration
@@ -283,7 +284,7 @@ def test_a_sample_of_many_examples_estimates_what_is_shared():
         parts = []
         for some in rows:
             parts.append(Identity())
-            parts[-1].add((y[some], x[some]))
+            parts[-1].add(Batch(0, torch.arange(len(x))[some], x[some], y[some]))
         return Identity.of(parts)
 
     train, half = of(slice(0, 4_000), slice(4_000, 10_000)), of(slice(5_000, 15_000))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data.trees import copied, cut, is_sequence, like, tensors_in, to_device
+from torch_lla_em.data.trees import (
+    copied,
+    cut,
+    is_rows,
+    is_sequence,
+    leaves_of,
+    like,
+    map_tensors,
+    tensors_in,
+    to_device,
+)
 
 TargetFn = Callable[[Any], Tensor]
 
@@ -80,6 +90,44 @@ class Batch(NamedTuple):
         """Return the targets, the inputs and the weights, if there are any, by name."""
         known = {"targets": self.targets, "inputs": self.inputs}
         return known if self.weights is None else {**known, "weights": self.weights}
+
+
+def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    """Join small batches into batches of up to ``size`` examples, if all their tensors have rows of one form."""
+    waiting: list[Batch] = []
+    key: Any = None
+    for batch in batches:
+        form = form_of(batch) if len(batch.rows) < size else None
+        rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
+        if waiting and (form is None or form != key or rows > size):
+            yield _concatenated(waiting)
+            waiting = []
+        if form is None:
+            yield batch
+            continue
+        key = form
+        # a loader may overwrite the memory of a batch before the batch is used
+        waiting.append(batch.copied())
+    if waiting:
+        yield _concatenated(waiting)
+
+
+def form_of(batch: Batch) -> Any:
+    """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
+    tensors, rows = batch.tensors(), len(batch.rows)
+    if not all(is_rows(leaf, rows) for leaf in leaves_of(tensors)):
+        return None
+    return map_tensors(lambda tensor: (tensor.dtype, tensor.device, tensor.shape[1:]), tensors)
+
+
+def _concatenated(batches: list[Batch]) -> Batch:
+    """Concatenate batches of the same form."""
+    first, last = batches[0], batches[-1]
+    if first is last:
+        return first
+    whole = iter([torch.cat(column) for column in zip(*(tensors_in(b.tensors()) for b in batches))])
+    tensors = map_tensors(lambda _: next(whole), first.tensors())
+    return Batch(f"{first.index} to {last.index}", torch.cat([b.rows for b in batches]), **tensors)
 
 
 def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:

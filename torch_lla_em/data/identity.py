@@ -4,96 +4,88 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from torch_lla_em.data.trees import tensors_in
+from torch_lla_em.data.batch import Batch
+from torch_lla_em.data.trees import is_rows, leaves_of
 
-_SAMPLED = 1024
+_SAMPLED, _SIZE = 1024, 1 << 64
+"""The largest number of hashes that are kept, and the number of different hashes."""
 
 
 @dataclass
 class Identity:
-    """Number of examples and the sum of their 64-bit hashes, in any order.
+    """Number of examples, and sums of their 64-bit hashes.
 
-    A hash covers the bytes of the targets and inputs of an example. Where it depends on the batch, as of sentences that
-    are padded to several lengths, sums are compared only if every pass has the same batches.
+    A hash covers the tensors with a row for each example. It depends on the batch where sentences are padded to several
+    lengths: then numbers alone are compared.
     """
 
-    same_batches: bool = False
     num_rows: int = 0
     num_targets: int = 0
     """Entries of all targets."""
 
     total: int = 0
+    """The sum of hashes, in any order."""
+
+    ordered: int = 0
+    """The sum of hashes times the numbers of examples, another one in another order."""
+
     least: tuple[int, ...] = ()
-    """The smallest hashes, at most 1,024: a sample of the examples that depends on them alone."""
+    """The smallest hashes of whole examples without weights, at most 1,024: a sample of the examples."""
 
-    shapes: list[Any] = field(default_factory=list)
-    """Shapes of examples; several if hashes depend on the batch."""
+    shapes: tuple[str, ...] = ()
+    """Shapes of examples, ascending."""
 
-    def add(self, batch: Any) -> None:
-        """Add (targets, inputs) or (targets, inputs, weights); the smallest hashes are without weights."""
-        size = len(batch[0])
-        each: list[Tensor] = []
-        others: list[bytes] = []
-        for tensor in tensors_in(batch):
-            if tensor.layout == torch.sparse_coo:
-                others += [*_bytes(tensor._indices()), *_bytes(tensor._values())]
-            elif tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta:
-                by_rows = tensor.dim() and len(tensor) == size
-                each += [tensor] if by_rows else []
-                others += [] if by_rows else _bytes(tensor[None])
-        words = [part for part in tree_leaves(batch) if isinstance(part, str | bytes | int | float)]
-        others += [repr(words).encode()] if words else []
-        rows = [*zip(*map(_bytes, each))]
-        total = sum(hashes := [*map(_hash, rows)])
-        if others:
-            total += _hash([*others, str(total).encode()])
-        else:
-            known = hashes if len(batch) < 3 else [_hash(parts[:-1]) for parts in rows]
-            self.least = _least([*self.least, *known])
-        found = [str([tuple(tensor.shape[1:]) for tensor in each]), *(["others"] if others else [])]
-        self.shapes = sorted({*self.shapes, *found})
-        self.total = (self.total + total) % (1 << 64)
-        self.num_rows, self.num_targets = self.num_rows + size, self.num_targets + batch[0].numel()
+    def add(self, batch: Batch) -> None:
+        """Add the examples of a batch."""
+        size, w = len(batch.rows), batch.weights
+        leaves = leaves_of([batch.targets, batch.inputs])
+        each = [leaf for leaf in leaves if is_rows(leaf, size)]
+        examples = [*zip(*map(_bytes, each))]
+        hashes = [*map(_hash, examples)]
+        if len(each) == len(leaves):
+            self.least = _least([*self.least, *hashes])
+        if w is not None:
+            hashes = [_hash([*known, own]) for known, own in zip(examples, _bytes(w))]
+        places = zip(batch.rows.tolist(), hashes)
+        self.num_rows += size
+        self.num_targets += batch.targets.numel()
+        self.total = (self.total + sum(hashes)) % _SIZE
+        self.ordered = (self.ordered + sum(number * value for number, value in places)) % _SIZE
+        self.shapes = (*sorted({*self.shapes, str([tuple(part.shape[1:]) for part in each])}),)
 
     def agrees(self, other: Identity) -> bool:
         """Whether both can belong to the same examples."""
-        if self.num_rows != other.num_rows or self.total == other.total:
-            return self.num_rows == other.num_rows
-        same_batches = self.same_batches and other.same_batches
-        return not same_batches and len({*self.shapes, *other.shapes}) > 1
+        is_same = self.total == other.total or len({*self.shapes, *other.shapes}) > 1
+        return is_same and self.num_rows == other.num_rows
 
     def shared_with(self, least: Sequence[int]) -> tuple[float, int]:
         """Return the share of these examples among those with the smallest hashes ``least``, and of how many."""
         full = [known[-1] for known in (sorted(least), self.least) if len(known) == _SAMPLED]
-        own = [value for value in self.least if value <= min(full, default=1 << 64)]
+        own = [value for value in self.least if value <= min(full, default=_SIZE)]
         return len({*own} & {*least}) / max(1, len(own)), len(own)
 
     @classmethod
     def of(cls, parts: list[Identity]) -> Identity:
         """Return the identity of the examples of all ranks."""
-        rows, targets, total = (
-            sum(getattr(part, name) for part in parts)
-            for name in ("num_rows", "num_targets", "total")
-        )
-        least = _least([value for part in parts for value in part.least])
+        names = "num_rows", "num_targets", "total", "ordered"
+        rows, targets, *sums = (sum(getattr(part, name) for part in parts) for name in names)
+        least = _least(chain.from_iterable(part.least for part in parts))
         shapes = sorted({shape for part in parts for shape in part.shapes})
-        same = all(part.same_batches for part in parts)
-        return cls(same, rows, targets, total % (1 << 64), least, shapes)
+        return cls(rows, targets, *(each % _SIZE for each in sums), least, tuple(shapes))
 
 
 def distinct(least: Sequence[int], num_rows: int) -> float:
     """Return the share of different examples among all, estimated from the smallest hashes."""
     if len(least) < _SAMPLED:
         return len(least) / max(1, num_rows)
-    return min(1.0, len(least) / max(least) * (1 << 64) / num_rows)
+    return min(1.0, len(least) / max(least) * _SIZE / num_rows)
 
 
 def _least(hashes: Iterable[int]) -> tuple[int, ...]:

@@ -21,8 +21,17 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from torch_lla_em.data.batch import Batch, Tally, TargetFn, as_targets, default_targets, inputs_of
-from torch_lla_em.data.identity import Identity, distinct
+from torch_lla_em.data.batch import (
+    Batch,
+    Tally,
+    TargetFn,
+    as_targets,
+    default_targets,
+    form_of,
+    inputs_of,
+    joined,
+)
+from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.trees import is_opaque, leaves_of, map_tensors, tensors_in, to_device
 from torch_lla_em.data.weights import Weights, checked_weights, is_pair, without_weights
 from torch_lla_em.runtime import Group
@@ -44,10 +53,6 @@ _OTHER_RANKS = (
 _OTHER_THAN_SAVED = (
     "The checkpoint belongs to other data: its fit read {} examples, and this loader yields {} "
     "examples with other content. Delete its folder, or pass another one."
-)
-_REPEATED = (
-    "Each of the {0} workers of the DataLoader yields all examples of its IterableDataset. Split them by "
-    "torch.utils.data.get_worker_info() in the dataset's __iter__, or pass num_workers=0."
 )
 _OTHER_SIZE = (
     "Batch {} has {} examples, but was collated from {} of the dataset. If the loader shuffles or several ranks share "
@@ -146,13 +151,13 @@ class Data:
         self._is_restored = False
         """Whether only an earlier run has read these examples."""
 
+        self.keeps_order = True
+        """Whether every pass so far had the same order."""
+
         self.facts = Facts()
         """What the first pass has found."""
 
         self.num_passes = 0
-        self._most = 0
-        """The largest number of examples of a rank in the last pass."""
-
         self._may_keep = False
         """Whether this pass keeps its batches: those of a list, or that are the same when they are read again."""
 
@@ -199,8 +204,7 @@ class Data:
         # after the first pass each rank reads the share of another, so the sum of hashes changes
         # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-        in_order = self._is_list or (self._order is not None and not (in_step and self._shuffles))
-        own, kept = Identity(in_order), list[Batch]()
+        own, kept = Identity(), list[Batch]()
         tally: Tally | None = None if self.num_passes else {}
         self._others_wait = not in_step
         read = self._compared(self._read(share, self.group.size, self.num_passes * in_step), own)
@@ -216,8 +220,7 @@ class Data:
             self.fail(error)
             raise
         self._others_wait = False
-        whole, self._most = self.group.meet(own, _merged)
-        self._end(whole, tally)
+        self._end(self.group.meet(own, Identity.of), tally)
         if self._may_keep and not in_step:
             self.cache = kept
 
@@ -235,13 +238,9 @@ class Data:
 
     @property
     def largest_share(self) -> float:
-        """The largest share of the examples that a rank has; before the first pass, of the batches."""
+        """The largest share of the batches that a rank has."""
         batches, size = self.num_batches(), self.group.size
-        if size > 1 and self._most:
-            return self._most / self.facts.num_rows
-        if self._by_examples or not batches:
-            return 1 / size
-        return -(-batches // size) / batches
+        return 1 / size if self._by_examples or not batches else -(-batches // size) / batches
 
     def state(self) -> dict[str, Any]:
         """Return what the passes have found as plain numbers, for ``restore``."""
@@ -259,13 +258,6 @@ class Data:
         """Read the data once if only an earlier run has read them, to refuse other data."""
         if self._is_restored:
             self.read()
-
-    def numbers(self) -> Tensor:
-        """Return the numbers of this rank's examples, ascending: of several ranks each reads its share."""
-        if self.group.size == 1:
-            return torch.arange(self.facts.num_rows, device="cpu")
-        rows = [batch.rows for batch in self]
-        return torch.cat([torch.zeros(0, dtype=torch.long, device="cpu"), *rows]).sort()[0]
 
     def read(self) -> Identity | None:
         """Read all examples once, of several ranks another share than before; return their identity."""
@@ -295,7 +287,7 @@ class Data:
             numbers = numbers if parts is None else parts[count]
             batch = Batch(place, numbers, inputs, targets, weights=weights)
             if self._by_examples and step > 1:
-                can_be_cut = _form(batch) is not None
+                can_be_cut = form_of(batch) is not None
                 if not can_be_cut and is_others:
                     continue
                 batch = batch.part(slice(first, None, step)) if can_be_cut else batch
@@ -337,12 +329,11 @@ class Data:
     def _compared(self, batches: Iterable[Batch], own: Identity) -> Iterator[Batch]:
         """Yield batches, and add them to an identity; in the first pass, compare the first with that of ``first``."""
         for batch in batches:
-            parts = tuple(batch.tensors().values())
-            own.add(parts)
+            own.add(batch)
             known = self._first
             if known is not None and not self.num_passes and batch.index == known.index == 0:
                 first = Identity()
-                first.add(tuple(known.tensors().values()))
+                first.add(known)
                 is_same = first.total == own.total  # which has this batch alone yet
                 if self._order is not None and not is_same:
                     raise ValueError(_CHANGED)
@@ -382,8 +373,6 @@ class Data:
         """Note what the first pass has found; refuse other data, and data that change."""
         known = self.facts.num_rows
         differ = self.identity is not None and not self.identity.agrees(whole)
-        streams = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-        workers = getattr(self.loader, "num_workers", 0) if streams else 0
         fault = None
         if differ and self._is_restored:
             fault = _OTHER_THAN_SAVED.format(known, whole.num_rows)
@@ -393,8 +382,6 @@ class Data:
             fault = _OTHER_COUNT.format(whole.num_rows, known or "more")
         elif differ:
             fault = _CHANGED
-        elif workers > 1 and whole.least and distinct(whole.least, whole.num_rows) < 1.5 / workers:
-            fault = _REPEATED.format(workers)
         if fault is not None:
             raise ValueError(fault)
         if tally is not None:
@@ -404,53 +391,10 @@ class Data:
                 whole.num_targets,
                 *self.group.meet(own, lambda every: map(sum, zip(*every))),
             )
+        self.keeps_order &= self.identity is None or self.identity.ordered == whole.ordered
         if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_passes += 1
-
-
-def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Join small batches into batches of up to ``size`` examples, if all their tensors have rows of one form."""
-    waiting: list[Batch] = []
-    key: Any = None
-    for batch in batches:
-        form = _form(batch) if len(batch.rows) < size else None
-        rows = sum(len(other.rows) for other in waiting) + len(batch.rows)
-        if waiting and (form is None or form != key or rows > size):
-            yield _concatenated(waiting)
-            waiting = []
-        if form is None:
-            yield batch
-            continue
-        key = form
-        # a loader may overwrite the memory of a batch before the batch is used
-        waiting.append(batch.copied())
-    if waiting:
-        yield _concatenated(waiting)
-
-
-def _concatenated(batches: list[Batch]) -> Batch:
-    """Concatenate batches of the same form."""
-    first, last = batches[0], batches[-1]
-    if first is last:
-        return first
-    whole = iter([torch.cat(column) for column in zip(*(tensors_in(b.tensors()) for b in batches))])
-    tensors = map_tensors(lambda _: next(whole), first.tensors())
-    return Batch(f"{first.index} to {last.index}", torch.cat([b.rows for b in batches]), **tensors)
-
-
-def _form(batch: Batch) -> Any:
-    """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
-    rows = len(batch.rows)
-
-    def form_of(leaf: Any) -> Any:
-        whole = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-        by_rows = whole and leaf.dim() and len(leaf) == rows
-        return (leaf.dtype, leaf.device, leaf.shape[1:]) if by_rows else None
-
-    if None in map(form_of, leaves_of(batch.tensors())):
-        return None
-    return map_tensors(form_of, batch.tensors())
 
 
 def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
@@ -474,8 +418,3 @@ def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
         return every, False
     own: Any = sampler if type(sampler) in (list, tuple, range) else None
     return own, False
-
-
-def _merged(parts: list[Identity]) -> tuple[Identity, int]:
-    """Return the identity of the examples of all ranks, and the largest number of a rank."""
-    return Identity.of(parts), max(part.num_rows for part in parts)

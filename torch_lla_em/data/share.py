@@ -48,11 +48,6 @@ class Share:
         weight = len(self.numbers) / max(1, self.total)
         return self.sum(weight * (values.sum(0) / max(1, len(values))))
 
-    def rows(self, numbers: Tensor) -> Tensor | None:
-        """Return the rows of examples here, (B,); None if some are not this rank's."""
-        places, rows = self.find(numbers)
-        return rows if len(places) == len(numbers) else None
-
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of this rank's examples among ``numbers``, and their rows here."""
         rows = torch.searchsorted(self.numbers, numbers)

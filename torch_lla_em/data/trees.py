@@ -68,14 +68,16 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def cut(tree: Any, size: int, rows: slice) -> Any | None:
     """Return some of ``size`` rows of a tree; None if nothing in it has so many."""
-
-    def by_rows(tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and tensor.dim() > 0 and len(tensor) == size
-
-    if any(map(by_rows, tensors_in(tree))):
-        return map_tensors(lambda tensor: tensor[rows] if by_rows(tensor) else tensor, tree)
+    if any(is_rows(leaf, size) for leaf in leaves_of(tree)):
+        return map_leaves(lambda leaf: leaf[rows] if is_rows(leaf, size) else leaf, tree)
     # a list of sentences, for example
     return tree[rows] if isinstance(tree, list) and len(tree) == size else None
+
+
+def is_rows(leaf: Any, size: int) -> bool:
+    """Whether this is a dense tensor with a row for each of so many examples."""
+    is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+    return is_dense and leaf.dim() > 0 and len(leaf) == size
 
 
 def is_sequence(tree: Any) -> bool:

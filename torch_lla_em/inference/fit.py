@@ -19,7 +19,7 @@ from torch_lla_em.inference.result import Estimate, FitResult, at_examples, aver
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import NoSpan, Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
-from torch_lla_em.problem import VECTORS, Problem, room, sites_of, size_of
+from torch_lla_em.problem import VECTORS, Problem, free_for_each, sites_of, size_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     DoesNotFit,
@@ -71,7 +71,7 @@ def learn(
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
     with _memory_explained(problem, K):
         if start is None:
-            problem.cost.begin("drawing random numbers")
+            problem.sweep.begin("drawing random numbers")
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
             _require_labels(problem)
             of_targets = (
@@ -85,7 +85,7 @@ def learn(
             problem.take(start.sigma, start.moments, start.network_noise)
             noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
         _check_start(options.prior_precision, options, len(noise.prior.layout.names))
-        problem.cost.begin("learning the prior and the posterior")
+        problem.sweep.begin("learning the prior and the posterior")
         found, by_passes = None, start.state is not None and start.basis is None
         if not options.takes_solver and not by_passes:
             try:
@@ -115,7 +115,9 @@ def over_span(
     problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
 ) -> FitResult:
     """Return the posterior over a span of directions: EM on the restricted problem, and extensions."""
-    memory = start.memory or options.memory_of_span(room(problem))
+    memory = start.memory or options.memory_of_span(
+        free_for_each(problem.data.group, problem.device)
+    )
     span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
     curvature, known = choose_curvature(problem, options), start.state
     moves = curvature == "variational"
@@ -143,7 +145,7 @@ def over_span(
 
         new, number = state.number > number, state.number
         tells = new or state.why == "budget" or (state.why and not number)
-        told = {**record(state), "columns": problem.cost.columns} if tells else None
+        told = {**record(state), "columns": problem.sweep.columns} if tells else None
         if (around.stepped(told, saved) and not state.why) or state.why == "budget":
             state = _out_of_time(state, options)
             break
@@ -184,7 +186,7 @@ def by_solver(
         def saved(state: State = begun) -> Progress:
             return start._replace(state=state)
 
-        if around.stepped({**record(found), "columns": problem.cost.columns}, saved):
+        if around.stepped({**record(found), "columns": problem.sweep.columns}, saved):
             return _result(_out_of_time(found, options), noise)
     _warn_of_bounds(state.precision, state.why == "all steps" and options.em_steps > 0, options)
     if found is not None and found.sigma is not None:

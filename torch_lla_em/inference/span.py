@@ -112,15 +112,14 @@ class Span:
         if self._rows is None:
             pushed = problem.features(self._take)
             found = None if pushed is None else self._gathered(pushed, 1)
-            if found is not None:
+            if found is not None and problem.data.keeps_order:
                 self._features = found.Jw[0].clone()
                 self._rows = found._replace(Jw=found.Jw[:0].clone())
         if self._features is not None:
-            problem.cost.add(0.5 * len(w))
             self._store(self._table(w))
         else:
             found = self._gathered(problem.push_forward(w, self._take), len(w))
-            if found is None or not (self._rows is None or self._rows.is_followed_by(found)):
+            if found is None or not problem.data.keeps_order:
                 return False
             self._rows = self._rows or found._replace(Jw=found.Jw[:0].clone())
             self._store(found.Jw.flatten(1).T.contiguous())
@@ -188,11 +187,10 @@ class Span:
         shape, layout = self.rows.f.shape, self.prior.layout
         if self._features is None:
             per_example = u.T.reshape(u.shape[1], *shape)
-            found = pull_back(self._problem, per_example, self.rows, self.sites)
-            if found is None:
+            found = pull_back(self._problem, per_example, self.rows.share, self.sites)
+            if not self._problem.data.keeps_order:
                 raise NoSpan
             return found.mul_(self.prior.scale)
-        self._problem.cost.add(0.5 * u.shape[1])
         pulled = self._transposed(u).view(-1, shape[-1], u.shape[1])
         counts = [size // shape[-1] for size in layout.sizes]  # of the weight, and of the bias
         parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]

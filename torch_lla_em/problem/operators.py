@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,11 +12,8 @@ from torch_lla_em.data import Batch, Share
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, Pass, Sums
+from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
 from torch_lla_em.solvers import Operator, Product
-
-_REORDERED = 1e-2
-"""Relative change of all outputs above which the examples come in another order."""
 
 
 class WhitenedGGN(Operator):
@@ -40,7 +36,7 @@ class WhitenedGGN(Operator):
 
     def minibatches(self) -> Iterator[Product]:
         """Yield the part of each batch in the product."""
-        for _, product in self.problem.minibatch_products():
+        for product in self.problem.minibatch_products():
 
             def whitened(x: Tensor, product: Product = product) -> Tensor:
                 return product(x * self.deviation).mul_(self.deviation)
@@ -75,14 +71,6 @@ class Outputs(NamedTuple):
     weights: Tensor | None = None
     """(N,), or in the shape of the targets; None: all are 1."""
 
-    def is_followed_by(self, other: Outputs) -> bool:
-        """Whether every rank has the same examples in another pass."""
-        rows, sums = self.share.rows(other.share.numbers), [math.inf, 0.0]
-        if rows is not None and len(rows) == len(self.f):
-            sums = [part.norm().double().square().item() for part in (other.f - self.f, self.f)]
-        change, size = (self.share.add(part, self.f) for part in sums)
-        return _is_same_order(change, size)
-
 
 def gathered(
     problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int, each: int = 1
@@ -92,7 +80,7 @@ def gathered(
     In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as ``each``.
     """
     group, like = problem.data.group, problem.zeros(1)
-    form = group.meet([_form(*part) for part in pushed], _the_same)
+    form = group.meet({_form(*part) for part in pushed}, _the_same)
     if form is None:
         return None
     dtype, of_targets, of_f, of_Jw, of_weights = form
@@ -118,13 +106,10 @@ def gathered(
     return found
 
 
-def pull_back(
-    problem: Problem, u: Tensor, known: Outputs, sites: Sites | None = None
-) -> Tensor | None:
-    """Return Jᵀ u, shape (K, P), for u (K, N, ..., C); None if the order of the examples has changed.
+def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = None) -> Tensor:
+    """Return Jᵀ u, shape (K, P), for u (K, n, ..., C) of the examples of a share, whose rows may be ``sites``.
 
-    ``known`` has the outputs f in the order of u; with ``sites``, their rows are these. Ranks share sums only, whose
-    size does not depend on N.
+    Ranks share sums only, whose size does not depend on N.
     """
 
     def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
@@ -132,31 +117,17 @@ def pull_back(
         numbers, places = batch.rows, None
         if sites is not None:
             numbers, places, _ = sites.of(problem, batch, rows.f)
-        here = known.share.rows(numbers)
-        if here is None:
-            sums["change"] += math.inf
+        found, here = share.find(numbers)
+        if len(found) < len(numbers):  # in another order, which the end of the pass notices
             return
-        here = here.to(u.device)
-        expected = known.f[here]
-        f = rows.f if places is None else rows.f.flatten(0, -2)[places]
-        own = u[columns.to(u.device)[:, None], here]  # u[columns] would be copied for every batch
+        own = u[columns.to(u.device)[:, None], here.to(u.device)]  # u[columns] would be copied
         if places is not None:  # neighbouring strata may share a site
             every = own.new_zeros(len(own), rows.f[..., 0].numel(), rows.f.shape[-1])
             own = every.index_add_(1, places.to(own.device), own)
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
-        change = f.to(expected).view_as(expected) - expected
-        sums["change"] += change.norm().double().square()
-        sums["size"] += expected.norm().double().square()
 
-    task = Pass({"Ju": BLOCK, "change": SCALAR, "size": SCALAR}, add)
-    sums = problem.sweep(torch.arange(len(u), device="cpu"), task)
-    problem.cost.add(0.5 * len(u))
-    return sums["Ju"] if _is_same_order(sums["change"].item(), sums["size"].item()) else None
-
-
-def _is_same_order(change: float, size: float) -> bool:
-    """Whether outputs belong to the same examples as before, by the squared norms of change and outputs."""
-    return change <= _REORDERED**2 * size
+    task = Pass({"Ju": BLOCK}, add, columns=0.5)
+    return problem.sweep(torch.arange(len(u), device="cpu"), task)["Ju"]
 
 
 def _form(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
@@ -165,7 +136,7 @@ def _form(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
     return batch.targets.dtype, batch.targets.shape[1:], f.shape[1:], Jw.shape[2:], w
 
 
-def _the_same(every: list[list[Any]]) -> Any:
+def _the_same(every: list[set[Any]]) -> Any:
     """Return what all batches of all ranks have in common; None if they differ."""
-    seen = [one for rank in every for one in rank]
-    return seen[0] if all(one == seen[0] for one in seen) else None
+    seen = set.union(*every)
+    return seen.pop() if len(seen) == 1 else None

@@ -11,7 +11,7 @@ import torch
 from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Report
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.sweep import FEW, no_room
+from torch_lla_em.problem.sweep import FEW, Limits, no_room
 from torch_lla_em.runtime import (
     Compute,
     DoesNotFit,
@@ -20,7 +20,6 @@ from torch_lla_em.runtime import (
     least_share,
     place_of,
     release,
-    report,
     shortage_of,
 )
 
@@ -36,6 +35,8 @@ _BATCH_ROWS = 1024
 _BATCH_BYTES = 1 << 26
 # passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
 _PASSES = 10, 40
+_SECONDS = (86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
+_BYTES = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
 # seconds above which ways to a shorter fit are named, and examples of which a pass is timed
 _LONG, _TIMED = 60.0, 256
 
@@ -120,44 +121,28 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     if model.report is not None and model.report.examples == 1 < len(first.rows):
         model.forget()
     example = measured(problem, first)
-    if sweep.influence:
-        report(
-            "log",
-            f"The network's outputs for an example change by {100 * sweep.influence:.0f} % with the other examples in "
-            "its batch, and so do predictions. Let layers use running statistics, as BatchNorm with "
-            "track_running_stats=True, or always predict with batches like those of the fit.",
-        )
     free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
-    is_near = place.type == device.type
+    is_near, group = place.type == device.type, None
     left = _SHARE * max(free - vectors * is_near, 0.1 * free)
-    # several ranks compare their data in every pass
-    keeps = compute.keep_data and data.group.size == 1
-    if is_near:
-        group = None
-    else:  # directions, products and one chunk of gradients: a third of what is left
+    if not is_near:  # directions, products and one chunk of gradients: a third of what is left
         group = max(1, min(2 * num_samples, int(_SHARE * free / 3 / (3 * P * itemsize))))
         free = free_for_each(data.group, place)
+    # several ranks compare their data in every pass
+    keeps = compute.keep_data and data.group.size == 1
     kept = _BATCHES * left * keeps, _FACTORS * left * keeps * is_near
-    plan = Plan(P, num_samples, vectors, place, free, example, *kept)
     batch_rows, merged = inf, 0
     if sweep.stand_alone(first):
         rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
         batch_rows, merged = rows if device.type == "cpu" else inf, rows * keeps
-    data.store(plan.batches, merged)
-    limits = sweep.limits._replace(batch_rows=batch_rows, group=group, factors=plan.factors)
-    sweep.take(limits._replace(device=place))
-    return plan
+    data.store(kept[0], merged)
+    sweep.take(Limits(place, limits.rows, limits.columns, batch_rows, group, kept[1]))
+    return Plan(P, num_samples, vectors, place, free, example, *kept)
 
 
 def free_for_each(group: Group, device: torch.device) -> float:
     """Return the bytes that every rank may still allocate on a device, as many on each."""
     return group.meet([place_of(device), free_memory(device)], least_share)
-
-
-def room(problem: Problem) -> float:
-    """Return the bytes that every rank may still allocate for vectors."""
-    return free_for_each(problem.data.group, problem.device)
 
 
 def measured(problem: Problem, first: Batch) -> Report:
@@ -206,16 +191,15 @@ def place_of_vectors(
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words, to two digits."""
-    units = (86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
-    size, unit = next((size, unit) for size, unit in units if seconds >= size or unit == "ms")
-    value = seconds / size
-    return f"{round(value) if value >= 10 else f'{value:.2g}'} {unit}"
+    """Return seconds in words."""
+    return _in_words(seconds, _SECONDS)
 
 
 def size_of(count: float) -> str:
     """Return a number of bytes in words."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"
+    return _in_words(count, _BYTES)
+
+
+def _in_words(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    size, unit = next((each for each in units if value >= each[0]), units[-1])
+    return f"{value / size:.3g} {unit}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -38,25 +37,6 @@ _GROUP_ROWS = 32
 _EXACT_OUTPUTS = 32
 
 
-@dataclass
-class Cost:
-    """What a fit has done so far, for the history and the progress bar."""
-
-    columns: float = 0.0
-    """Columns pushed through the data: K for a product with K columns."""
-
-    stage: str = "checking the network"
-    """What the fit does now."""
-
-    def add(self, columns: float) -> None:
-        """Count columns that were pushed through the data."""
-        self.columns += columns
-
-    def begin(self, stage: str) -> None:
-        """Begin another stage."""
-        self.stage = stage
-
-
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
@@ -74,7 +54,6 @@ class Problem:
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data)
-        self.cost = Cost()
         self._point: Tensor | None = None
         """The w of J w at which H is evaluated, (1, P); None: at the network's own outputs."""
 
@@ -85,9 +64,7 @@ class Problem:
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
-        total = self.sweep(w, self._product())["Gw"]
-        self.cost.add(len(w))
-        return total
+        return self.sweep(w, self._product())["Gw"]
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
@@ -100,7 +77,6 @@ class Problem:
             sums["loss"] += loss.value(Jw)
 
         sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add))
-        self.cost.add(1)
         return sums["loss"].item(), sums["g"][0]
 
     def noise_features(
@@ -137,7 +113,6 @@ class Problem:
         samples = torch.arange(num_samples, device="cpu")
         sums = self.sweep(samples, Pass(kinds, add, at_most, with_squares))
         eta, squares = sums["eta"], sums["squares"]
-        self.cost.add(num_samples)
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if (known := on_cpu({name: sums[name] for name in of_targets})) and self.sigma is not None:
@@ -158,7 +133,6 @@ class Problem:
         If ``take`` is given, its values at these three are returned, and nothing else is kept. It may
         be called again if memory runs out in it.
         """
-        self.cost.add(0.5 * len(w))  # half a product
         return self._taken(lambda rows: rows.push(w), take, len(w))
 
     def features(
@@ -198,19 +172,15 @@ class Problem:
                 kept = batch, rows.f, each
                 found.append(kept if take is None else take(*kept))
 
-        self.sweep(torch.arange(columns, device="cpu"), Pass({}, add, factored=factored))
+        self.sweep(
+            torch.arange(columns, device="cpu"), Pass({}, add, factored=factored, columns=0.5)
+        )
         return found
 
-    def minibatch_products(self) -> Iterator[tuple[int, Product]]:
-        """Yield the number of examples of every batch, and its own product w -> J_bᵀ H_b J_b w."""
-        for num_rows, fold in self.sweep.steps():
-
-            def product(w: Tensor, num_rows: int = num_rows, fold: Any = fold) -> Tensor:
-                self.cost.add(len(w) * num_rows / (self.data.facts.num_rows or 1))
-                Gw: Tensor = fold(w, self._product())["Gw"]
-                return Gw
-
-            yield num_rows, product
+    def minibatch_products(self) -> Iterator[Product]:
+        """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are in one."""
+        for batch in self.sweep.batches(in_step=True):
+            yield lambda w, batch=batch: self.sweep(w, self._product(), batch)["Gw"]
 
     # the constant of the linear model, and σ
 
@@ -313,7 +283,7 @@ class Problem:
         if tally is None:
             self.sweep.expect_finite(f)
             return
-        self.sweep.expect_outputs(batch, f)
+        self.sweep.expect_outputs(f, batch)
         loss = self.loss(batch.targets, batch.weights)
         try:
             loss.check(f)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, tensors_in
+from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
@@ -22,8 +21,15 @@ BLOCK: Kind = ("K", "P")
 VECTOR: Kind = ("P",)
 SCALAR: Kind = ()
 
-_OUTPUTS = "The network's outputs on batch {} are not finite."
-_INPUTS = "The inputs of batch {} hold NaN or infinite values: remove those examples."
+_OUTPUTS = (
+    "The network's outputs on batch {} are not finite. Remove examples with NaN or infinite inputs; if there are "
+    "none, check the weights of the network."
+)
+_INFLUENCE = (
+    "The network's outputs for an example change by {:.0%} with the other examples in its batch, and so do predictions. "
+    "Let layers use running statistics, as BatchNorm with track_running_stats=True, or always predict with batches "
+    "like those of the fit."
+)
 _IN_LATER_PASS = (
     "The network's outputs, or their derivatives, are not finite, although they were in the first "
     "pass over the data. Every pass must see the same data, without random augmentation; a layer "
@@ -56,6 +62,9 @@ class Pass(NamedTuple):
     factored: bool = False
     """Whether factors of J are computed if possible, however few the columns are."""
 
+    columns: float = 1.0
+    """What a column counts: a product with G is 1, one with J or its transpose half of it."""
+
 
 class Limits(NamedTuple):
     """What a pass keeps to; replaced, never changed, if memory runs out."""
@@ -85,12 +94,12 @@ class Sweep:
         self.limits = Limits(linear_model.network.device)
         """The limits of the plan, and those that were found when memory ran out."""
 
-        self.influence = 0.0
-        """The relative change of the outputs for an example with the others in its batch, if they change."""
-
         self._alone: bool | None = None
         self._factors: dict[tuple[int, int], Rows] = {}
         """Factors of J of batches that are kept; they save a CNN three quarters of the time of a fit."""
+
+        self.columns, self.stage = 0.0, "checking the network"
+        """Columns that have gone through all data, and what the fit does now."""
 
         self._checks: list[tuple[Tensor, Exception | None]] = []
         """Whether tensors of this pass are finite, read once, at its end, and the errors if they are not."""
@@ -111,12 +120,12 @@ class Sweep:
         group = self.data.group
         if w.is_floating_point():  # the same on all ranks: rounding differs between machines
             w = group.from_first(w.to(self.linear_model.network.device))
-        limits, sums, done = self.limits, self._zeros(w, task), 0.0
+        limits, sums, done = self.limits, self._zeros(w, task), 0
         try:
             for one in self.batches() if batch is None else [batch]:
-                for rows in self._add(w, task, one, sums):
-                    done += rows
-                    self.say(done if batch is None else 0)
+                self._add(w, task, one, sums)
+                done += len(one.rows)
+                self.say(done if batch is None else 0)
         except Exception as error:
             self.data.fail(error)
             if isinstance(error, DoesNotFit):
@@ -128,10 +137,12 @@ class Sweep:
                 wrong += (~fine).to(wrong.device)
             if group.sum(wrong).item():  # one rank's error on all of them
                 raise group.meet(self.fault(), _one_of) or FloatingPointError(_IN_LATER_PASS)
+        share = 1.0 if batch is None else batch.step_rows / (self.data.facts.num_rows or 1)
+        self.columns += task.columns * len(w) * share
         return {name: self._placed(group.sum(own), task.kinds[name]) for name, own in sums.items()}
 
-    def _add(self, w: Tensor, task: Pass, batch: Batch, sums: Sums) -> Iterator[float]:
-        """Add what a batch contributes, by pieces and columns; yield the number of examples, a part for some columns."""
+    def _add(self, w: Tensor, task: Pass, batch: Batch, sums: Sums) -> None:
+        """Add what a batch contributes, by pieces and columns."""
         pieces = self._pieces(batch, min(self.limits.rows, task.at_most))
         todo = [(piece, 0) for piece in pieces if len(piece.rows)]
         while todo:  # pieces of the batch, and how many of their columns are done
@@ -146,7 +157,6 @@ class Sweep:
                     own = {n: s[here] if kinds[n] == BLOCK else s for n, s in sums.items()}
                     task.add(rows, piece, columns, own)
                     done += len(columns)
-                    yield len(piece.rows) * len(columns) / len(w)
                 continue
             except (RuntimeError, MemoryError) as error:
                 shortage = shortage_of(error)
@@ -185,11 +195,6 @@ class Sweep:
         is_near = "P" not in kind or own.device.type == self.limits.device.type
         return own if is_near else own.to(self.limits.device)
 
-    def steps(self) -> Iterator[tuple[int, Callable[[Tensor, Pass], Sums]]]:
-        """Yield the number of examples of one batch per rank, and the pass over these batches."""
-        for batch in self.batches(in_step=True):
-            yield batch.step_rows or len(batch.rows), partial(self, batch=batch)
-
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, each inside the network's guard: other threads wait for one batch."""
         self._checks = []
@@ -217,6 +222,10 @@ class Sweep:
         """Keep to these limits from now on."""
         self.limits = limits
 
+    def begin(self, stage: str, columns: float | None = None) -> None:
+        """Begin another stage; ``columns`` are those of an earlier run."""
+        self.stage, self.columns = stage, self.columns if columns is None else columns
+
     def watch(self, report: Callable[[float | None], object]) -> None:
         """Call a function with the finished share of every pass, if it is known."""
         self._report = report
@@ -240,7 +249,7 @@ class Sweep:
                 )  # if the first axis of the inputs is not that of the examples
         except ValueError:  # which is raised for outputs that are not finite, too
             with model.network.guarded():
-                self.expect_outputs(batch, model.outputs(batch.inputs))
+                self.expect_outputs(model.outputs(batch.inputs), batch)
             fault = self.fault()
             if fault is not None:
                 raise fault from None
@@ -279,7 +288,8 @@ class Sweep:
             if self._alone:
                 change = ((f[1] - f[0]).norm() / f[0].norm()).item()
                 self._alone = not change > max(_SPLIT_ERROR, 8 * model.rounding)
-                self.influence = 0.0 if self._alone else change
+                if not self._alone:
+                    report("log", _INFLUENCE.format(change))
         return bool(self._alone)
 
     def is_new(self, rows: Rows) -> bool:
@@ -324,15 +334,13 @@ class Sweep:
 
         The host does not wait for the device before the end of the pass.
         """
-        self._checks.append((_all_finite(tensor), fault))
+        # by their sum, which takes no memory
+        total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+        self._checks.append((total.isfinite(), fault))
 
-    def expect_outputs(self, batch: Batch, f: Tensor) -> None:
-        """Note whether the outputs of a batch are finite, and if not, whether its inputs are."""
-        fine = _all_finite(f)
-        for x in tensors_in(batch.inputs):
-            own = (x.coalesce().values() if x.is_sparse else x).isfinite().all()
-            self._checks.append((fine | own, ValueError(_INPUTS.format(batch.index))))
-        self._checks.append((fine, FloatingPointError(_OUTPUTS.format(batch.index))))
+    def expect_outputs(self, f: Tensor, batch: Batch) -> None:
+        """Note whether the outputs of a batch are finite."""
+        self.expect_finite(f, FloatingPointError(_OUTPUTS.format(batch.index)))
 
     def fault(self) -> Exception | None:
         """Return the first error of this pass about what is not finite; the host waits for it."""
@@ -342,11 +350,6 @@ class Sweep:
 def _one_of(faults: list[Exception | None]) -> Exception | None:
     """Return the first error of all ranks."""
     return next(filter(None, faults), None)
-
-
-def _all_finite(tensor: Tensor) -> Tensor:
-    """Return whether all entries are finite, shape (): by their sum, which takes no memory."""
-    return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).isfinite()
 
 
 def no_room(piece: Batch, P: int, shortage: str) -> str:

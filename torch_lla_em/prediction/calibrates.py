@@ -119,23 +119,19 @@ def _of_first_rank(found: CalibratedComponents, group: Group) -> CalibratedCompo
     return found._replace(table=table, noise=noise, calibration=calibration)
 
 
-def _calibrated_without_data(la: Any, known: Posterior | Posteriors, stated: Stated) -> Posterior:
+def _calibrated_without_data(la: Any, known: Any, stated: Stated) -> Posterior:
     """Return the record, calibrated on moved training examples of the last ``fit``."""
     data, weights = getattr(la, "trained_with", (None, None))
-    if stated.groups is not None or stated.weights is not None:
-        why = "groups and weights belong to one"
-    elif not isinstance(known, Posterior):
-        why = "it is for a single posterior, and the fit of each member has done it where it helps"
-    elif data is None:
-        why = "it needs the training data of fit, which files, copies and records do not hold"
-    else:
-        try:
-            return calibrated_on_moved(known, data, weights)
-        except NoDistance as error:
-            why = f"the training examples cannot be moved towards their neighbours: {error}"
-    raise ValueError(
-        f"calibrate() without a validation set is not possible: {why}. Pass a validation set: la.calibrate(x, y)."
-    )
+    try:
+        if data is None or any(each is not None for each in stated):
+            raise NoDistance(
+                "it needs the training data of fit, which files, copies and ensembles do not hold, and no groups or weights"
+            )
+        return calibrated_on_moved(known, data, weights)
+    except NoDistance as error:
+        raise ValueError(
+            f"calibrate() without a validation set is not possible: {error}. Pass a validation set: la.calibrate(x, y)."
+        ) from error
 
 
 def calibrated_on_moved(

@@ -200,11 +200,6 @@ def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches
     return list(moves.batches(length, kept)), length
 
 
-def _spread(rows: Tensor) -> Tensor:
-    """Return numbers between 0 and 1, spread evenly: multiples of the golden ratio."""
-    return (rows + 1).double() * 0.6180339887498949 % 1
-
-
 def temperature_of_neighbours(
     model: nn.Module,
     loader: Any,
@@ -249,7 +244,13 @@ def temperature_of_neighbours(
 
 def _examples(data: Data) -> tuple[Any, Tensor]:
     """Return the inputs and targets of a pass, or of some of its examples, spread over it evenly."""
-    parts, keys, most = [], torch.zeros(0, dtype=torch.double, device="cpu"), _LEAST
+    parts: list[Any] = []
+    share = 1.0
+
+    def some(part: Any) -> Any:
+        chosen = part[-1] < share
+        return map_tensors(lambda t: t[chosen.to(t.device)], part)
+
     with torch.no_grad():
         for batch in data:
             tensors, count = tensors_in(batch.inputs), len(batch.rows)
@@ -259,19 +260,14 @@ def _examples(data: Data) -> tuple[Any, Tensor]:
                 raise NoDistance("inputs are not plain tensors with one row for each example")
             size = sum(t[:1].nbytes for t in tensors)
             most = max(_LEAST, min(_MOST, _BYTES // max(1, size)))
-            keys = torch.cat([keys, _spread(batch.rows)])
-            parts.append((batch.inputs, batch.targets))
-            if len(keys) > 2 * most:
-                parts, keys = _least(parts, keys, most)
-    whole: tuple[Any, Tensor] = _least(parts, keys, most)[0][0]
-    return whole
-
-
-def _least(parts: list[Any], keys: Tensor, most: int) -> tuple[list[Any], Tensor]:
-    """Return the examples with the smallest keys as one part, with their keys."""
-    every, chosen = zip(*map(tensors_in, parts)), keys.argsort()[:most]
+            keys = (batch.rows + 1).double() * 0.6180339887498949 % 1  # even among any first rows
+            parts.append(some((batch.inputs, batch.targets, keys)))
+            while sum(len(part[-1]) for part in parts) > most:
+                share /= 2
+                parts = list(map(some, parts))
+    every = zip(*map(tensors_in, parts))
     try:
-        whole = map_tensors(lambda t: torch.cat(next(every))[chosen.to(t.device)], parts[0])
+        inputs, targets, _ = map_tensors(lambda _: torch.cat(next(every)), parts[0])
     except RuntimeError as error:
         raise NoDistance("inputs differ in shape") from error
-    return [whole], keys[chosen]
+    return inputs, targets

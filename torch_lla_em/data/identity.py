@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -74,11 +73,15 @@ class Identity:
     @classmethod
     def of(cls, parts: list[Identity]) -> Identity:
         """Return the identity of the examples of all ranks."""
-        names = "num_rows", "num_targets", "total", "ordered"
-        rows, targets, *sums = (sum(getattr(part, name) for part in parts) for name in names)
-        least = _least(chain.from_iterable(part.least for part in parts))
-        shapes = sorted({shape for part in parts for shape in part.shapes})
-        return cls(rows, targets, *(each % _SIZE for each in sums), least, tuple(shapes))
+        whole = cls()
+        for part in parts:
+            whole.num_rows += part.num_rows
+            whole.num_targets += part.num_targets
+            whole.total = (whole.total + part.total) % _SIZE
+            whole.ordered = (whole.ordered + part.ordered) % _SIZE
+            whole.least = _least([*whole.least, *part.least])
+            whole.shapes = (*sorted({*whole.shapes, *part.shapes}),)
+        return whole
 
 
 def distinct(least: Sequence[int], num_rows: int) -> float:

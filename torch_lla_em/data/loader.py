@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, islice, repeat
 from operator import length_hint
@@ -10,16 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader
 
 from torch_lla_em.data.batch import (
     Batch,
@@ -31,9 +22,10 @@ from torch_lla_em.data.batch import (
     inputs_of,
     joined,
 )
+from torch_lla_em.data.forms import as_loader, order_of
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.trees import is_opaque, leaves_of, map_tensors, tensors_in, to_device
-from torch_lla_em.data.weights import Weights, checked_weights, is_pair, without_weights
+from torch_lla_em.data.weights import Weights, checked_weights, without_weights
 from torch_lla_em.runtime import Group
 
 _OTHER_COUNT = (
@@ -59,8 +51,8 @@ _OTHER_SIZE = (
     "it, its collate_fn must keep the number of examples. Pass a list of batches instead."
 )
 
-# examples of a Dataset in a batch, and batches that are read to find one with two examples or more
-_EXAMPLES_AT_ONCE, _BATCHES_AHEAD = 100, 32
+# batches that are read to find one with two examples or more
+_BATCHES_AHEAD = 32
 
 # arguments of a DataLoader that it stores as attributes of the same name
 _OPTIONS = (
@@ -81,25 +73,6 @@ class Facts(NamedTuple):
 
     num_labelled: int = 0
     """Number of examples with a label and a weight other than 0."""
-
-
-def as_loader(data: Any, target_fn: TargetFn | None = None) -> Any:
-    """Return an iterable of batches that can be read repeatedly, from (X, y) or a Dataset too."""
-    if isinstance(data, Iterator):
-        raise ValueError(
-            "The loader is a generator or an iterator, which is exhausted after one pass, but a "
-            "fit needs several. Pass a DataLoader, or a list of its batches."
-        )
-    if target_fn is None and (is_pair(data) or (isinstance(data, Mapping) and "labels" in data)):
-        return [data]
-    if isinstance(data, Dataset) and not isinstance(data, Iterable):
-        return DataLoader(data, _EXAMPLES_AT_ONCE)
-    return data
-
-
-def paired(data: Any, targets: Tensor | None) -> Any:
-    """Return a loader as it is, or inputs and their targets as a list of one batch."""
-    return data if targets is None else [(data, targets)]
 
 
 def in_order(data: Any) -> Any:
@@ -130,7 +103,7 @@ class Data:
         self._by_examples = self._is_list and len(loader) < group.size
         """Whether ranks share the examples of each batch, and not the batches."""
 
-        self._order, self._shuffles = _order_of(loader, group.size)
+        self._order, self._shuffles = order_of(loader, group.size)
         """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of them at random."""
 
         if self._order is not None:
@@ -395,26 +368,3 @@ class Data:
         if tally is not None or self._is_restored:
             self.identity, self._is_restored = whole, False
         self.num_passes += 1
-
-
-def _order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
-    """Return a dataset's examples in a fixed order, and whether the loader shuffles; None if only it can order them."""
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if not (plain and type(loader.batch_sampler) is BatchSampler) or isinstance(
-        loader.dataset, IterableDataset
-    ):
-        return None, False
-    sampler = loader.batch_sampler.sampler
-    source = getattr(sampler, "data_source", getattr(sampler, "dataset", ()))
-    every = range(len(source))  # which may be fewer than those of the dataset
-    if type(sampler) is RandomSampler:
-        is_whole = not sampler.replacement and sampler.num_samples == len(every)
-        return (every, True) if is_whole else (None, False)
-    if isinstance(sampler, DistributedSampler) and num_ranks > 1:
-        return every, sampler.shuffle
-    if type(sampler) is SubsetRandomSampler:
-        return list(sampler.indices), True
-    if type(sampler) is SequentialSampler:
-        return every, False
-    own: Any = sampler if type(sampler) in (list, tuple, range) else None
-    return own, False

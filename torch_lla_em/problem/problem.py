@@ -180,7 +180,11 @@ class Problem:
     def minibatch_products(self) -> Iterator[Product]:
         """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are in one."""
         for batch in self.sweep.batches(in_step=True):
-            yield lambda w, batch=batch: self.sweep(w, self._product(), batch)["Gw"]
+
+            def product(w: Tensor, batch: Batch = batch) -> Tensor:
+                return self.sweep(w, self._product(), batch)["Gw"]
+
+            yield product
 
     # the constant of the linear model, and σ
 

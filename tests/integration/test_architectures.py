@@ -341,8 +341,7 @@ REVERSE = {
         for kind in (UnbatchedSquare, UnbatchedForward)
     },
 }  # fmt: skip
-BY_BOTH = "padding_idx", "padding_idx from the end", "tokens alone", "tied padding_idx"
-BY_BOTH += "functional padding_idx", "no_grad inside", "a user's function", "random numbers"
+BY_BOTH = "no_grad inside", "a user's function", "random numbers"
 """With factors, but without forward mode."""
 
 
@@ -514,16 +513,15 @@ def test_transformers(kind, task):
     assert model.config._attn_implementation == "sdpa"
     options = SINGLE if kind == "Llama" else {}
     report, factors = check(model, x, **options)
-    assert report.forward == (kind not in ("Bert", "Llama"))  # whose tables have padding rows
+    assert report.forward
     assert bool(factors) == (kind == "Bert")
     assert check(model, x, "last_layer", **options)[1]
     if kind == "Llama":
         assert not any("norm" in name for name in linear_model(model).layout.names)
 
 
-def test_transformers_whose_forward_mode_is_not_used():
-    report, _ = check(of_transformers("Bert", "MaskedLM"), TEXT)
-    assert not report.forward
+def test_a_masked_language_model_has_forward_mode_and_recomputation_has_none():
+    assert check(of_transformers("Bert", "MaskedLM"), TEXT)[0].forward
     model = of_transformers("Llama", "CausalLM", use_cache=False)
     for reentrant in (False, True):  # transformers recomputes nothing in eval mode
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_lla_em.jacobian.checks import checked_outputs
 from torch_lla_em.jacobian.network import Network
@@ -60,8 +60,6 @@ def probe(
         if found is not None and found.adjoint_error <= math.sqrt(eps):
             return found
         ways = {way: ByAutodiff(network, layout, x, None, way) for way in (True, False)}
-        if _is_padded(network, layout):
-            del ways[True]
         return _with_torch_func(ways, report, error, math.sqrt(eps))
 
 
@@ -145,13 +143,6 @@ def _with_factors(
         adjoint_error=error(rows),
         nbytes=rows.nbytes / len(rows.f),
     )
-
-
-def _is_padded(network: Network, layout: ParameterLayout) -> bool:
-    """Whether a table has a padding_idx, a row that gets no gradient in training, but one by forward mode."""
-    tables = [layer for layer in network.module.modules() if isinstance(layer, nn.Embedding)]
-    padded = {id(table.weight) for table in tables if table.padding_idx is not None}
-    return any(id(p) in padded for n, p in network.module.named_parameters() if n in layout.names)
 
 
 def _with_torch_func(

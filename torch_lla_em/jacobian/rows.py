@@ -131,7 +131,8 @@ class Rows:
 class ByAutodiff(Rows):
     """The linear model at a batch by its definition, the derivatives of ``torch.func.functional_call``.
 
-    J w is by ``torch.func.jvp``. Networks with operations that this does not support are differentiated by
+    J w is by ``torch.func.jvp``, and Jᵀu by one recorded graph: ``torch.func.vjp`` takes 1.0 to 1.3 times as
+    long for 17 columns, and for one 1.1 (LeNet) to 2.3 times (an MLP with one input). Networks with operations that this does not support are differentiated by
     reverse mode twice, column by column. Differentiable in x inside ``enable_grad``.
     """
 
@@ -241,7 +242,17 @@ def _contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     for tensor in args[:count]:
         if tensor.dim() > 2 and not tensor.is_contiguous():
             copies.setdefault(id(tensor), tensor.contiguous())
-    return func(*(copies.get(id(own), own) for own in args), **kwargs)
+    z = func(*(copies.get(id(own), own) for own in args), **kwargs)
+    return _without_padding(z, *args, **kwargs) if func is F.embedding else z
+
+
+def _without_padding(
+    z: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Cut the row of padding off, which gets no gradient in training, but one by forward mode."""
+    if padding_idx is None:
+        return z
+    return torch.where((input == padding_idx % len(weight))[..., None], z.detach(), z)
 
 
 def _gradients(of: list[Tensor], by: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Any, ...]:

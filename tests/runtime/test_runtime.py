@@ -227,7 +227,7 @@ def write(folder, **files):
 
 
 def test_the_tightest_control_group_counts(tmp_path):
-    """Limits of containers, from files as the kernel writes them, in both versions."""
+    """Limits of containers, from files as the kernel writes them."""
     groups, mount = tmp_path / "cgroup", tmp_path / "fs"
     groups.write_text("0::/pods/one\n")
     assert container_room(groups, mount) == container_room(tmp_path / "no", tmp_path) == inf
@@ -241,11 +241,6 @@ def test_the_tightest_control_group_counts(tmp_path):
         stat = f"anon 5\nfile 7\ninactive_file {cached}"
         write(mount / folder, memory__max=limit, memory__current=used, memory__stat=stat)
         assert container_room(groups, mount) == expected
-    groups, mount = tmp_path / "first", tmp_path / "other"
-    groups.write_text("9:name=systemd:/\n4:hugetlb,memory:/job\n3:cpu:/job\n0::/\n")
-    limits = {"memory__limit_in_bytes": 500, "memory__usage_in_bytes": 90}
-    write(mount / "memory" / "job", **limits, memory__stat="cache 1\ntotal_inactive_file 30")
-    assert container_room(groups, mount) == 440
 
 
 def test_a_limit_makes_less_memory_free(monkeypatch):

@@ -40,9 +40,6 @@ class Scores(NamedTuple):
     errors: Tensor
     """Errors, (n, outputs), sorted; without columns if there are no sets and intervals."""
 
-    room: Tensor
-    """Relative difference up to which scores are ties, ()."""
-
 
 @dataclass(frozen=True, repr=False)
 class StudentPrediction(Printed):
@@ -131,8 +128,8 @@ class StudentPrediction(Printed):
     @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,)."""
-        unusual, _, room = self._compared("p_value")
-        return p_values(unusual, self.ood_score, room)
+        unusual, _ = self._compared("p_value")
+        return p_values(unusual, self.ood_score, self._room)
 
     def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
@@ -144,15 +141,15 @@ class StudentPrediction(Printed):
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
         other = "interval, or RiskControl(la, validation_loader) for labels of pixels or tokens"
         self._require(has_classes(self.likelihood, self.centre), "prediction_set", other)
-        _, errors, room = self._compared("prediction_set")
-        return conformal_set(self.expectation, quantiles(errors, level), room)
+        _, errors = self._compared("prediction_set")
+        return conformal_set(self.expectation, quantiles(errors, level), self._room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
         self._require(has_values(self.likelihood, self.centre), "interval", "prediction_set")
-        _, errors, room = self._compared("interval")
+        _, errors = self._compared("interval")
         size = quantiles(errors, level)
-        return conformal_interval(self.expectation, self.predictive_variance, size, room)
+        return conformal_interval(self.expectation, self.predictive_variance, size, self._room)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
@@ -189,14 +186,18 @@ class StudentPrediction(Printed):
         return self.part(slice(count))
 
     def _compared(self, name: str) -> Scores:
-        """Return the scores of the validation set; ties are up to the rounding of the coarser dtype."""
+        """Return the scores of the validation set."""
         if self.reference is None:
             raise ValueError(
                 f"{name} compares inputs with a validation set, but this student has none. Call "
                 "student.calibrate(validation_loader): that of la.calibrate is for the posterior's own scores."
             )
-        unusual, errors, room = (part.to(self.centre.device) for part in self.reference)
-        return Scores(unusual, errors, room.clamp_min(rounding(self.centre.dtype)))
+        return Scores(*(part.to(self.centre.device) for part in self.reference))
+
+    @property
+    def _room(self) -> float:
+        """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
+        return max(rounding(self.centre.dtype), rounding(torch.float32))
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:

@@ -25,7 +25,7 @@ from torch_lla_em.data import (
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
-from torch_lla_em.prediction import Printed, likelihood_options, program_of, rounding
+from torch_lla_em.prediction import Printed, likelihood_options, program_of
 from torch_lla_em.runtime import Adapter, files
 
 # width of the hidden layer of a head
@@ -192,8 +192,7 @@ class Student(Printed, nn.Module):
         if not sum(len(scores) for scores, _ in found):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
         unusual, errors = map(torch.cat, zip(*found))
-        room = unusual.new_tensor(rounding(next(self.head.parameters()).dtype))
-        self.reference = Scores(unusual, errors.sort(0).values, room)
+        self.reference = Scores(unusual, errors.sort(0).values)
         return self
 
     def note(self, error: StudentError, reference: Sequence[Tensor | None] = (None,)) -> Student:
@@ -248,7 +247,8 @@ class Student(Printed, nn.Module):
         record |= {"likelihood": likelihood, "adapter": adapter}
         student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
         # version 0.4 had three tensors of what calibrate keeps
-        former = [state.pop(f"reference_{name}", None) for name in ("scores", "errors", "room")]
+        state.pop("reference_room", None)
+        former = [state.pop(f"reference_{name}", None) for name in ("scores", "errors")]
         state.setdefault("_extra_state", torch.empty(0, device="cpu"))
         student.load_state_dict(state)
         return student.note(error, former).requires_grad_(False)
@@ -323,18 +323,15 @@ class Student(Printed, nn.Module):
         return to_device(inputs_of(x) if isinstance(x, dict) else x, self._device)
 
     def get_extra_state(self) -> Tensor:
-        """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores, errors and their room."""
-        if self.reference is None:
-            return torch.empty(0, device="cpu")
-        unusual, errors, room = self.reference
-        return torch.cat([unusual, errors, room.expand(len(unusual), 1)], 1)
+        """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores and errors."""
+        none = torch.empty(0, device="cpu")
+        return none if self.reference is None else torch.cat(self.reference, 1)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the ``state`` that ``get_extra_state`` has returned."""
         self.reference = None
         if state.dim() == 2:
-            unusual, errors, room = state.tensor_split((self.form.scores, state.shape[1] - 1), 1)
-            self.reference = Scores(unusual, errors, room[0, 0])
+            self.reference = Scores(*state.tensor_split((self.form.scores,), 1))
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = sum(p.numel() for p in self.parameters())

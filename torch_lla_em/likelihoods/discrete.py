@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
-from torch_lla_em.likelihoods.base import ElementwiseLikelihood, Labels, average, sum_rows
+from torch_lla_em.likelihoods.base import ElementwiseLikelihood, Labels, sum_rows
 
 # number of examples all of whose outputs sum to 1 only if they are probabilities
 _SURELY = 4
 
 # On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
 _FEW = 16
-
-_MOST_COUNTS = 100_000
 
 
 class Classification(Labels):
@@ -244,22 +242,6 @@ class Poisson(ElementwiseLikelihood):
 
     def variance(self, f: Tensor) -> Tensor:
         return f.exp()
-
-    def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        # -Σ p(y) log p(y) of the mixture, summed over all counts that can occur
-        rates = f.exp()
-        largest = rates.max().item()
-        last = largest + 12 * largest**0.5 + 30
-        if not last < _MOST_COUNTS:
-            raise ValueError(
-                f"The entropy at a rate of {largest:.3g} is a sum over too many counts: use "
-                ".aleatoric and .epistemic, the two parts of Var[y]."
-            )
-        total = torch.zeros_like(f[0])
-        for y in torch.arange(int(last) + 1, dtype=f.dtype, device=f.device):
-            p = average((y * f - rates - torch.lgamma(y + 1)).exp(), weights)
-            total += torch.special.entr(p)
-        return total
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(f.exp(), generator=generator)

@@ -1,4 +1,4 @@
-"""Collectives of a process group of ``torch.distributed``, or of this process alone."""
+"""Collectives of the ranks of a fit."""
 
 from __future__ import annotations
 
@@ -20,55 +20,24 @@ class Fault(NamedTuple):
 
 
 class Group:
-    """This process alone; every collective returns what it was given."""
+    """The default process group of ``torch.distributed``, or this process alone.
+
+    Alone, every collective returns what it was given.
+    """
 
     rank, size = 0, 1
+    _is_shared = False
+
+    def __init__(self, is_shared: bool = False) -> None:
+        if is_shared:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self._is_shared = True
 
     def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
         """Return ``merge`` of the list of all ranks' picklable values; its error is raised on all of them."""
-        return merge([value])
-
-    def agree(self, act: Callable[[], Own]) -> Own:
-        """Return this rank's ``act()``; an error on one rank is raised on all of them."""
-        return act()
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error on the other ranks where they meet next: this one fails, and is not there."""
-
-    def sum(self, total: Tensor) -> Tensor:
-        """Return the sum over ranks, in place and bitwise the same on every rank."""
-        return total
-
-    def add(self, number: float, device: torch.device) -> float:
-        """Return the sum of every rank's number, by way of a device that the group supports."""
-        return number
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and dtype are free."""
-        return rows
-
-    def from_first(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor, of the same shape on every rank."""
-        return tensor
-
-    def each(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the tensor of every rank, one at a time; they may differ in shape."""
-        yield tensor
-
-    def joined(self) -> Group:
-        """Return this group once all ranks are here; with gloo, the error names a missing rank."""
-        return self
-
-
-class ProcessGroup(Group):
-    """The default process group of ``torch.distributed``."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, value)
+        every: list[Any] = [value] * self.size
+        if self._is_shared:
+            dist.all_gather_object(every, value)
         for rank, one in enumerate(every):
             if isinstance(one, Fault):
                 raise RuntimeError(
@@ -77,6 +46,7 @@ class ProcessGroup(Group):
         return merge(every)
 
     def agree(self, act: Callable[[], Own]) -> Own:
+        """Return this rank's ``act()``; an error on one rank is raised on all of them."""
         try:
             own = act()
         except Exception as error:
@@ -86,20 +56,29 @@ class ProcessGroup(Group):
         return own
 
     def fail(self, error: Exception) -> None:
-        every: list[Any] = [None] * self.size
+        """Raise an error on the other ranks where they meet next: this one fails, and is not there."""
         fault = Fault(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # others may have died, but this rank's own error is raised
-            dist.all_gather_object(every, fault)
+            if self._is_shared:
+                dist.all_gather_object([None] * self.size, fault)
 
     def sum(self, total: Tensor) -> Tensor:
-        total = total.contiguous()
-        dist.all_reduce(total)
+        """Return the sum over ranks, in place and bitwise the same on every rank."""
+        if self._is_shared:
+            total = total.contiguous()
+            dist.all_reduce(total)
         return total
 
     def add(self, number: float, device: torch.device) -> float:
+        """Return the sum of every rank's number, by way of a device that the group supports."""
+        if not self._is_shared:
+            return number
         return self.sum(torch.tensor(number, dtype=torch.float64, device=device)).item()
 
     def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and dtype are free."""
+        if not self._is_shared:
+            return rows
         forms = self.meet((len(rows), rows.shape[1:], rows.dtype), list)
         counts = [count for count, *_ in forms]
         _, rest, dtype = next((form for form in forms if form[0]), forms[0])
@@ -112,27 +91,33 @@ class ProcessGroup(Group):
         return torch.cat([part[:n] for part, n in zip(every.split(len(padded)), counts)])
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(tensor, 0)
+        """Return rank 0's tensor, of the same shape on every rank."""
+        if self._is_shared:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(tensor, 0)
         return tensor
 
     def each(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor of every rank, one at a time; they may differ in shape."""
+        if not self._is_shared:
+            yield tensor
+            return
         for rank, shape in enumerate(self.meet(tuple(tensor.shape), list)):
             here = tensor.contiguous() if rank == self.rank else tensor.new_empty(shape)
             dist.broadcast(here, rank)
             yield here
 
     def joined(self) -> Group:
-        if dist.get_backend() == "gloo":
+        """Return this group once all ranks are here; with gloo, the error names a missing rank."""
+        if self._is_shared and dist.get_backend() == "gloo":
             dist.monitored_barrier()
         return self
 
 
 def current_group() -> Group:
     """Return the initialised process group of several ranks, or this process alone."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessGroup()
-    return Group()
+    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Group(is_shared)
 
 
 def group_of(shard: str | None) -> Group:

@@ -23,12 +23,6 @@ _WORDS = re.compile(
     "|could not create a primitive(?! descriptor)"
 )
 
-# limit, usage, and what of it are cached files, of a control group of Linux in its two versions
-_CONTROL_GROUPS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
 
 class DoesNotFit(MemoryError):
     """One column of one example does not fit into memory."""
@@ -85,24 +79,23 @@ def container_room(
 ) -> float:
     """Return the bytes left below the limits of a container or job, infinity without one.
 
-    These are the limits of this process's control groups and of all groups that they are in.
+    These are the limits of this process's control group (of version 2) and of all groups that it is in.
     """
-    folders = {mount, mount / "memory"}
+    folder = mount
     with suppress(OSError):
-        paths = [line.split(":", 2)[2].lstrip("/") for line in groups.read_text().splitlines()]
-        folders |= {root / path for root in tuple(folders) for path in paths}
-    every = {above for folder in folders for above in (folder, *folder.parents)}
-    return min(_group_room(folder, *names) for folder in every for names in _CONTROL_GROUPS)
+        folder = mount / groups.read_text().rpartition(":")[2].strip().lstrip("/")
+    return min(map(_group_room, (folder, *folder.parents)))
 
 
-def _group_room(folder: Path, limit: str, usage: str, cached: str) -> float:
+def _group_room(folder: Path) -> float:
     """Return the bytes left below the limit of one control group; cached files can be evicted."""
     try:
-        left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         lines = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):  # there is no such group, or its limit is "max"
         return inf
-    return max(0.0, left + int(dict(line.split() for line in lines).get(cached, 0)))
+    cached = int(dict(line.split() for line in lines).get("inactive_file", 0))
+    return max(0.0, limit - used + cached)
 
 
 def _available() -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
@@ -16,11 +16,8 @@ from torch_lla_em.distil import distil as train_student
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import (
-    Calibration,
-    Found,
     Posteriors,
     Printed,
-    Reference,
     calibrates,
     check,
     exports,
@@ -43,9 +40,6 @@ class LaplaceEnsemble(Printed, nn.Module):
 
     Args:
         members (iterable of LinearisedLaplace): Fitted posteriors, all with the same likelihood.
-
-    Attributes:
-        calibration (Calibration): The result of the last ``calibrate``, or None.
 
     Raises:
         ValueError: If there are no members, or if their likelihoods differ.
@@ -77,13 +71,17 @@ class LaplaceEnsemble(Printed, nn.Module):
                 f"The members have the likelihoods {sorted(kinds)}: pass at least one "
                 "LinearisedLaplace, all with the same likelihood."
             )
-        self._found = Found()
+        self._posterior = Posteriors()
+
+    reference = stored.result("reference", "The scores of validation examples, if there are any.")
+    calibration = stored.result("calibration", "The result of the last ``calibrate``, if any.")
+    messages = stored.result("messages", "The warnings of ``calibrate``.", list)
 
     @property
     def posterior(self) -> Posteriors | None:
         """The records of the members, and what ``calibrate`` has found of them together; None before their fits."""
         each = tuple(member.posterior for member in self.members)
-        return None if None in each else Posteriors(each, self._found)
+        return None if None in each else replace(self._posterior, members=each)
 
     def take(self, posterior: Posteriors) -> None:
         """Hold what ``calibrate`` has found from now on.
@@ -91,27 +89,12 @@ class LaplaceEnsemble(Printed, nn.Module):
         Args:
             posterior (Posteriors): The record of the same members.
         """
-        self._found = posterior.found
+        self._posterior = replace(posterior, members=())
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the first member; they may differ in the observation noise."""
         return self.members[0].likelihood
-
-    @property
-    def reference(self) -> Reference | None:
-        """The scores of validation examples, if there are any."""
-        return self._found.reference
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The result of the last ``calibrate``, or None."""
-        return self._found.calibration
-
-    @property
-    def messages(self) -> list[str]:
-        """The warnings of ``calibrate``."""
-        return list(self._found.messages)
 
     @classmethod
     def from_folds(
@@ -198,7 +181,7 @@ class LaplaceEnsemble(Printed, nn.Module):
             prefix (str): What their names start with there. Default "".
             keep_vars (bool): Ignored: no tensor requires gradients.
         """
-        state = stored.state_of_found(self._found)
+        state = stored.state_of_several(self._posterior)
         if destination is None:
             for i, member in enumerate(self.members):
                 state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
@@ -226,7 +209,7 @@ class LaplaceEnsemble(Printed, nn.Module):
             )
         for i, member in enumerate(self.members):
             member.load_state_dict(stored.without_prefix(state, f"{i}."))
-        self._found = stored.found_of(state, self.members[0]._linear_model.network.device)
+        self._posterior = stored.several_of(state, self.members[0]._linear_model.network.device)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
@@ -234,14 +217,14 @@ class LaplaceEnsemble(Printed, nn.Module):
         """Load the tensors of this module, without its members, from those of one that contains it."""
         own, (_, _, missing, _, _) = stored.without_prefix(state_dict, prefix), more
         if "record" in own:
-            self._found = stored.found_of(own, self.members[0]._linear_model.network.device)
+            self._posterior = stored.several_of(own, self.members[0]._linear_model.network.device)
         else:
             missing.append(f"{prefix}record")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
         """Move members, and what was found of them."""
         super()._apply(fn, recurse)
-        self._found = tree_map_only(Tensor, fn, self._found)
+        self._posterior = self._posterior.moved(fn)
         return self
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -45,9 +45,9 @@ def members(request):
 
 def scaled(ensemble, factor):
     """Its record with another scale of the posterior's variance."""
-    known, table = ensemble.posterior, ensemble.posterior.found.table.clone()
+    table = ensemble.posterior.table.clone()
     table[0, 3] *= factor
-    return replace(known, found=known.found._replace(table=table))
+    return replace(ensemble.posterior, table=table)
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ def test_files_of_other_networks_and_settings_are_refused(tmp_path):
         (nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3)), {}, "weights or buffers"),
         (changed, {}, "weights or buffers"),
         (case.model, {"parameters": "last_layer"}, "same `parameters`"),
-        (case.model, {"likelihood": "poisson"}, "the same one"),
+        (case.model, {"likelihood": "poisson"}, "the same likelihood"),
     ):
         with pytest.raises(ValueError, match=words):
             LinearisedLaplace.load(tmp_path / "la.pt", model, **options)

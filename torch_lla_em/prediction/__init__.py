@@ -25,7 +25,6 @@ from torch_lla_em.prediction.metrics import (
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
-    Found,
     NotFittedError,
     Posterior,
     Posteriors,
@@ -69,7 +68,6 @@ __all__ = [
     "CALL",
     "Calibration",
     "Comparison",
-    "Found",
     "Interval",
     "NotFittedError",
     "Posterior",

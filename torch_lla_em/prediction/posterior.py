@@ -245,8 +245,11 @@ class Posterior:
         return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
 
 
-class Found(NamedTuple):
-    """What ``calibrate`` has found of several posteriors together."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Posteriors:
+    """Several posteriors, of which an equally weighted mixture predicts; like ``Posterior`` it is never changed."""
+
+    members: tuple[Posterior, ...] = ()
 
     table: Tensor | None = None
     """The components of every member's predictions; None: their own."""
@@ -255,19 +258,13 @@ class Found(NamedTuple):
     """A factor of every member's σ."""
 
     reference: Reference | None = None
+    """What inputs are compared with, after ``calibrate``."""
+
     calibration: Calibration | None = None
     messages: tuple[str, ...] = ()
 
     marks: tuple[str | None, ...] | None = None
     """Those of the members that it belongs to; None in files of earlier versions, whose members have none."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Posteriors:
-    """Several posteriors, of which an equally weighted mixture predicts; like ``Posterior`` it is never changed."""
-
-    members: tuple[Posterior, ...]
-    found: Found = Found()
 
     @property
     def likelihood(self) -> Likelihood:
@@ -277,19 +274,14 @@ class Posteriors:
     @property
     def tables(self) -> tuple[Rows, ...]:
         """The components of each member's predictions."""
-        if self.found.table is None:
+        if self.table is None:
             return tuple(member.tables[0] for member in self.members)
-        return (self.found.table.tolist(),) * len(self.members)
-
-    @property
-    def noise(self) -> Tensor | None:
-        """A factor of every member's σ."""
-        return self.found.noise
+        return (self.table.tolist(),) * len(self.members)
 
     @property
     def compared(self) -> Reference | None:
-        """What inputs are compared with, after ``calibrate``."""
-        return self.found.reference
+        """The reference."""
+        return self.reference
 
     @property
     def room(self) -> float:
@@ -300,8 +292,8 @@ class Posteriors:
         """Raise an error if a network has changed, or a member since the ensemble was calibrated."""
         for member in self.members:
             member.require(surely)
-        marks = self.found.marks or (None,) * len(self.members)
-        if self.compared is not None and marks != tuple(m.mark for m in self.members):
+        marks = self.marks or (None,) * len(self.members)
+        if self.reference is not None and marks != tuple(m.mark for m in self.members):
             raise RuntimeError(
                 "A member was fitted or calibrated again after the ensemble was calibrated, whose numbers belong to "
                 "the members as they were: call ensemble.calibrate(validation_loader) again."
@@ -309,9 +301,8 @@ class Posteriors:
 
     def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posteriors:
         """Return the posteriors alone, each around one mean, or with their first samples."""
-        table = self.found.table if mean is None else None
         each = tuple(member.asked(mean, num_samples) for member in self.members)
-        return Posteriors(each, Found(table, self.noise))
+        return Posteriors(each, self.table if mean is None else None, self.noise)
 
     def at(self, x: Any) -> Pushforward:
         """Return inputs with their products under each."""
@@ -327,8 +318,13 @@ class Posteriors:
         """Return these posteriors with what ``calibrate`` has found."""
         table, noise = (found.table, found.noise) if found.calibration.applied else (None, None)
         marks = tuple(member.mark for member in self.members)
-        own = Found(table, noise, reference, found.calibration, tuple(messages), marks)
-        return replace(self, found=own)
+        said = found.calibration, tuple(messages), marks
+        return Posteriors(self.members, table, noise, reference, *said)
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> Posteriors:
+        """Return what was found of them together with every tensor mapped."""
+        own = {name: getattr(self, name) for name in ("table", "noise", "reference")}
+        return replace(self, **tree_map_only(Tensor, fn, own))
 
 
 def required(la: Any, surely: bool | None = False) -> Posterior | Posteriors:

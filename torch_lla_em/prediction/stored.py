@@ -14,7 +14,13 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
 from torch_lla_em.prediction.calibration import restored
-from torch_lla_em.prediction.posterior import Found, NotFittedError, Posterior, Setting, required
+from torch_lla_em.prediction.posterior import (
+    NotFittedError,
+    Posterior,
+    Posteriors,
+    Setting,
+    required,
+)
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
 from torch_lla_em.runtime import PRIORS, Compute, files, free_memory, report
@@ -32,6 +38,9 @@ _NEEDED = (
 
 _REPLACED = "fitted_mixture", "fitted_sigma_noise"
 """Tensors of a posterior as fitted that ``calibrate`` has replaced."""
+
+
+_SAME = "pass the same likelihood"
 
 
 def result(name: str, meaning: str, kind: Callable[..., Any] | None = None) -> Any:
@@ -258,19 +267,18 @@ def loaded(la: Any, state: State, setting: Setting) -> Posterior:
     )
 
 
-def state_of_found(found: Found) -> State:
+def state_of_several(found: Posteriors) -> State:
     """Return what ``calibrate`` has found of several posteriors as tensors by name."""
     record = {name: getattr(found, name) for name in ("calibration", "messages", "marks")}
     return _written({"table": found.table, "noise": found.noise}, found.reference, record)
 
 
-def found_of(state: State, device: torch.device) -> Found:
-    """Return it from a state."""
-    tensor, reference = _read(state, device)
-    record, _ = _upgraded(state)
-    marks, messages = record["marks"], tuple(record["messages"])
-    own = tensor("table"), tensor("noise"), reference, restored(record["calibration"]), messages
-    return Found(*own, marks if marks is None else tuple(marks))
+def several_of(state: State, device: torch.device) -> Posteriors:
+    """Return it from a state, without members."""
+    (tensor, reference), (record, _) = _read(state, device), _upgraded(state)
+    said = restored(record["calibration"]), tuple(record["messages"])
+    marks = None if record["marks"] is None else tuple(record["marks"])
+    return Posteriors((), tensor("table"), tensor("noise"), reference, *said, marks)
 
 
 def _written(tensors: dict[str, Any], reference: Reference | None, record: Any) -> State:
@@ -329,33 +337,27 @@ def _attributes(given: Likelihood) -> str | None:
 
 def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setting) -> None:
     """Raise an error if a state is of another network, posterior or likelihood, or is damaged."""
-    layout, given, why = setting.linear_model.layout, la._given_likelihood, ""
+    layout, given = setting.linear_model.layout, la._given_likelihood
     saved = list(zip(record["names"], map(tuple, record["shapes"])))
     own = list(zip(layout.names, map(tuple, layout.shapes)))
-    kind, attributes = type(given).__name__, record["likelihood_options"]
+    attributes, kind = record["likelihood_options"], type(given).__name__
     _refuse_other_network(state, setting.state.fingerprint)
-    if saved != own:
-        why = (
-            f"The posterior is over {len(saved)} tensors that start with {saved[0]}, but this object has {len(own)} "
-            f"in its posterior, which start with {own[0]}: pass the same `parameters`"
-        )
-    elif record["given"] and not la._given:
-        why = (
-            "The posterior was fitted with an Adapter that has outputs, but this object has none. Construct it with "
-            "the same adapter"
-        )
-    elif record["likelihood"] != kind:
-        why = (
-            f"The posterior was fitted with the likelihood {record['likelihood']}, but this object has {kind}: "
-            "construct it with the same one"
-        )
-    elif attributes not in (None, _attributes(given)):
-        why = (
-            f"The posterior was fitted with a {kind} that has other attributes, {attributes}: construct this object "
-            "with the same likelihood"
-        )
-    if why:
-        raise ValueError(f"{why}, or fit again.")
+    for differs, saved_with, remedy in (
+        (
+            saved != own,
+            f"{len(saved)} tensors that start with {saved[0]}, but not with {len(own)} that start with {own[0]}",
+            "pass the same `parameters`",
+        ),
+        (record["given"] and not la._given, "outputs of an Adapter", "pass the same adapter"),
+        (record["likelihood"] != kind, f"{record['likelihood']}, but not with {kind}", _SAME),
+        (
+            attributes not in (None, _attributes(given)),
+            f"a {kind} that has other attributes, {attributes}",
+            _SAME,
+        ),
+    ):
+        if differs:
+            raise ValueError(f"The posterior was fitted with {saved_with}: {remedy}, or fit again.")
     count, size = len(state.get("w_samples", ())), layout.size
     due = {"w_samples": (count, size), "certificate": (count,), "w_lin": (size,), "scale": (size,)}
     for name in _NEEDED:

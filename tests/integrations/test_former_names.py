@@ -22,7 +22,5 @@ def test_former_names_are_the_new_ones_or_say_what_to_use(name, monkeypatch):
     for name, home in {"Laplace": "laplace_torch", "posterior": "estimators"}.items():
         new = import_module(f"torch_lla_em.integrations.{home}")
         assert getattr(former, name) is getattr(new, name)
-    with pytest.raises(ImportError, match="optimize_prior_precision"):
-        exec("from torch_lla_em.compat import marglik_training")
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec("from torch_lla_em.compat import nothing")

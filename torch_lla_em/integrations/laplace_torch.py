@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from math import log, pi, sqrt
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_lla_em import Adapter, LinearisedLaplace, NotFittedError, Prediction, Regression
 from torch_lla_em.data import to_device
+from torch_lla_em.runtime import report
 
 __all__ = ["Laplace"]
 
@@ -27,8 +27,10 @@ _INSTEAD = {
     "diagonal_output": "use la.posterior.predict(x).variance",
     "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
     "feature_reduction": "select the outputs in the adapter of LinearisedLaplace",
+    **dict.fromkeys(
+        ("layerwise", "diag"), 'use LinearisedLaplace(model, likelihood, prior="layerwise")'
+    ),
     "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
-    "marglik_training": f"train the network first; then {_LEARN}",
     **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
 }
 """What laplace-torch has and this module has not -> what to use."""
@@ -39,20 +41,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "hessian_structure": ("full", "kron", "diag", "lowrank", "gp"),
     "pred_type": ("glm",),
     "method": ("marglik",),
-    "prior_structure": ("scalar", "layerwise"),
+    "prior_structure": ("scalar",),
     "link_approx": ("probit", "mc"),
     "override": (True,),
     **dict.fromkeys(("joint", "diagonal_output"), (False,)),
     **dict.fromkeys(("last_layer_name", "feature_reduction", "subnetwork_indices"), (None,)),
 }
-_WITHOUT_EFFECT = (
-    "enable_backprop backend backend_kwargs asdl_fisher_kwargs damping n_subset independent_outputs M diagonal_kernel "
-    "functional_approximation dict_key_x n_steps lr init_prior_prec val_loader loss n_samples generator progress_bar "
-    "log_prior_prec_min log_prior_prec_max log_prior_prec_base grid_size verbose"
-).split()
-"""Arguments of how laplace-torch computes what is computed in another way here."""
 
 _PREFIX = "laplace_torch."
+_USED = "progress_bar", "n_samples", "generator"
 _KEPT = "prior_precision", "sigma_noise", "temperature", "prior_mean"
 
 
@@ -68,7 +65,7 @@ class Laplace:
         subset_of_weights (str): "last_layer" (default), or "all": all that require gradients.
         hessian_structure (str): Any of laplace-torch's. Default "kron". All use the full GGN.
         sigma_noise (float): Standard deviation of the observation noise. Default 1.0.
-        prior_precision (float or Tensor): One number, or one for each parameter tensor. Default 1.0.
+        prior_precision (float): Default 1.0.
         prior_mean (float or Tensor): Mean of the prior, for ``log_marginal_likelihood``. Default 0.0.
         temperature (float): Every example counts 1/temperature times. Default 1.0.
         dict_key_y (str): The key of the targets in batches that are dicts. Default "labels".
@@ -101,7 +98,7 @@ class Laplace:
     ):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
         named = {"likelihood": likelihood, "subset_of_weights": subset_of_weights}
-        chosen = _checked("Laplace", named | {"hessian_structure": hessian_structure} | options)
+        chosen = _checked(named | {"hessian_structure": hessian_structure} | options)
         self.model, self.likelihood = model, chosen["likelihood"]
         if self.likelihood != "regression" and sigma_noise != 1:
             raise ValueError("sigma_noise is the observation noise of a regression: leave it out.")
@@ -142,9 +139,8 @@ class Laplace:
             train_loader (DataLoader): Batches of inputs and targets, or dicts, which are read again later.
             **options: ``progress_bar``, as in ``LinearisedLaplace.fit``.
         """
-        precision = torch.as_tensor(self.prior_precision, device=self._device).squeeze()
         self._loader = train_loader
-        self._fit(precision.dim() > 0, options, em_steps=0, prior_precision=precision)
+        self._fit(options, em_steps=0, prior_precision=self.prior_precision)
 
     def optimize_prior_precision(
         self, pred_type: str = "glm", method: str = "marglik", **options: Any
@@ -154,15 +150,14 @@ class Laplace:
         Args:
             pred_type (str): Must be "glm", the default.
             method (str): Must be "marglik", the default.
-            **options: ``prior_structure``, "scalar" (default) or "layerwise", and ``progress_bar``. Others of
-                laplace-torch have no effect.
+            **options: ``progress_bar``. Others of laplace-torch have no effect, which is logged.
         """
         options |= {"pred_type": pred_type, "method": method}
         if self._loader is None:
             raise NotFittedError("This needs the training data: call la.fit(train_loader).")
         if self._posterior is not None:
             self._posterior.state_dict()  # an error if the network has changed since ``fit``
-        self._fit(_checked("fit", options).get("prior_structure") == "layerwise", options)
+        self._fit(options)
         if self.likelihood == "regression":
             # EM learns σ of J w, but predictions and evidence are around the network: fit again at its σ
             found = self._around_network(next(iter(self._loader)))
@@ -175,14 +170,13 @@ class Laplace:
         ``la.posterior.log_marginal_likelihood()`` is that of the linear model, at its own mode.
 
         Raises:
-            ValueError: If a value is given, or the prior has one precision per tensor.
+            ValueError: If a value is given.
         """
         own = self.posterior
-        if own.prior_precision.numel() > 1 or any(v is not None for v in (*given, *named.values())):
+        if any(v is not None for v in (*given, *named.values())):
             raise ValueError(
-                "log_marginal_likelihood is that of one fitted prior_precision, without derivatives: set "
-                f"la.prior_precision, call la.fit(train_loader), and pass nothing. {_LEARN}. For one precision per "
-                "tensor: la.posterior.log_marginal_likelihood(train_loader)."
+                "log_marginal_likelihood is that of the fitted prior_precision, without derivatives: set "
+                f"la.prior_precision, call la.fit(train_loader), and pass nothing. {_LEARN}."
             )
         estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if self._evidence is None:
@@ -218,7 +212,7 @@ class Laplace:
             link_approx (str): "probit" (default) or "mc".
             **options: ``n_samples`` and ``generator`` of "mc", as in ``functional_samples``.
         """
-        _checked("la", {"link_approx": link_approx, **options})
+        _checked({"link_approx": link_approx, **options})
         if self.likelihood == "classification" and link_approx == "mc":
             return self.predictive_samples(x, pred_type, **options).mean(0)
         mean, deviations = self._at(x, pred_type)
@@ -256,8 +250,7 @@ class Laplace:
         """Return everything that predictions and the log marginal likelihood need, as tensors."""
         state = self.posterior.state_dict()
         own = {name: getattr(self, name) for name in _KEPT}
-        if self.prior_precision.numel() == 1:
-            own["evidence"] = self.log_marginal_likelihood()
+        own["evidence"] = self.log_marginal_likelihood()
         for name, value in own.items():
             state[f"{_PREFIX}{name}"] = torch.as_tensor(value, device=self._device).detach()
         return state
@@ -273,7 +266,7 @@ class Laplace:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
         self.prior_mean, self.temperature = own["prior_mean"], own["temperature"].item()
         self.sigma_noise = own["sigma_noise"]
-        posterior = self._unfitted(own["prior_precision"].numel() > 1)
+        posterior = self._unfitted()
         posterior.load_state_dict({n: t for n, t in state_dict.items() if _PREFIX not in n})
         self._take(posterior)
         self._loader, self._evidence = None, own.get("evidence")
@@ -283,9 +276,9 @@ class Laplace:
         instead = _INSTEAD.get(name, "la.posterior, a LinearisedLaplace, may have it")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {instead}.")
 
-    def _fit(self, layerwise: bool, options: dict[str, Any], **how: Any) -> None:
-        bar = bool(_checked("fit", options).get("progress_bar"))
-        posterior, self._posterior = self._unfitted(layerwise), None
+    def _fit(self, options: dict[str, Any], **how: Any) -> None:
+        bar = bool(_checked(options).get("progress_bar"))
+        posterior, self._posterior = self._unfitted(), None
         if self.temperature != 1:
             how["weights"] = 1 / self.temperature
         self._take(posterior.fit(self._loader, validation=False, progress_bar=bar, **how))
@@ -303,12 +296,12 @@ class Laplace:
         each = (torch.as_tensor(v, device="cpu") for v in (self.prior_precision, self.sigma_noise))
         return torch.cat([values.detach().double().reshape(-1) for values in each])
 
-    def _unfitted(self, layerwise: bool) -> LinearisedLaplace:
+    def _unfitted(self) -> LinearisedLaplace:
         is_regression = self.likelihood == "regression"
         return LinearisedLaplace(
             self.model,
             Regression(float(self.sigma_noise)) if is_regression else self.likelihood,
-            prior="layerwise isotropic" if layerwise else "isotropic",
+            prior="isotropic",
             curvature="network",
             parameters="last_layer" if self.subset_of_weights == "last_layer" else "requires_grad",
             num_samples=self.num_samples,
@@ -321,7 +314,7 @@ class Laplace:
 
     def _at(self, x: Any, pred_type: str) -> tuple[Tensor, Tensor]:
         """Return the mean of f, (B, C), and K samples of f less the mean, (K, B, C)."""
-        _checked("la", {"pred_type": pred_type})
+        _checked({"pred_type": pred_type})
         prediction = self.posterior.predict(x, mean="network")
         if prediction.mean.dim() != 2:
             raise ValueError(
@@ -331,7 +324,7 @@ class Laplace:
         return prediction.mean, prediction.samples - prediction.mean
 
 
-def _checked(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of laplace-torch, enums as strings, or raise an error that says what to use."""
     given = {name: getattr(option, "value", option) for name, option in options.items()}
     for name, value in given.items():
@@ -339,17 +332,8 @@ def _checked(function: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if known and value not in known:
             instead = _INSTEAD.get(str(value), _INSTEAD.get(name, f"choose one of {known}"))
             raise ValueError(f"{name}={value!r} is not available: {instead}.")
-        if not known and name not in _WITHOUT_EFFECT:
-            raise TypeError(f"{function} has no argument {name!r}.")
-        if not known:
-            logging.getLogger("torch_lla_em").info("%s has no effect here.", name)
+        if not known and name not in _USED:
+            report(
+                "log", f"The argument {name!r} has no effect: all data and the full GGN are used."
+            )
     return given
-
-
-def __getattr__(name: str) -> Any:
-    """Raise an error that says what to use in place of a name of laplace-torch."""
-    of_class = f'use Laplace(model, likelihood, subset_of_weights, "full"), or {_BY_NAME}'
-    instead = _INSTEAD.get(name, of_class if name.endswith("Laplace") else "")
-    if instead:
-        raise ImportError(f"{__name__} has no {name}: {instead}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

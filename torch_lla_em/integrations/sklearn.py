@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import chain, pairwise
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, Prediction
 from torch_lla_em.integrations import needs
-from torch_lla_em.runtime import current_group, first, report
+from torch_lla_em.runtime import check_whole, current_group, first, report, require
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
@@ -35,13 +34,6 @@ _DECAY = 300
 _DTYPES = [np.float64, np.float32]
 # held in a fit: initial weights and dropout are drawn from torch's global generator
 _FITTING = threading.Lock()
-
-
-_VALID = {
-    "hidden": "one or more positive whole numbers, the widths of the hidden layers",
-    "epochs": "None or a positive whole number",
-    "validation_fraction": "at least 0 and below 1, since the other examples train the network",
-}
 
 
 class _Standardise(nn.Module):
@@ -78,8 +70,6 @@ class _Estimator(BaseEstimator):
         weight_decay: float | None = None,
         validation_fraction: float = 0.1,
         num_samples: int = 32,
-        options: dict[str, Any] | None = None,
-        device: str = "cpu",
         random_state: Any = None,
     ):
         """Keep the hyperparameters, which ``fit`` checks.
@@ -95,16 +85,13 @@ class _Estimator(BaseEstimator):
             validation_fraction (float): Share of the examples that calibrate the posterior instead of
                 training. Default 0.1. If that is fewer than 20 examples, none are held out.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
-            options (dict, optional): Further arguments of ``LinearisedLaplace``. Default None.
-            device (str): Device to train and predict on. Default "cpu".
             random_state (int, RandomState or None): Seed of all random numbers. Default None. In threads,
                 fits wait for each other, so that results are the same; processes run at once.
         """
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.validation_fraction = validation_fraction
-        self.num_samples, self.options = num_samples, options
-        self.device, self.random_state = device, random_state
+        self.num_samples, self.random_state = num_samples, random_state
 
     def fit(self, X: Any, y: Any) -> Any:
         """Train the network, fit its posterior and calibrate it; return the estimator itself.
@@ -113,26 +100,22 @@ class _Estimator(BaseEstimator):
             X (array): Inputs, shape (N, D).
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
         """
-        holds = {
-            "hidden": all(_counts(width) for width in np.atleast_1d(self.hidden)),
-            "epochs": self.epochs is None or _counts(self.epochs),
-            "validation_fraction": 0 <= self.validation_fraction < 1,
-        }
-        for name in [name for name in holds if not holds[name]]:
-            raise ValueError(f"{name} must be {_VALID[name]}, not {getattr(self, name)!r}.")
+        for width in np.atleast_1d(self.hidden):
+            check_whole(1, hidden=width)
+        check_whole(1, epochs=1 if self.epochs is None else self.epochs)
+        share = self.validation_fraction
+        require(0 <= share < 1, "validation_fraction", share, "at least 0 and below 1")
         X, y = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
         x = torch.tensor(X)
         targets, outputs = self._targets(y, x)
         own = int(check_random_state(self.random_state).randint(2**31 - 1))
         seed = current_group().meet(own, first)  # every rank trains the same network
         how = {"num_samples": self.num_samples, "seed": seed, **self._options}
-        how |= self.options or {}
-        count = int(self.validation_fraction * len(x))
+        count = int(share * len(x))
         if 0 < count < _LEAST_HELD_OUT:
-            share = f"validation_fraction={self.validation_fraction:g}"
             report(
                 "log",
-                f"Predictions are not calibrated: {share} holds out fewer than 20 examples: increase it, or pass "
+                f"Predictions are not calibrated: validation_fraction={share:g} holds out fewer than 20 examples: increase it, or pass "
                 "more data. Intervals, sets and OOD flags need them.",
             )
             count = 0
@@ -142,9 +125,9 @@ class _Estimator(BaseEstimator):
             some, y = x[kept], targets[kept]
             standard = _Standardise(some)
             network = (self.module or self._perceptron)(x.shape[1], outputs)
-            network = network.to(self.device, x.dtype)
-            self._train(network, standard(some).to(self.device), y.to(self.device))
-            network = nn.Sequential(standard, network).to(self.device).eval()
+            network = network.to(x.dtype)
+            self._train(network, standard(some), y)
+            network = nn.Sequential(standard, network).eval()
             self.laplace_ = LinearisedLaplace(network, self._likelihood, **how)
             self.laplace_.fit(some, y, progress_bar=False)
             if count:
@@ -290,10 +273,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
     def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
         return np.asarray((start + self._width * values).view(len(values), *self._shape))
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, Integral) and int(value) >= 1
 
 
 def _width(values: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class Group:
         fault = Fault(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # others may have died, but this rank's own error is raised
             if self._is_shared:
-                dist.all_gather_object([None] * self.size, fault)
+                every: list[Any] = [None] * self.size
+                dist.all_gather_object(every, fault)
 
     def sum(self, total: Tensor) -> Tensor:
         """Return the sum over ranks, in place and bitwise the same on every rank."""

@@ -110,7 +110,7 @@ class Compute:
         require(is_path, "checkpoint", self.checkpoint, "None, or the name of a folder")
         for name in ("tolerance", "budget", "span_memory"):
             value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool) and value > 0
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
             require(value is None or is_number, name, value, "None, or a number above 0")
         check_choice("shard", self.shard, ("data", None))
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))

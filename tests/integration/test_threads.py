@@ -75,9 +75,10 @@ def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
         waits.append(sum(a != b for a, b in pairwise(passed)))
         time.sleep(0.001)
     fit.join()
-    assert la.prior_precision > 0 and len(waits) > 20
-    # one batch each; on a busy machine some pass before the thread gets in line
-    assert sorted(waits)[len(waits) * 4 // 5] <= 2
+    # those that met a pass: one batch each; on a busy machine some pass before the thread gets in line
+    met = sorted(filter(None, waits))
+    assert la.prior_precision > 0 and len(met) > 4
+    assert met[len(met) // 2] <= 2, met
 
 
 def test_a_waiting_thread_gets_its_turn_before_the_holder():

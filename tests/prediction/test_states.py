@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -58,7 +59,7 @@ def test_files_copies_and_states_hold_the_same(name, kind, tmp_path):
     case, la = calibrated(name, kind)
     members = [unfitted(case.model, name) for _ in range(2)]
     if kind is LaplaceEnsemble:
-        la.messages.append("what calibrate has said")
+        la.take(replace(la.posterior, messages=("what calibrate has said",)))
         load = partial(LaplaceEnsemble.load, members=members)
     else:
         load = partial(LinearisedLaplace.load, model=case.model)

@@ -178,7 +178,7 @@ def by_solver(
         precision = precision.to(device=noise.eta.device, dtype=torch.float64)
         if options.layerwise and not precision.dim():
             precision = precision.expand(len(noise.prior.layout.names)).clone()
-        state = State(precision, problem.sigma)
+        state = State(precision, problem.sigma, mean=problem.w_MAP * (noise.prior.scale > 0))
     found = None
     for found, after in whole.steps(model, state, options.em_steps):
         state = begun = after

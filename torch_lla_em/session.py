@@ -146,14 +146,11 @@ class Session:
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
-                self._folder.save(lambda: self._state(progress()))
+                own: dict[str, Any] = {"columns": self.problem.sweep.columns}
+                own |= {"seconds": self._seconds(), "facts": self.problem.data.state()}
+                own |= {"history": self.history, "messages": self.messages[1:]}
+                self._folder.save(lambda: {**own, "progress": progress()})
         return ends
-
-    def _state(self, progress: Progress) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
-        own = {"columns": self.problem.sweep.columns, "seconds": self._seconds()}
-        told = {"history": self.history, "messages": self.messages[1:]}
-        return {**own, **told, "facts": self.problem.data.state(), "progress": progress}
 
     def is_late(self) -> bool:
         """Return whether the time of the fit is over, on all ranks alike."""
@@ -198,21 +195,21 @@ class Session:
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:
     """Raise an error that names the difference if a rank has another model, settings or device."""
-    group.meet({"device": device.type, **settings}, _same)
+
+    def same(every: list[dict[str, Any]]) -> None:
+        for rank, settings in enumerate(every):
+            for name in sorted(every[0].keys() | settings.keys()):
+                own, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
+                if settings.get(name) != every[0].get(name):
+                    raise ValueError(
+                        f"Rank {rank} has another {name} than rank 0: {own} against {first}. Construct and fit "
+                        "the same object on every rank. To fit a different one on each rank, pass "
+                        "Compute(shard=None)."
+                    )
+
+    group.meet({"device": device.type, **settings}, same)
     if group.size > 1:  # fail before any computation if a backend does not support the device
         group.sum(torch.zeros(1, device=device))
-
-
-def _same(every: list[dict[str, Any]]) -> None:
-    for rank, settings in enumerate(every):
-        for name in sorted(every[0].keys() | settings.keys()):
-            own, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
-            if settings.get(name) != every[0].get(name):
-                raise ValueError(
-                    f"Rank {rank} has another {name} than rank 0: {own} against {first}. Construct and fit "
-                    "the same object on every rank. To fit a different one on each rank, pass "
-                    "Compute(shard=None)."
-                )
 
 
 def log_marginal_likelihood(

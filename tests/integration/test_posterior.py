@@ -49,7 +49,8 @@ def setting(name, g_prior, layerwise, cuts=(7, 8, 22)):
 
 def dense_samples(exact, noise, precision, per_weight):
     """Return the samples that the noise has in the dense posterior, in units of the weights."""
-    return noise.at(precision) * per_weight / exact.scale**2 @ exact.covariance(per_weight)
+    w0 = noise.prior.deviation(precision) * noise.right_hand_side(precision)
+    return w0 * per_weight / exact.scale**2 @ exact.covariance(per_weight)
 
 
 @GRID

@@ -213,7 +213,7 @@ def test_dead_weights_have_no_scale():
     noise = get_sto_samples(case.problem(), 3)
     assert noise.prior.layout.unflatten(noise.prior.scale)["0.bias"][1] == 0
     assert (noise.xi[:, noise.prior.scale == 0] == 0).all()
-    assert torch.isfinite(noise.at(torch.tensor(2.0))).all()
+    assert torch.isfinite(noise.right_hand_side(torch.tensor(2.0))).all()
 
 
 # numbers that are not finite; the first pass names the batch that they come from

@@ -142,17 +142,6 @@ class Curved(NamedTuple):
         """Return log det(I + G / λ) of every sample, (K,)."""
         return log_dets(self.theta, self.xi, self.eta, precision)
 
-    def all_directions(self, precision: float) -> tuple[Tensor, Tensor]:
-        """Return γ and the log det over all directions themselves, the same for every sample, (K,)."""
-        theta, like = self.theta, self.xi[:, 0]
-        gamma, log_det = (theta / (theta + precision)).sum(), (theta / precision).log1p().sum()
-        return gamma.expand_as(like), log_det.expand_as(like)
-
-    def rescaled(self, ratio: float) -> Curved:
-        """Return it for σ times a number."""
-        theta, eta, S_noise = self.theta / ratio**2, self.eta / ratio, self.S_noise / ratio
-        return self._replace(theta=theta, eta=eta, S_noise=S_noise)
-
 
 def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:
     """Return log det(I + G / λ) of every sample, (K,), by the eigenvalues of G over a span, with ξ and η there.

@@ -61,12 +61,6 @@ class Expectations:
             return average
         return self.H(f, None)
 
-    def next(self, mean: Tensor, deviations: Tensor | None) -> Hessian | None:
-        """Return the H that belongs to a posterior of the outputs; None if H is fixed."""
-        if self.kind == "network":
-            return None
-        return self.H(mean, deviations)
-
     def H(self, mean: Tensor, deviations: Tensor | None) -> Hessian:
         """Return H for means (N, ..., C), averaged over deviations (S, N, ..., C)."""
         if not self.number:
@@ -84,14 +78,8 @@ class Expectations:
             return Draws(values)
         return Diagonal(values) if self.loss_of.likelihood.elementwise else Blocks(values)
 
-    def loss(self, mean: Tensor, deviations: Tensor | None) -> float:
-        """Return Σ E[-log p(y | h)] of all ranks."""
-        found = functions(mean, deviations)
-        total = sum(self.loss_of.part(rows).value(f).item() / len(f) for rows, f in found)
-        return self.share.add(float(total), mean)
-
     def loss_and_slope(self, mean: Tensor, deviations: Tensor | None) -> tuple[float, Tensor]:
-        """Return both of ``loss`` and ``slope``."""
+        """Return Σ E[-log p(y | h)] of all ranks, and its slope in the mean of this rank's examples."""
         total, found = 0.0, [mean[:0]]
         for rows, f in functions(mean, deviations):
             loss = self.loss_of.part(rows)
@@ -105,20 +93,17 @@ class Expectations:
             return None
         *sites, _, K = pushed.shape
         if self._noise.shape[:-1] != (*sites, K):
-            self._noise = self._drawn(K, pushed)
+            # numbers of this rank's examples, (N, ..., K, S), the same on every device and for any number of ranks
+            generator = torch.Generator("cpu").manual_seed(self._seed)
+            shape = *self.shape[1:-1], K, self.number
+            found = [pushed.new_zeros(0, *shape)]
+            for numbers in torch.arange(self.share.total, device="cpu").split(1 << 12):
+                size = len(numbers), *shape
+                drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+                own, _ = self.share.find(numbers)
+                found.append(_with_unit_moments(drawn[own]).to(pushed).div_(K**0.5))
+            self._noise = torch.cat(found)
         return (pushed @ self._noise).movedim(-1, 0).contiguous()
-
-    def _drawn(self, K: int, like: Tensor) -> Tensor:
-        """Return random numbers of this rank's examples, (N, ..., K, S), the same for any number of ranks."""
-        generator = torch.Generator("cpu").manual_seed(self._seed)  # the same on every device
-        shape = *self.shape[1:-1], K, self.number
-        found = [like.new_zeros(0, *shape)]
-        for numbers in torch.arange(self.share.total, device="cpu").split(1 << 12):
-            size = len(numbers), *shape
-            drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
-            own, _ = self.share.find(numbers)
-            found.append(_with_unit_moments(drawn[own]).to(like).div_(K**0.5))
-        return torch.cat(found)
 
 
 def _with_unit_moments(draws: Tensor) -> Tensor:

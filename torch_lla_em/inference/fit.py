@@ -73,12 +73,13 @@ def learn(
         if start is None:
             problem.sweep.begin("drawing random numbers")
             noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
-            _require_labels(problem)
-            of_targets = (
-                problem.likelihood.observation_noise,
-                problem.moments,
-                problem.network_noise,
-            )
+            if not problem.data.facts.num_labelled:
+                raise ValueError(
+                    f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
+                    "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
+                )
+            sigma = problem.likelihood.observation_noise
+            of_targets = sigma, problem.moments, problem.network_noise
             start = begun = Progress(noise.eta, noise.prior.scale, *of_targets)
             around.drawn(lambda: begun)
         else:
@@ -152,9 +153,21 @@ def over_span(
     if state.why != "budget":
         if options.em_steps and given is None:
             state = _usable(over, state)
-        _tell(state, options, problem.dtype)
-        if state.sigma is not None and options.em_steps:
-            warn_of_noise(over.noise_sums(state), problem.dtype)
+        _tell(
+            over,
+            state,
+            state.number >= options.em_steps and not state.converged,
+            options,
+            problem.dtype,
+        )
+        error, tolerance = max(state.errors), options.tolerance
+        if not is_accurate(error, tolerance):
+            refuse_noise(error, state.precision, problem.dtype, 10.0)
+            report(
+                "warn",
+                f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
+                f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
+            )
     columns = span.weights(torch.cat([state.mean[None], state.samples]))
     found = _result(state._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
@@ -188,9 +201,8 @@ def by_solver(
 
         if around.stepped({**record(found), "columns": problem.sweep.columns}, saved):
             return _result(_out_of_time(found, options), noise)
-    _warn_of_bounds(state.precision, state.why == "all steps" and options.em_steps > 0, options)
-    if found is not None and found.sigma is not None:
-        warn_of_noise(model.noise_sums(found), problem.dtype)
+    last = state if found is None else found._replace(precision=state.precision)
+    _tell(model, last, state.why == "all steps", options, problem.dtype)
     found, why = e_step(model.to(options.tolerance), state), "all steps"
     if state.converged or not options.em_steps:
         reached = is_accurate(max(found.errors), options.tolerance)
@@ -248,59 +260,34 @@ def _usable(over: OverSpan, state: State) -> State:
     return state
 
 
-def _tell(state: State, options: FitOptions, dtype: torch.dtype) -> None:
-    """Warn if λ has not converged, or the posterior is not accurate."""
-    unsettled = options.em_steps > 0 and not state.converged
-    _warn_of_bounds(state.precision, unsettled and state.number >= options.em_steps, options)
-    error, tolerance = max(state.errors), options.tolerance
-    if is_accurate(error, tolerance):
+def _tell(model: Any, q: State, moves: bool, options: FitOptions, dtype: torch.dtype) -> None:
+    """Warn if λ still ``moves`` after the last EM step or has reached a bound, or if σ is lost to rounding."""
+    if not options.em_steps:
         return
-    refuse_noise(error, state.precision, dtype, 10.0)
-    report(
-        "warn",
-        f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
-        f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(dtype)}.",
-    )
-
-
-def _warn_of_bounds(precision: Tensor, unsettled: bool, options: FitOptions) -> None:
-    """Warn if more EM steps are needed, or λ has reached a bound."""
-    if unsettled:
+    if moves:
         report(
             "log",
             f"The prior precision has not converged after {options.em_steps} EM steps. Increase em_steps, or pass a "
             "prior_precision closer to the result.",
         )
     low, high = PRECISION_BOUNDS
-    if options.em_steps and not ((low < precision) & (precision < high)).all():
+    if not ((low < q.precision) & (q.precision < high)).all():
         report(
             "warn",
             f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
             "model without these parameters, or without a prior. Check that the network is "
             "trained, and on these targets.",
         )
-
-
-def warn_of_noise(sums: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
-    """Warn if σ is lost to rounding, from the sums of its update."""
-    residual, rounding, *_ = sums
+    if q.sigma is None or q.curved is None:
+        return
+    residual, rounding, *_ = model.noise_sums(q)
     if (residual < 10 * rounding).any():
-        remedy = (
-            "" if dtype == torch.float64 else " If the noise is that small, convert to float64."
-        )
+        small = " If the noise is that small, convert to float64."
+        remedy = "" if dtype == torch.float64 else small
         report(
             "warn",
             "Residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
             f"above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the targets. Check that they vary.{remedy}",
-        )
-
-
-def _require_labels(problem: Problem) -> None:
-    """Raise an error if the first pass has found no example that counts."""
-    if not problem.data.facts.num_labelled:
-        raise ValueError(
-            f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
-            "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
         )
 
 

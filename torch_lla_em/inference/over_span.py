@@ -88,8 +88,10 @@ class OverSpan:
         targets = self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
         dets = problem.log_dets(precision)
-        if exact:
-            gamma, dets = problem.all_directions(precision)
+        if exact:  # the same for every sample
+            theta = problem.theta
+            gamma = (theta / (theta + precision)).sum().expand_as(gamma)
+            dets = (theta / precision).log1p().sum().expand_as(dets)
         loss, norm = mode.loss, mode.w.square().sum()
         if q.sigma is not None:
             count = self._problem.data.facts.num_targets / q.sigma.numel()
@@ -118,8 +120,8 @@ class OverSpan:
             targets, residual, dims = self.share.sum(squares).to(sigma)
             dims = dims / sigma**2
         else:  # the loss is ½ Σ (y - J m)² / σ²
-            losses = [expected.loss(h, None) for h in (torch.zeros_like(q.outputs), q.outputs)]
-            targets, residual = 2 * sigma**2 * sigma.new_tensor(losses)
+            found = [expected.loss_and_slope(h, None)[0] for h in (0 * q.outputs, q.outputs)]
+            targets, residual = 2 * sigma**2 * sigma.new_tensor(found)
             dims = q.gamma.mean().to(sigma)
         count, least = count_and_rounding(self._problem, sigma, targets)
         return residual, least, dims, count
@@ -152,7 +154,13 @@ class OverSpan:
         if sigma.dim():
             return self.curved(q)
         ratio = (sigma / old).item()  # of one σ, G is scaled
-        curved = q.curved.rescaled(ratio)._replace(expected=expected)
+        old = q.curved
+        own = {
+            "theta": old.theta / ratio**2,
+            "eta": old.eta / ratio,
+            "S_noise": old.S_noise / ratio,
+        }
+        curved = old._replace(expected=expected, **own)
         return q._replace(G=q.G / ratio**2, eta=q.eta / ratio, curved=curved)
 
     def widened(self, q: State) -> State:

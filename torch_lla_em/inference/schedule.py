@@ -39,7 +39,6 @@ from torch import Tensor
 
 from torch_lla_em.inference.em import State, e_step, m_step
 from torch_lla_em.inference.over_span import OverSpan
-from torch_lla_em.problem import Hessian
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import DivergenceError
 
@@ -116,15 +115,20 @@ class SpanFit:
         """Return the state over the span with the residuals of mean and samples, and whether any was new."""
         over, grew = self.over, True
         if not self.span.is_complete:
-            if not self.span.has_room(len(q.residuals)):
+            if self.span.bytes_of(self.span.size + len(q.residuals)) > self.span.memory:
                 q = over.restarted(q)
             grew = self.span.widen(q.residuals)
             q = over.widened(q)
         return self._posterior(q), grew
 
     def _moved(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
-        """Return the state at another λ and σ, with H after a share of its way if that is finite."""
-        new = self.over.moved(q, precision, sigma, self._towards(q, share))
+        """Return the state at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
+        expected, H = self.over.expected, None
+        if expected.kind != "network":
+            H = expected.H(q.outputs, q.curved.deviations)
+        if expected.kind == "variational":  # the mean of a linear one does not depend on H
+            H = q.H.towards(H, share)
+        new = self.over.moved(q, precision, sigma, H)
         return new if new.G.isfinite().all() else self.over.moved(q, precision, None, None)
 
     def _posterior(self, q: State) -> State:
@@ -153,7 +157,7 @@ class SpanFit:
             q = new
             precision, sigma = self._update(q)
             moved = max(
-                abs(_log_ratio(q.precision, start.precision)), _of_noise(q.sigma, start.sigma)
+                abs(math.log(q.precision / start.precision)), _of_noise(q.sigma, start.sigma)
             )
             left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
             rest = max(self.allowed(q), min(1.0, start.errors[0]) ** 2)
@@ -161,7 +165,7 @@ class SpanFit:
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
-        moved /= self.allowed(q, _log_ratio(q.precision, start.precision) > 0)
+        moved /= self.allowed(q, rises=bool(q.precision > start.precision))
         q = q._replace(peak=max(q.peak, _bound(q)))
         return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
 
@@ -169,7 +173,7 @@ class SpanFit:
         """Return what a block may lower the bound by."""
         if self.over.is_exact:
             return FALLS
-        change = abs(_log_ratio(new.precision, q.precision))
+        change = abs(math.log(new.precision / q.precision))
         return max(NATS, self.over.bound_error(new), SHARE * change * new.gamma.mean().item())
 
     def _block(
@@ -229,14 +233,6 @@ class SpanFit:
     def _is_accurate(self, q: State) -> bool:
         return max(q.errors) < (self._tolerance if self.over.expected.kind == "linear" else LEARNT)
 
-    def _towards(self, q: State, share: float) -> Hessian | None:
-        """Return H after a share of the way to that of q; None if H is fixed."""
-        H = self.over.expected.next(q.outputs, q.curved.deviations)
-        if H is None or self.over.expected.kind == "linear":  # whose mean does not depend on H
-            return H
-        moved: Hessian = q.H.towards(H, share)
-        return moved
-
     def _way(self, q: State, last: tuple[float, float] | None) -> float:
         """Return the change of log λ after which a secant through MacKay's updates expects none; at most a factor of two."""
         here, there, slope = math.log(q.precision), math.log(self._update(q)[0]), 0.0
@@ -253,10 +249,6 @@ class SpanFit:
         return torch.minimum(
             torch.maximum(precision, q.precision / math.e), q.precision * math.e
         ), sigma
-
-
-def _log_ratio(new: Tensor, old: Tensor) -> float:
-    return math.log(new / old)
 
 
 def _of_noise(new: Tensor | None, old: Tensor | None) -> float:

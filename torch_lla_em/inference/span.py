@@ -1,7 +1,7 @@
 """A span of directions v in parameter space, stored with J v for all examples of this rank.
 
 If the parameters are those of a last linear layer, J w = W h + b for the features h of each site. With T, the weights of the
-directions, J V = h T: products with few columns take hardly more than one with h, J V need not be stored, and no pass
+directions, J V = h T: products with few columns take hardly more than one with h, J V is not stored, and no pass
 over the data is needed.
 """
 
@@ -43,11 +43,8 @@ class Span:
         self.blocks: list[Tensor] = []
         """V, each (k, P)."""
 
-        self._J: list[Tensor] = []
-        """J V, each (N ... C, k); empty if it is computed from features."""
-
-        self._tables: list[Tensor] = []
-        """T, each (D C, k), if there are features."""
+        self.stored: list[Tensor] = []
+        """J V, each (N ... C, k); if there are features T, each (D C, k)."""
 
         self._features: Tensor | None = None
         """h of all sites, with a 1 if the layer has a bias, (N ..., D)."""
@@ -73,24 +70,15 @@ class Span:
         return self._rows
 
     @property
-    def stored(self) -> list[Tensor]:
-        """What is stored of the outputs: T if there are features, otherwise J V."""
-        return self._J if self._features is None else self._tables
-
-    @property
     def is_complete(self) -> bool:
         """Whether the basis spans all parameters that change an output."""
         return self.size >= int(self.prior.num_weights().sum().item())
-
-    def has_room(self, directions: int) -> bool:
-        """Whether there is memory for this number of further directions."""
-        return self.bytes_of(self.size + directions) <= self.memory
 
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions, with twice their J v, in bytes."""
         of_data, P = self._problem.data, self.noise.shape[1]
         every = of_data.facts.num_outputs if self.sites is None else self.sites.outputs
-        # T in place of J V, for which there is half of the memory
+        # T in place of J V
         of_J = every * of_data.largest_share if self._features is None else P
         return float(directions * (P + 2 * of_J) * self.noise.element_size())
 
@@ -116,13 +104,15 @@ class Span:
                 self._features = found.Jw[0].clone()
                 self._rows = found._replace(Jw=found.Jw[:0].clone())
         if self._features is not None:
-            self._store(self._table(w))
+            shape, sizes = (len(w), self.rows.f.shape[-1], -1), self.prior.layout.sizes
+            table = torch.cat([part.view(shape).permute(2, 1, 0) for part in w.split(sizes, 1)])
+            self.stored.append(table.reshape(-1, len(w)).to(self._features))
         else:
             found = self._gathered(problem.push_forward(w, self._take), len(w))
             if found is None or not problem.data.keeps_order:
                 return False
             self._rows = self._rows or found._replace(Jw=found.Jw[:0].clone())
-            self._store(found.Jw.flatten(1).T.contiguous())
+            self.stored.append(found.Jw.flatten(1).T.contiguous())
         self.blocks.append(z)
         self.xi = torch.cat([self.xi, gram(self.noise, z)], dim=1)
         return True
@@ -135,8 +125,7 @@ class Span:
         for block in self.stored:
             turned.addmm_(block, turn[start : start + block.shape[1]].to(block))
             start += block.shape[1]
-        self._J, self._tables, self.xi = [], [], self.xi @ turn
-        self._store(turned)
+        self.stored, self.xi = [turned], self.xi @ turn
         return turn
 
     def _take(self, batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Tensor, Tensor]:
@@ -148,18 +137,6 @@ class Span:
     def _gathered(self, pushed: list[tuple[Batch, Tensor, Tensor]], columns: int) -> Outputs | None:
         each = 1 if self.sites is None else self.sites.most
         return gathered(self._problem, pushed, columns, each)
-
-    def _store(self, block: Tensor) -> None:
-        """Store J V (N C, k), or T (D C, k) if there are features, with J V while it takes half of the memory."""
-        if self._features is None:
-            self._J.append(block)
-            return
-        self._tables.append(block)
-        columns = sum(table.shape[1] for table in self._tables)
-        if columns * self.rows.f.numel() * block.element_size() > self.memory / 2:
-            self._J.clear()
-        elif len(self._J) == len(self._tables) - 1:
-            self._J.append(self._of_features(self._features, block))
 
     # weights
 
@@ -200,24 +177,22 @@ class Span:
 
     def push(self, coordinates: Tensor, exact: bool = False) -> Tensor:
         """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m); in float64 if ``exact``."""
-        by_features, start = self._takes_features(len(coordinates)), 0
-        blocks = self._tables if by_features else self._J
-        dtype = torch.float64 if exact else blocks[0].dtype
-        total = blocks[0].new_zeros(len(blocks[0]), len(coordinates), dtype=dtype)
+        like, start = self.stored[0], 0
+        dtype = torch.float64 if exact else like.dtype
+        total = like.new_zeros(len(like), len(coordinates), dtype=dtype)
         c = coordinates.T.to(total)
-        for block in blocks:
+        for block in self.stored:
             total.addmm_(block.to(dtype), c[start : start + block.shape[1]])
             start += block.shape[1]
-        if by_features:
+        if self._features is not None:
             total = self._of_features(self._features, total)
         return total.view(*self.rows.f.shape, len(coordinates))
 
     def pull(self, u: Tensor, start: int = 0) -> Tensor:
         """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every rank."""
-        by_features = self._takes_features(u.shape[1])
-        u = self._transposed(u) if by_features else u
+        u = u if self._features is None else self._transposed(u)
         found, at = [u.new_zeros(u.shape[1], 0)], 0
-        for block in self._tables if by_features else self._J:
+        for block in self.stored:
             first = max(0, start - at)
             at += block.shape[1]
             if first < block.shape[1]:
@@ -227,29 +202,17 @@ class Span:
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks of examples with their J V, (n ... C, m), which fit into the cache if J V is stored."""
         outputs = self.rows.f.shape[1:].numel()
-        step = max(1, (1 << (19 if self._J else 24)) // (outputs * max(self.size, 1)))
+        entries = 1 << (19 if self._features is None else 24)
+        step = max(1, entries // (outputs * max(self.size, 1)))
         for start in range(0, len(self.rows.f), step):
             rows = slice(start, start + step)
-            if self._J:
+            if self._features is None:
                 near = slice(start * outputs, (start + step) * outputs)
-                yield rows, torch.cat([block[near] for block in self._J], 1)
+                yield rows, torch.cat([block[near] for block in self.stored], 1)
             else:
-                h = self._features[rows]
-                yield rows, torch.cat([self._of_features(h, block) for block in self._tables], 1)
+                yield rows, self._of_features(self._features[rows], torch.cat(self.stored, 1))
 
     # a last layer
-
-    def _table(self, w: Tensor) -> Tensor:
-        """Return T, (D C, k), of weights (k, P)."""
-        sizes, C = self.prior.layout.sizes, self.rows.f.shape[-1]
-        rows = [part.view(len(w), C, -1).permute(2, 1, 0) for part in w.split(sizes, 1)]
-        return torch.cat(rows).reshape(-1, len(w)).to(self._features)
-
-    def _takes_features(self, columns: int) -> bool:
-        """Whether a product takes less time by features than by J V; with few columns both take as long as reading."""
-        if self._features is None or not self._J:
-            return self._features is not None
-        return columns <= 4 or self._features.shape[-1] <= self.size
 
     def _of_features(self, features: Tensor, table: Tensor) -> Tensor:
         """Return h T, (n ... C, k)."""

@@ -87,7 +87,14 @@ class Whole:
         """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
         problem, sigma = q.curved, q.sigma
         if sigma.dim():
-            residual, targets, dims = self._sums_of_outputs(q)
+            columns, total = torch.cat([q.mean[None], q.samples]), torch.zeros((), device="cpu")
+            for batch, _, Jw in problem.push_forward(columns):
+                y = problem.loss(batch.targets, None).targets.to(Jw)[None]
+                squares = torch.cat([y - Jw[:1], y, Jw[1:]]).double().square()
+                total = total.to(columns.device) + squares.flatten(1, -2).sum(1).to(columns.device)
+            zeros = columns.new_zeros(len(columns) + 1, len(sigma), dtype=torch.float64)
+            total = problem.data.group.sum(zeros + total.to(zeros)).to(sigma.device)
+            residual, targets, dims = total[0], total[1], total[2:].mean(0) / sigma**2
         else:  # without its constant the loss is ½ Σ (y - J w)² / σ²
             plain = problem.with_likelihood(problem.likelihood.without_constant())
             losses = [plain.loss_and_gradient(w)[0] for w in (q.mean, torch.zeros_like(q.mean))]
@@ -95,17 +102,6 @@ class Whole:
             dims = q.gamma.mean(0).sum().to(sigma)
         count, least = count_and_rounding(problem, sigma, targets)
         return residual, least, dims, count
-
-    def _sums_of_outputs(self, q: State) -> Tensor:
-        """Return Σ (y - J m)², Σ y² and γ of every output, (3, C)."""
-        columns, total = torch.cat([q.mean[None], q.samples]), torch.zeros((), device="cpu")
-        for batch, _, Jw in q.curved.push_forward(columns):
-            y = q.curved.loss(batch.targets, None).targets.to(Jw)[None]
-            squares = torch.cat([y - Jw[:1], y, Jw[1:]]).double().square()
-            total = total.to(columns.device) + squares.flatten(1, -2).sum(1).to(columns.device)
-        zeros = columns.new_zeros(len(columns) + 1, len(q.sigma), dtype=torch.float64)
-        total = q.curved.data.group.sum(zeros + total.to(zeros)).to(q.sigma.device)
-        return torch.stack([total[0], total[1], total[2:].mean(0) / q.sigma**2])
 
 
 def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:

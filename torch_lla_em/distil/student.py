@@ -290,7 +290,7 @@ class Student(Printed, nn.Module):
 
     def _outputs(self, x: Any) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C)."""
-        f = self.form.adapter.outputs(self.network, x)  # type: ignore[misc]
+        f = self.form.adapter.outputs(self.network, x)
         return f if self.form.class_dim == -1 else f.movedim(self.form.class_dim, -1)
 
     def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:

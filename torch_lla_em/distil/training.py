@@ -287,10 +287,10 @@ def _error(student: Student, known: Known) -> StudentError:
     columns = []
     parts = 1 if student.likelihood.gives_probabilities else 2
     for due in pieces(known):
-        own = student.predict(due.x)
-        kl = due.divergence(student.likelihood, own.centre, own.log_uncertainty).double()
-        parts_of = own.log_uncertainty, due.uncertainty
-        columns.append((kl, *(p.chunk(parts, -1)[0].flatten() for p in parts_of), own.log_scores))
+        found = student.predict(due.x)
+        kl = due.divergence(student.likelihood, found.centre, found.log_uncertainty).double()
+        parts_of = found.log_uncertainty, due.uncertainty
+        columns.append((kl, *(p.chunk(parts, -1)[0].flatten() for p in parts_of), found.log_scores))
     kl, own, theirs, scores = map(torch.cat, zip(*columns))
     mean, error, ranked = (
         kl.mean().item(),

@@ -17,7 +17,7 @@ from torch_lla_em.likelihoods.discrete import (
 )
 from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
 
-LIKELIHOODS = {
+LIKELIHOODS: dict[str, type[Likelihood]] = {
     "classification": Classification,
     "regression": Regression,
     "bernoulli": Bernoulli,

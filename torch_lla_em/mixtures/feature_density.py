@@ -97,10 +97,10 @@ class FeatureDensity:
         batches = as_loader(data, self._targets or (None if self.by_label else default_targets))
         known: list[tuple[Tensor, ...]] = []
         for batch in batches:
-            given = None if self._targets is None else self._targets(batch)
-            targets = default_targets(batch) if self.by_label and given is None else given
-            own = self.features(inputs_of(batch, given))
-            known.append((own, targets) if self.by_label else (own,))
+            found: Any = None if self._targets is None else self._targets(batch)
+            y = default_targets(batch) if self.by_label and found is None else found
+            own = self.features(inputs_of(batch, found))
+            known.append((own, y) if self.by_label else (own,))
         self.mixture.fit(known, by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self

@@ -445,27 +445,16 @@ def test_autocast_inside_and_hooks_of_the_user():
 def of_torchvision(name):
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(0)
-    if name == "resnet18":
-        model = models.resnet18(num_classes=2)
-        for wide in (model.layer3, model.layer4):  # most of the weights, for speed
-            wide.requires_grad_(False)
-        return model
     if name == "mobilenet":
         from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 
         block = partial(InvertedResidualConfig, stride=2, dilation=1, width_mult=0.25)
         blocks = [block(16, 3, 16, 16, True, "RE"), block(16, 5, 32, 16, True, "HS")]
         return MobileNetV3(blocks, last_channel=16, num_classes=2)
-    if name == "convnext":
-        from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-
-        return ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=2)
-    if name == "vit":
-        return models.VisionTransformer(8, 4, 2, 2, 8, 16, num_classes=2)
     return models.SwinTransformer([2, 2], 8, [2, 1], [1, 2], [2, 2], num_classes=2)
 
 
-SIZES = {"resnet18": 32, "mobilenet": 32, "convnext": 32, "vit": 8, "swin": 16}
+SIZES = {"mobilenet": 32, "swin": 16}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -475,7 +464,7 @@ def test_torchvision(name, selection):
     x = draw(2, 3, SIZES[name], SIZES[name])
     report, factors = check(of_torchvision(name).double().train(), x, selection)
     assert report.forward
-    assert bool(factors) == (selection is not None or name in ("resnet18", "mobilenet"))
+    assert bool(factors) == (selection is not None or name == "mobilenet")
 
 
 TOKENS = torch.tensor([[5, 6, 7, 1], [8, 9, 1, 1]])

@@ -1,7 +1,5 @@
 """Outputs of any rank, and what is never allocated."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from allocator import Largest
@@ -11,8 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from torch_lla_em import Adapter, Bernoulli, Classification, Compute, LinearisedLaplace, Regression
-from torch_lla_em.data.batch import next_tokens
+from torch_lla_em import Bernoulli, Classification, Compute, LinearisedLaplace, Regression
 from torch_lla_em.data.loader import Data
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
@@ -146,25 +143,6 @@ def test_padding_counts_for_nothing(curvature):
     assert not torch.allclose(full.w_lin, la.w_lin)
 
 
-@pytest.mark.parametrize("likelihood", ["regression", "bernoulli", "poisson"])
-def test_outputs_without_an_axis_have_the_posterior_of_one_column(likelihood):
-    torch.manual_seed(0)
-    column = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    x = draw(300, 2)
-    y = {"regression": x[:, 0]}.get(likelihood, (x[:, 0] > draw(300, seed=1)).double())
-    found = []
-    for model, targets in ((column, y[:, None]), (nn.Sequential(column, nn.Flatten(0)), y)):
-        la = LinearisedLaplace(model, likelihood, prior="isotropic", num_samples=4)
-        la.fit([(x, targets)], **FIXED).calibrate(x[:40], targets[:40])
-        p = la.predict(x)
-        assert p.expectation.shape == p.variance.shape == p.samples.shape[1:] == targets.shape
-        of_x = p.expectation, p.variance, *p.credible_interval(0.8), p.log_prob(targets)
-        if likelihood == "regression":
-            of_x += tuple(p.interval(0.8))
-        found.append([la.effective_dim, *(tensor.flatten() for tensor in of_x)])
-    assert_close(*found, rtol=1e-3, atol=1e-3)
-
-
 def test_the_class_axis_is_asked_for():
     model, x = pixels(3)
     labels = (draw(5, 3, 4) > 0).long()
@@ -205,34 +183,3 @@ def test_nothing_is_of_size_classes_squared():
         la(x)
     size = la.w_lin.numel()
     assert largest.numel < 200 * size < 3_000 * size / 10  # the span, a hundred vectors or so
-
-
-def gpt(kind, **options):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, pad_token_id=0, **options)
-    return transformers, getattr(transformers, kind)(config)
-
-
-def test_language_models_predict_the_next_token():
-    transformers, model = gpt("GPT2LMHeadModel")
-    tokens = torch.randint(1, 11, (6, 5), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(tokens)
-    mask[1, 3:] = 0
-    batch = transformers.BatchEncoding({"input_ids": tokens, "attention_mask": mask})
-    options = {
-        "parameters": ["*mlp*"],
-        "adapter": Adapter(targets=next_tokens),
-        "curvature": "network",
-    }
-    la = LinearisedLaplace(model, "classification", num_samples=3, **options)
-    la.fit([batch], em_steps=1, progress_bar=False)
-    assert la(batch).shape == (6, 5, 11)
-    prediction = la.predict(batch)
-    # the model's own loss, which shifts inside
-    labels = tokens.masked_fill(mask == 0, -100)
-    expected = model.eval()(**batch, labels=labels).loss.detach() * (labels[:, 1:] >= 0).sum()
-    mixture = prediction.mixture.map(lambda values: values if values.dim() == 3 else 0 * values)
-    f = replace(prediction, mixture=mixture)
-    assert_close(-f.log_prob(next_tokens(batch)).sum(), expected)

@@ -61,14 +61,11 @@ def carried(
             if func is F.linear and h.dim() == 2:
                 W, b = (*args[1:], *kwargs.values(), None)[:2]
                 by_W, by_b = direction(W), direction(b)
-                along = 0 if along is None else along @ W.mT
+                along = z.new_zeros(()) if along is None else along @ W.mT
                 if by_b is not None:
                     along = along + by_b[:, None].expand(-1, *z.shape)
                 if by_W is not None:
-                    own = h.expand(len(w), *h.shape), by_W.mT
-                    along = (
-                        torch.baddbmm(along, *own) if isinstance(along, Tensor) else torch.bmm(*own)
-                    )
+                    along = torch.baddbmm(along, h.expand(len(w), *h.shape), by_W.mT)
             elif func in _ELEMENTWISE and along is not None:
                 slope = _ELEMENTWISE[func]
                 one = torch.ones_like(z) if slope is None else None

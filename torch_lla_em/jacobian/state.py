@@ -38,7 +38,7 @@ class NetworkState:
         self.fingerprint = fingerprint
         """A hash of every bit, and of the names."""
 
-        self._marks: dict[str, Any] | None = None
+        self._marks: list[Any] | None = None
         with ONE_AT_A_TIME:
             self._kinds = [type(layer) for layer in network.module.modules()]
             if fingerprint is None:
@@ -48,16 +48,6 @@ class NetworkState:
     def _note(self, module: nn.Module) -> None:
         self._marks, self._words = _look_at(module)
         self._sums = _sums(self._words)
-
-    def changed(self, network: Any) -> str | None:
-        """Return the name of a parameter, statistic or layer that looks changed, or None."""
-        with ONE_AT_A_TIME:
-            (now, words), before = _look_at(network.module), self._marks or {}
-            for name in {**now, **before}:
-                if now.get(name) != before.get(name):
-                    return name
-            sums = _sums(words)
-        return next((name for name in sums if sums[name] != self._sums[name]), None)
 
     def holds(self, network: Any, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""
@@ -78,30 +68,30 @@ class NetworkState:
         return {"fingerprint": self.fingerprint, "_kinds": self._kinds, "_marks": None}
 
 
-def _look_at(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what a change of a layer or tensor alters, by name, and the memory of tensors as integers."""
-    marks: dict[str, Any] = {}
-    words: dict[str, Tensor] = {}
-    for path, layer in module.named_modules():
-        marks[f"layer {path}"] = type(layer)
+def _look_at(module: nn.Module) -> tuple[list[Any], list[Tensor]]:
+    """Return what a change of a layer or tensor alters, and the memory of tensors as integers."""
+    marks: list[Any] = []
+    words: list[Tensor] = []
+    for layer in module.modules():
+        marks.append(type(layer))
         for is_parameter, holder in ((True, layer._parameters), (False, layer._buffers)):
             for key, t in holder.items():
                 # counters are no statistics
                 if t is None or not (is_parameter or t.is_floating_point() or t.is_complex()):
                     continue
-                name, is_plain = f"{path}.{key}" if path else key, t.layout is torch.strided
+                is_plain = t.layout is torch.strided
                 version = -1 if t.is_inference() else t._version
                 place = t.data_ptr() if is_plain else 0
-                marks[name] = id(t), t.dtype, t.device, t.shape, place, version
+                marks.append((key, id(t), t.dtype, t.device, t.shape, place, version))
                 if is_plain and not t.is_quantized:
                     real = torch.view_as_real(t) if t.is_complex() else t
-                    words[name] = real.detach().view(_INTEGERS[real.itemsize])
+                    words.append(real.detach().view(_INTEGERS[real.itemsize]))
     return marks, words
 
 
-def _sums(words: dict[str, Tensor]) -> dict[str, int]:
+def _sums(words: list[Tensor]) -> list[int]:
     """Return the sums of integers; a GPU is waited for once."""
-    sums = [part.sum() for part in words.values()]
+    sums = [part.sum() for part in words]
     if len({each.device for each in sums}) > 1:
         sums = [each.cpu() for each in sums]
-    return dict(zip(words, torch.stack(sums).tolist() if sums else []))
+    return torch.stack(sums).tolist() if sums else []

@@ -260,10 +260,9 @@ class Sweep:
 
         Call it before results are stored. It synchronises with the device.
         """
-        changed = self._begun_with.changed(self.linear_model.network)
-        if changed is not None:
+        if not self._begun_with.holds(self.linear_model.network):
             raise RuntimeError(
-                f"The network's {changed!r} was changed during the fit. Do not change the network "
+                "The network was changed during the fit. Do not change the network "
                 "until fit returns, or fit a copy.deepcopy of it."
             )
 

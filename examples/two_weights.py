@@ -234,7 +234,7 @@ q = e_step(over, over.first(1.0))
 while True:
     for _ in range(25):  # small
         new_precision, _ = m_step(over, q)  # the rule of λ
-        new_H = over.expected.next(q.outputs, q.curved.deviations)  # the rule of H
+        new_H = over.expected.H(q.outputs, q.curved.deviations)  # the rule of H
         q = e_step(over, over.moved(q, new_precision, None, q.H.towards(new_H, 0.5)))
     q = over.measured(q)  # large
     print(

@@ -208,3 +208,14 @@ def test_units_do_not_matter_to_estimators_and_one_hidden_layer_is_a_number(scal
     found = LaplaceRegressor(**FAST).fit(scale * x, scale * targets)
     for one, other in zip(found.predict(scale * x, return_std=True), means):
         np.testing.assert_allclose(one / scale, other, near, near)
+
+
+def test_the_default_weight_decay_is_300_over_the_number_of_examples():
+    x, y = rows(400)
+    options = FAST | {"epochs": 2, "validation_fraction": 0.0}
+    found = [
+        LaplaceClassifier(linear, **options, weight_decay=decay).fit(x, y).predict_proba(x)
+        for decay in (None, 0.75, 0.0)
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert abs(found[0] - found[2]).max() > 1e-4

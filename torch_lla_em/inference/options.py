@@ -91,7 +91,8 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
         if not model.is_last_layer:  # directions, and two copies of J V
             return size * (P + 2 * outputs) * itemsize
         # weights, the products with features of a few examples, and numbers for each sample and output
-        return (size * 3 * P + 6 * plan.num_samples * outputs) * itemsize
+        products = 2 * min(size * outputs, 1 << 24)
+        return (size * 3 * P + products + 6 * plan.num_samples * outputs) * itemsize
 
     many = takes_draws(likelihood, classes, outputs * itemsize, room)
     entries = entries_of(likelihood, classes, outputs / classes, many)

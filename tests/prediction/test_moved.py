@@ -141,6 +141,17 @@ def test_a_network_does_not_become_confident_where_a_simple_model_knows_more():
     assert temperature_of_neighbours(Blind(), told, y) > 0.75
 
 
+def test_fit_leaves_a_network_that_is_not_too_confident_as_it_is():
+    x, y = blobs(400)
+    for factor in (0.3, 3.0):
+        head = nn.Linear(5, 2)
+        with torch.no_grad():
+            head.weight.copy_(factor * torch.tensor([[0.0], [1.5]]).expand(2, 5))
+            head.bias.zero_()
+        la = LinearisedLaplace(head, "classification", num_samples=4, parameters="last_layer")
+        assert (la.fit(x, y, progress_bar=False).calibration is None) == (factor < 1)
+
+
 def test_some_of_many_examples_give_nearly_the_temperature_of_all(monkeypatch):
     x, y = blobs(600, noise=0.1)
     model, found = Memory(x, y), []
@@ -287,8 +298,7 @@ def test_targets_and_inputs_of_other_forms(kind):
     batch = (x, y, torch.linspace(0, 2, 60)) if kind == "weights" else (x, y)
     la = LinearisedLaplace(model, likelihood, num_samples=4, parameters="last_layer", **options)
     la.fit([batch], progress_bar=False, weights="last" if kind == "weights" else None)
-    if kind == "dense":
-        la.calibrate()
+    la.calibrate()  # also where fit does without
     assert la.calibration.length is not None
     assert la.calibration.after < la.calibration.before + 0.1
 

@@ -16,6 +16,7 @@ from torch_lla_em.prediction.calibration import (
     calibrated,
     folds_as_reference,
     half_as_reference,
+    temperature_of,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
 from torch_lla_em.prediction.passes import over_batches, under_all
@@ -153,6 +154,11 @@ def calibrated_on_moved(
         batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
         read = replace(posterior, setting=setting._replace(target_fn=None))
         part = joined(part for _, part in over_batches(read, batches))
+        if not asked and posterior.likelihood.gives_probabilities:
+            # memorised labels make a network too confident; below 1 the simple model only knows more
+            T = group.meet(temperature_of(posterior.likelihood, part.f, part.y), first)
+            if T < 1:
+                return posterior
         found = _of_first_rank(calibrated([part], [posterior.tables], length), group)
         return posterior.calibrated(found, None, messages)
 

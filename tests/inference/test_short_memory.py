@@ -38,7 +38,7 @@ def fit(monkeypatch):
     def run(directions, **options):
         P = sum(p.numel() for p in model.parameters())
         bytes_ = 4 * (directions * (P + 2 * N * C) + 6 * N * C**2)
-        monkeypatch.setattr("torch_lla_em.inference.fit.room", lambda _: 2.0 * bytes_)
+        monkeypatch.setattr("torch_lla_em.inference.fit.free_for_each", lambda *_: 2.0 * bytes_)
         monkeypatch.setattr(Span, "restart", counted)
         la = LinearisedLaplace(model, "classification", **{"num_samples": K, **options})
         la.fit(x, y, validation=False, progress_bar=False)

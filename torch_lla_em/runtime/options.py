@@ -150,14 +150,17 @@ def check_whole(least: float, **given: Any) -> None:
         require(is_whole and int(value) >= least, name, value, words)
 
 
-def check_within(low: float, high: float, **given: Any) -> None:
+def check_within(low: float, high: float, **values: Any) -> None:
     """Raise an error for the first value that is not None and has no real numbers in this range."""
-    for name, value in given.items():
+    for name, value in values.items():
         failures: list[Exception] = []
+        inside = value is None
         with suppressed(failures):
-            numbers = torch.as_tensor(0.0 if value is None else value, device="cpu")
-            is_real = not numbers.is_complex() and numbers.dtype != torch.bool
-            numbers = numbers.double() if is_real else numbers.real.double()
-            inside = value is None or bool(((numbers >= low) & (numbers <= high)).all())
+            numbers = torch.as_tensor(low if inside else value, device="cpu")
+            if not numbers.is_complex() and numbers.dtype != torch.bool:
+                numbers = torch.as_tensor(
+                    low if inside else value, dtype=torch.float64, device="cpu"
+                )
+                inside = bool(((numbers >= low) & (numbers <= high)).all())
         words = f"None, or positive real numbers from {low:g} to {high:g}"
-        require(not failures and is_real and inside, name, value, words)
+        require(not failures and inside, name, value, words)

@@ -140,8 +140,8 @@ class Session:
     def stepped(self, found: dict[str, Any] | None, progress: Callable[[], Progress]) -> bool:
         """Record an EM step, save the state, and return whether the budget ends."""
         if found is not None:
-            own = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
-            self.history.append({"step": len(self.history) + 1, **found, **own})
+            cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
+            self.history.append({"step": len(self.history) + 1, **found, **cost})
         ends = self.budget.ends()
         if self._folder is not None:
             self.problem.sweep.refuse_changes()

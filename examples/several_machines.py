@@ -45,7 +45,8 @@ else:
 
 
 def posterior(**compute):
-    return LinearisedLaplace(model, "classification", num_samples=16, compute=Compute(**compute))
+    compute = Compute(keep_data=False, **compute)  # the loader is read in every pass
+    return LinearisedLaplace(model, "classification", num_samples=16, compute=compute)
 
 
 # %% [markdown]

@@ -96,7 +96,7 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
         output (int): The output to plot. Default 0.
 
     Example:
-        >>> axes = plot.bands(regression, [(regression_x, regression_y)])
+        >>> axes = plot.bands(curve, [(t, t.sin())])
     """
     rows, axes = _rows(la, loader, real=True), _axes(axes, "input", "target")
     x = rows.inputs

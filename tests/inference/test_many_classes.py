@@ -48,9 +48,9 @@ def test_the_evidence_does_not_fall_far_below_one_that_a_fit_has_passed(n, class
     best = max(la.history, key=lambda step: step["log_evidence"])
     last = la.history[-1]
     assert last["why"] == "accurate" and last["step"] < 12
-    assert last["log_evidence"] > best["log_evidence"] - 12
+    assert last["log_evidence"] > best["log_evidence"] - 16
     xt, yt = table(500, classes, 102)
-    assert -la.predict(xt, mean="linear").log_prob(yt).mean() < (2.0 if n == 60 else 2.4)
+    assert -la.predict(xt, mean="linear").log_prob(yt).mean() < (2.0 if n == 60 else 2.8)
     if n == 60:
         return
     # evidences over few directions are too high: over all that a fit needs, λ is at the best

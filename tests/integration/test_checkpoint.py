@@ -20,7 +20,7 @@ from tiny import tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import SGD, Adapter, BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import SGD, Adapter, BlockCG, Compute, LinearisedLaplace, Regression
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
 from torch_lla_em.runtime import files
@@ -33,7 +33,7 @@ CASES = {
     "linear": ("classification", {"curvature": "linear"}),
     "no room for a span": ("classification", {"compute": replace(READ, span_memory=2000)}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
-    "cg, a noise per output": ("regression", {"sigma_noise": NOISES}),
+    "cg, a noise per output": ("regression", {"noises": NOISES}),
     "block CG": ("classification", {"compute": Compute(solver=BlockCG())}),
     "function space": ("classification", {"compute": Compute(solver=Direct())}),
     "sgd": ("classification", {"compute": Compute(solver=SGD(epochs=3), tolerance=9.0)}),
@@ -45,7 +45,8 @@ def posterior(name, loader=None, folder=None, compute=READ):
     case, options = tiny(likelihood), {"num_samples": 4, "curvature": "network", **options}
     loader = list(zip(case.x.split(7), case.y.split(7))) if loader is None else loader
     compute = replace(options.pop("compute", compute), checkpoint=folder)
-    la = LinearisedLaplace(case.model, likelihood, compute=compute, **options)
+    given = Regression(options.pop("noises")) if "noises" in options else likelihood
+    la = LinearisedLaplace(case.model, given, compute=compute, **options)
     return la.fit(loader, progress_bar=False)
 
 

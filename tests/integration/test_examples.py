@@ -78,6 +78,9 @@ def names():
     problem = la._problem(loader, Group())
     names |= {"problem": problem, "noise": torch_lla_em.get_sto_samples(problem, 4)}
     names |= {"regression_x": real.x, "regression_y": real.y}
+    t, line = torch.linspace(-1, 1, 30)[:, None], torch.nn.Linear(1, 1)
+    curve = LinearisedLaplace(line, "regression", num_samples=4)
+    names |= {"t": t, "curve": curve.fit(t, t.sin(), em_steps=1, progress_bar=False)}
     names |= {"torch": torch, "plot": torch_lla_em.plot, "model": case.model}
     return names | {"x": case.x, "y": case.y, "loader": loader}
 

@@ -6,6 +6,7 @@ It serves layerwise priors, a solver chosen by the user, and data for which a sp
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, nan
@@ -109,12 +110,15 @@ def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]
     while em_steps and not q.why:
         found = e_step(whole, q)
         precision, sigma = m_step(whole, found)
-        changes = _changes(found, precision, sigma)
+        changes, last = _changes(found, precision, sigma), None
+        if not precision.dim() and sigma is None:
+            last = math.log(found.precision), math.log(precision)
+            precision = _accelerated(found, last)
         number = q.number + 1
         rest = number > 2 and _left(q.moved, changes) < 1
         why = "converged" if rest else "all steps" if number >= em_steps else ""
         q = found._replace(precision=precision, sigma=sigma, curved=None)
-        q = q._replace(number=number, moved=changes, converged=rest, why=why)
+        q = q._replace(number=number, moved=changes, converged=rest, why=why, last=last)
         yield found, q
 
 
@@ -129,6 +133,19 @@ def _changes(q: State, precision: Tensor, sigma: Tensor | None) -> Tensor:
         return changes
     of_noise = 2 * (sigma / q.sigma).log().abs().max() / allowed.min()
     return torch.cat([changes, of_noise.view(1).to(changes)])
+
+
+def _accelerated(q: State, last: tuple[float, float]) -> Tensor:
+    """Return λ by a secant through MacKay's updates here and at the step before, or the update where none is safe.
+
+    Without it, fits of slow convergence end up to 7 % from the fixed point.
+    """
+    (here, there), slope = last, 0.0
+    if q.last is not None and here != q.last[0]:
+        slope = (there - q.last[1]) / (here - q.last[0])
+    if not -1 < slope < 0.9:  # negative: it overshoots from both sides
+        slope = 0.0
+    return q.precision * math.exp((there - here) / (1 - slope))
 
 
 def _left(before: Any, changes: Tensor) -> float:

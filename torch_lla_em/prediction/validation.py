@@ -72,7 +72,7 @@ class Comparison(Printed):
     """log p(y | x) of each validation example, (N,), by name; paired across posteriors."""
 
     gains: dict[str, Tensor]
-    """By how much it exceeds that under the networks alone, (N,), by name."""
+    """The difference from that under the networks alone, (N,), by name."""
 
     @property
     def ranking(self) -> list[str]:

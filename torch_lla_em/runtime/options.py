@@ -152,15 +152,14 @@ def check_whole(least: float, **given: Any) -> None:
 
 def check_within(low: float, high: float, **values: Any) -> None:
     """Raise an error for the first value that is not None and has no real numbers in this range."""
+    words = f"None, or positive real numbers from {low:g} to {high:g}"
     for name, value in values.items():
-        failures: list[Exception] = []
-        inside = value is None
-        with suppressed(failures):
-            numbers = torch.as_tensor(low if inside else value, device="cpu")
-            if not numbers.is_complex() and numbers.dtype != torch.bool:
-                numbers = torch.as_tensor(
-                    low if inside else value, dtype=torch.float64, device="cpu"
-                )
+        if value is None:
+            continue
+        inside = False
+        with suppressed():
+            given = torch.as_tensor(value, device="cpu")
+            if not given.is_complex() and given.dtype != torch.bool:
+                numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu")
                 inside = bool(((numbers >= low) & (numbers <= high)).all())
-        words = f"None, or positive real numbers from {low:g} to {high:g}"
-        require(not failures and inside, name, value, words)
+        require(inside, name, value, words)

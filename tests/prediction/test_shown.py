@@ -25,7 +25,7 @@ from torch_lla_em import (
 )
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Classification, Poisson, Regression
-from torch_lla_em.prediction import metrics, predicted_data, scores, summary
+from torch_lla_em.prediction import predicted_data, scores, summary, validation
 from torch_lla_em.prediction.validation import Comparison
 
 
@@ -99,7 +99,7 @@ def warned(prediction=None, y=None, **changed):
     found = {name: torch.tensor(value) for name, value in (well | changed).items()}
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
     result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
-    given = [*metrics.warnings_of(SimpleNamespace(result=result, num_data=200), prediction, y)]
+    given = [*validation.warnings_of(SimpleNamespace(result=result, num_data=200), prediction, y)]
     assert all(len(words.split()) <= 40 for words in given)
     return given
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +17,14 @@ from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predicted
-from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.summary import Cells, Printed
 
-_QUARTERS = "lowest", "second", "third", "highest"
-_LARGEST, _FEWEST = 3, 10
-"""Features by which examples are grouped, and the fewest examples of a group."""
-
-_CLEAR = 3.0
-"""Standard errors below the level at which the coverage of a group is too low; there are many groups."""
+_FEWEST, _CLEAR = 10, 3.0
+"""Fewest examples of a group, and standard errors below the level at which its coverage is too low: groups are many."""
 
 _COPIES, _AT_ONCE, _BLIND = 200, 50, 0.7
-"""Most examples of which shifted copies are made, at once, and the AUROC below which OOD flags miss them."""
+"""Most images of which shifted copies are made, how many at once, and the AUROC below which OOD flags miss them."""
 
 
 class GroupCoverage(NamedTuple):
@@ -40,7 +36,7 @@ class GroupCoverage(NamedTuple):
     size: float
     """Mean number of classes in a set, or mean width of an interval."""
 
-    references: float = float("inf")
+    references: float = inf
     """Number of calibration examples that its sets or intervals are from."""
 
     def is_low(self, level: float) -> bool:
@@ -75,10 +71,8 @@ class Check(Printed):
         low = [group.name for group in self.groups if group.is_low(self.level)]
         lines = ["No group has a coverage that is clearly below the level."]
         if low:
-            names = ", ".join(low)
-            lines = [
-                f"The coverage is clearly below {self.level:g} for: {names}. {self._remedy(low)}"
-            ]
+            names = f"{self.level:g} for: {', '.join(low)}"
+            lines = [f"The coverage is clearly below {names}. {self._remedy(low)}"]
         blind = [f"{name} ({area:.2f})" for name, area in self.shifted.items() if area < _BLIND]
         if blind:
             lines.append(
@@ -89,9 +83,9 @@ class Check(Printed):
 
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
-        kinds, by = {name.split(" ")[0] for name in low}, _reference_of(self.prediction)
-        own = {"group": by.groups is not None, "class": by.classes is not None}
-        if "all" in low or any(own[kind] for kind in kinds & own.keys()):
+        kinds, by = {name.split(" ")[0] for name in low}, self.prediction.judged("check", True)[0]
+        own = {"all": True, "group": by.groups is not None, "class": by.classes is not None}
+        if any(own.get(kind) for kind in kinds):
             return (
                 "Calibrate with data from the same distribution as these, also within each group."
             )
@@ -100,12 +94,10 @@ class Check(Printed):
                 "If the noise depends on the inputs, train a network that predicts it, and fit it with "
                 'likelihood="heteroscedastic".'
             )
-        words = (
-            "call la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)"
-        )
+        call = "la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)"
         if "class" in kinds and "group" not in kinds and by.groups is None:
-            words = 'call la.calibrate(validation_loader, groups="classes")'
-        return f"The guarantee is an average over all inputs. For one in each part, {words}."
+            call = 'la.calibrate(validation_loader, groups="classes")'
+        return f"The guarantee is an average over all inputs. For one in each part, call {call}."
 
     def _table(self) -> tuple[str, Cells]:
         size = "width" if self.prediction.likelihood.real_valued else "set size"
@@ -156,77 +148,64 @@ def check(
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
         prediction, shifted = predicted(record, data), {}
-        by_group = prediction.reference is not None and prediction.reference.groups is not None
-        if by_group:
+        if record.reference is not None and record.reference.groups is not None:
             prediction = replace(prediction, stated=stated)
         found = list(_groups(prediction, data.y, x, stated.groups, level))
         if x is not None and x.is_floating_point() and x.dim() == 4:
-            own, x = prediction.p_value, x[:_COPIES]
-            stated = stated.part(slice(len(x))) if by_group else Stated()
-            for name, copies in _copies(x):
-                if torch.equal(copies, x):  # such as a blur of small images
-                    continue
-                parts = [slice(start, start + _AT_ONCE) for start in range(0, len(x), _AT_ONCE)]
-                each = [predict(record, copies[i], groups=stated.part(i).groups) for i in parts]
-                shifted[name] = auroc(-torch.cat([p.p_value for p in each]), -own).item()
-        return Check(level, found, shifted, prediction)
+            shifted = dict(_shifted(record, prediction, x[:_COPIES]))
+    return Check(level, found, shifted, prediction)
 
 
 def _groups(
     prediction: Prediction, y: Tensor, x: Tensor | None, labels: Tensor | None, level: float
 ) -> Iterator[GroupCoverage]:
     """Yield the coverage within each group."""
-    likelihood, reference = prediction.likelihood, _reference_of(prediction)
-    if likelihood.real_valued:
+    reference, is_real = prediction.judged("check", True)[0], prediction.likelihood.real_valued
+    if is_real:
         lower, upper = prediction.interval(level)
-        inside, size = (lower <= y) & (y <= upper), upper - lower
-        inside, size = (v.double().reshape(len(y), -1).mean(1) for v in (inside, size))
-        noise = prediction.aleatoric
+        values = (lower <= y) & (y <= upper), upper - lower, prediction.aleatoric
     else:
         sets = prediction.prediction_set(level)
-        inside = sets.gather(1, y.long()[:, None])[:, 0].double()
-        size, noise = sets.double().sum(1), prediction.entropy
-
-    rows: dict[str, Any] = {"all": slice(None)}
-    own = {}
+        values = sets.gather(1, y.long()[:, None]), sets.sum(1), prediction.entropy
+    inside, size, noise = (v.double().reshape(len(y), -1).mean(1) for v in values)
+    rows: dict[str, tuple[Any, Any]] = {"all": (slice(None), slice(None))}
     kinds = ("group", labels, reference.groups), ("class", y, reference.classes)
-    for kind, given, known in kinds[: 1 if likelihood.real_valued else 2]:
+    for kind, given, known in kinds[: 1 if is_real else 2]:
         for label in [] if given is None else given.unique().tolist():
-            rows[f"{kind} {int(label)}"] = given == label
-            if known is not None:
-                own[f"{kind} {int(label)}"] = known == label
-    words = "predicted noise" if likelihood.real_valued else "entropy"
-    columns = {words: noise.double().reshape(len(y), -1).mean(1)}
+            own = slice(None) if known is None else known == label
+            rows[f"{kind} {int(label)}"] = given == label, own
+    columns = {"predicted noise" if is_real else "entropy": noise}
     if x is not None and x.dim() == 2 and x.is_floating_point():
-        scaled = (x.double() - x.double().mean(0)) / x.double().std(0).clamp_min(1e-30)
-        for feature in scaled.abs().amax(0).topk(min(_LARGEST, x.shape[1])).indices.tolist():
+        extreme = ((x - x.mean(0)) / x.std(0).clamp_min(1e-30)).abs().amax(0)
+        for feature in extreme.topk(min(3, x.shape[1])).indices.tolist():
             columns[f"feature {feature}"] = x[:, feature].to(inside)
-    for name, values in columns.items():
-        order = values.argsort(stable=True)
-        if values[order[0]] != values[order[-1]]:
-            parts = order.tensor_split(len(_QUARTERS))
-            rows |= {f"{name}, {part} quarter": some for part, some in zip(_QUARTERS, parts)}
+    for name, values_of in columns.items():
+        parts = values_of.argsort(stable=True).tensor_split(4)
+        if values_of.min() < values_of.max():
+            for part, some in zip(("lowest", "second", "third", "highest"), parts):
+                rows[f"{name}, {part} quarter"] = some, slice(None)
     every = torch.ones_like(inside[:1]).expand(len(reference.unusual))
     every = every if reference.weights is None else reference.weights.double()
-    for name, some in rows.items():
-        weights = every[own.get(name, slice(None))]
-        references = float(weights.sum() ** 2 / weights.square().sum().clamp_min(1e-30))
+    for name, (some, own) in rows.items():
+        references = every[own].sum() ** 2 / every[own].square().sum().clamp_min(1e-30)
         shares = inside[some].mean().item(), size[some].mean().item()
-        yield GroupCoverage(name, len(inside[some]), *shares, references)
+        yield GroupCoverage(name, len(inside[some]), *shares, references.item())
 
 
-def _reference_of(prediction: Prediction) -> Reference:
-    return prediction.judged("check", by_labels=True)[0]
-
-
-def _copies(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield shifted copies of images (B, channels, H, W)."""
+def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, float]]:
+    """Yield the AUROC of p-values for shifted copies of images (B, channels, H, W), by the name of the shift."""
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
-    turns = 1 if x.shape[2] == x.shape[3] else 2
-    yield f"rotation by {90 * turns}°", x.rot90(turns, (2, 3))
-    width = 2 * (min(x.shape[2:]) // 8) + 1
-    yield "blur", F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False)
-    yield "noise", x + x.std(correction=0) * noise
-    lowest, highest = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
-    yield "inverted values", lowest + highest - x
+    turns, width = 1 if x.shape[2] == x.shape[3] else 2, 2 * (min(x.shape[2:]) // 8) + 1
+    copies = {
+        f"rotation by {90 * turns}°": x.rot90(turns, (2, 3)),
+        "blur": F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False),
+        "noise": x + x.std(correction=0) * noise,
+        "inverted values": x.amin((2, 3), keepdim=True) + x.amax((2, 3), keepdim=True) - x,
+    }
+    for name, other in copies.items():
+        if not torch.equal(other, x):  # such as a blur of small images
+            parts = torch.arange(len(x), device=x.device).split(_AT_ONCE)
+            stated = (prediction.stated.part(rows).groups for rows in parts)
+            each = [predict(record, other[i], groups=g).p_value for i, g in zip(parts, stated)]
+            yield name, auroc(-torch.cat(each), -prediction.p_value).item()

@@ -1,31 +1,14 @@
-"""Scores of predictions, and warnings about fits that have failed."""
+"""Scores of predictions and their targets."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from math import log
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.summary import CALL
-from torch_lla_em.runtime import PRECISION_BOUNDS
-
-LEVEL = 0.9
-"""Level of the prediction intervals whose coverage is measured."""
-
-_DETERMINED, _RESIDUALS = 0.3, 0.8
-"""γ per target above which training residuals do not determine the noise, and the smallest acceptable ratio of the
-network's squared residuals to those that σ and γ imply. The first was chosen on seven regressions with 200 and 800
-examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %."""
-
-_SHARED = 0.01
-"""Smallest acceptable ratio of an output's squared residuals to the σ² that all outputs share."""
 
 
-def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
+def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
     """Return which targets lie in their prediction intervals, in the shape of the targets."""
     lower, upper = prediction.credible_interval(level)
     return (y >= lower) & (y <= upper)
@@ -34,9 +17,8 @@ def covered(prediction: Prediction, y: Tensor, level: float = LEVEL) -> Tensor:
 def scores(prediction: Prediction, y: Tensor, log_prob: Tensor | None = None) -> dict[str, float]:
     """Return the scores that apply, by name, of a prediction and its targets, both with the classes last.
 
-    ``log_prob`` is log p(y), (B,); None: that of the prediction, which aligns y itself. The scores are the NLL; for
-    probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R² (the mean over outputs) and the coverage of 90 %
-    intervals.
+    They are the NLL, by ``log_prob`` (B,) if given; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R²
+    (the mean over outputs) and the coverage of 90 % intervals.
     """
     likelihood = prediction.likelihood
     log_prob = prediction.log_prob(y) if log_prob is None else log_prob
@@ -89,55 +71,3 @@ def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Te
     each = torch.ones_like(stated), stated, right
     count, confidence, correct = (zeros.index_add(0, place, v.to(stated)) for v in each)
     return count, confidence, correct
-
-
-def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield a warning for each sign that a fit has failed, given predictions of training examples, classes last.
-
-    If γ of the N C targets are needed to determine the weights, residuals have the variance σ² (1 - γ / N C). What is
-    learnt of σ takes this into account, but not that the features were fitted to the same targets.
-    """
-    result, likelihood = posterior.result, prediction.likelihood
-    gamma, error = result.effective_dim
-    gamma, error = gamma.sum().item(), error.norm().item()
-    collapsed = gamma < max(4 / len(result.w_samples), 2 * error)
-    # where all λ are at their bound the fit has warned
-    if collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any():
-        scaling = 'prior="isotropic", ' if (result.scale != 1).any() else ""
-        yield (
-            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
-            f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
-        )
-    if likelihood.gives_probabilities:
-        network = prediction.origin.network()
-        count = stated_and_right(network, y)[0].numel()
-        classes = 2 if likelihood.elementwise else network.probs.shape[-1]
-        nll = -network.mixture.log_prob(y).double().sum().item() / max(count, 1)
-        if count and nll >= log(classes):
-            yield (
-                f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
-                f"{log(classes):.3g}. The posterior is that of a trained network: train it before fit."
-            )
-    if likelihood.observation_noise is None or y.shape != prediction.mean.shape:
-        return
-    squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
-    share, left = gamma / (posterior.num_data * y[0].numel()), squares.mean().item()
-    if result.network_noise is not None:  # predictions are around the linear model
-        left = min(left, result.network_noise.square().mean().item())
-    left /= max(1 - share, 1e-9)
-    why = f"squared training residuals are {left:.0%} of what σ implies"
-    is_low = left * (1 + 2 * (2 / squares.numel()) ** 0.5) < _RESIDUALS
-    if share > _DETERMINED:
-        is_low, why = True, f"γ is {share:.0%} of the number of targets"
-    if is_low and not collapsed:  # otherwise σ is too large
-        yield (
-            f"The network has overfitted ({why}), so σ is probably too small. {CALL} to learn it from other "
-            "examples, or use more data."
-        )
-    count = y.shape[-1] if y.dim() > 1 else 1
-    share, output = squares.reshape(-1, count).mean(0).min(0)
-    if not result.sigma_noise.dim() and count > 1 and share < _SHARED:
-        yield (
-            f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
-            f"it: its intervals are far too wide. Pass Regression(torch.ones({count})) to learn one for each."
-        )

@@ -17,9 +17,6 @@ Cells = list[tuple[str, ...]]
 _SHOWN, _WIDTH = 6, 76
 """Number of examples that are printed, and of characters of a line of the last column."""
 
-_TOO_LARGE = 0.1
-"""Relative error above which the number of effective parameters is reported as not well known."""
-
 CALL = "Call la.calibrate(validation_loader)"
 """The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
 
@@ -66,35 +63,23 @@ class Table(Printed):
 
 def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a prediction."""
-    count, likelihood = len(prediction.centre), prediction.likelihood
-    title += f" under {type(likelihood).__name__}"
+    likelihood, count = prediction.likelihood, len(prediction.centre)
+    title = f"{title} under {type(likelihood).__name__}"
     if prediction.centre.dim() != 2 or not count:
         return title, [("outputs", f"of shape {tuple(prediction.expectation.shape)}")]
-    columns = _columns(prediction.first(_SHOWN))
-    rows: Cells = [("example", *columns)]
-    for i in range(min(count, _SHOWN)):
-        rows.append((str(i), *(_cell(values[i]) for values in columns.values())))
-    return title, rows if count <= _SHOWN else [*rows, (f"of {count}", *("…" for _ in columns))]
-
-
-def _columns(prediction: Any) -> dict[str, Tensor]:
-    """Return what is shown of each example."""
-    likelihood = prediction.likelihood
+    p = prediction.first(_SHOWN)
+    columns = {"E[y]": p.expectation}
     if likelihood.real_valued:
-        of_y, of_mean = prediction.predictive_variance.sqrt(), prediction.epistemic.sqrt()
-        return {"mean": prediction.expectation, "sd of y": of_y, "sd of its mean": of_mean}
-    columns = {"E[y]": prediction.expectation}
-    error = getattr(prediction, "standard_error", None)  # students have none
-    if has_classes := likelihood.gives_probabilities and not likelihood.elementwise:
-        axis = prediction.class_dim
-        best = prediction.probs.max(axis, keepdim=True)
-        columns = {"class": best.indices.squeeze(axis), "probability": best.values.squeeze(axis)}
-        error = None if error is None else error.gather(axis, best.indices).squeeze(axis)
-    if error is not None:
-        columns["Monte Carlo error"] = error
-    if has_classes:
-        columns["entropy"] = prediction.entropy
-    return columns | ({"epistemic": prediction.epistemic} if likelihood.gives_probabilities else {})
+        columns = {"mean": p.expectation, "sd of y": p.predictive_variance.sqrt()}
+        columns["sd of its mean"] = p.epistemic.sqrt()
+    elif likelihood.gives_probabilities:
+        if not likelihood.elementwise:
+            best = p.probs.max(1)
+            columns = {"class": best.indices, "probability": best.values, "entropy": p.entropy}
+        columns["epistemic"] = p.epistemic
+    rows: Cells = [("example", *columns)]
+    rows += [(str(i), *map(_cell, each)) for i, each in enumerate(zip(*columns.values()))]
+    return title, rows if count <= _SHOWN else [*rows, (f"of {count}", *("…" for _ in columns))]
 
 
 def _cell(values: Tensor) -> str:
@@ -108,8 +93,7 @@ class Accuracy(NamedTuple):
     """The numerical error of the posterior samples, in posterior standard deviations."""
 
     error: float
-    """The root mean square error over all directions that the data determine: the number that fits,
-    warnings and ``print`` compare with the tolerance."""
+    """The root mean square error over all directions that the data determine."""
 
     bound: float
     """An upper bound on the error of every output of every sample, at any input."""
@@ -136,9 +120,9 @@ def accuracy(la: Any) -> Accuracy | None:
         >>> la.accuracy.is_reached
         True
     """
-    if la._posterior is None:
+    if la.posterior is None:
         return None
-    result = la._posterior.result
+    result = la.posterior.result
     error = relative_error(result.certificate, result.effective_dim.value.sum())
     return Accuracy(error, result.certificate.max().item(), la.tolerance)
 
@@ -161,37 +145,56 @@ def details(la: Any) -> Table:
     return Table(title, rows)
 
 
+def _numbers(la: Any) -> Iterator[tuple[str, str]]:
+    """Yield the numbers of a fit in the terms of the method."""
+    if la.posterior is None:
+        return
+    result, last = la.posterior.result, la.history[-1] if la.history else None
+    evidence, spread = (each.item() for each in result.log_evidence)
+    gamma, error = result.effective_dim
+    yield "prior precision λ", _several(result.prior_precision)
+    yield "effective dimension γ", f"{gamma.sum():.4g} ± {error.norm():.2g}"
+    if evidence == evidence:  # otherwise a solver has not computed it
+        yield "log evidence", f"{evidence:.6g} ± {spread:.2g}"
+    if last is not None:
+        yield "EM", f"{last['step']} steps, {last['data_passes']} passes, {last['seconds']:.3g} s"
+    yield from (("memory plan", plan) for plan in la.messages[:1])
+
+
 def table_of(la: Any) -> tuple[str, Cells]:
     """Return the title and the table that ``print(la)`` shows, of a posterior or an ensemble."""
     members = _members(la)
-    missing, first = sum(one.accuracy is None for one in members), members[0]
-    several = f"{len(members)} posteriors of " if members != [la] else ""
+    several, first = members != [la], members[0]
     kinds = ", ".join(sorted({type(one.model).__name__ for one in members}))
-    title, rows = (
-        f"{type(la).__name__} of {several}{kinds}",
-        [("likelihood", type(first.likelihood).__name__)],
-    )
-    chosen, total = (
-        first._linear_model.layout.size,
-        sum(p.numel() for p in first.model.parameters()),
-    )
+    title = f"{type(la).__name__} of {f'{len(members)} posteriors of ' if several else ''}{kinds}"
+    rows = [("likelihood", type(first.likelihood).__name__)]
+    chosen = first._linear_model.layout.size
+    total = sum(p.numel() for p in first.model.parameters())
     size = f"{f'all {total:,}' if chosen == total else f'{chosen:,} of {total:,}'} parameters"
-    if missing:
+    if missing := sum(one.posterior is None for one in members):
         words = f"{missing} of {len(members)} members are not fitted: call fit of each"
         words = words if several else "none yet: call la.fit(train_loader)"
         return title, [*rows, ("posterior", f"{words}; {size}")]
     counts = sorted({one.num_data for one in members})
     seconds = [one.history[-1]["seconds"] for one in members if one.history]
-    data = f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else "") + " examples"
+    ends = sorted({one.posterior.result.why for one in members} - {"accurate"})
+    data = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))) + " examples"
     data += f", fitted in {sum(seconds):.3g} s" if seconds else ""
-    ends = sorted({one._posterior.result.why for one in members} - {"accurate"})
     data += f" (ended by: {', '.join(ends)})" if ends else ""
     samples = f"{len(first.w_samples)} samples of {size}{' each' if several else ''}"
     rows += [("posterior", samples), ("training data", data)]
     if first.sigma_noise is not None:
         sigma = torch.stack([one.sigma_noise for one in members]).squeeze(0)
         rows.append(("observation noise", f"{_several(sigma)} (standard deviation)"))
-    return title, [*rows, *_reference(la.reference), *advice(la)]
+    if la.reference is not None:
+        words = f"{len(la.reference.unusual):,} validation examples"
+        if la.reference.classes is not None:
+            words += ", those of each class apart"
+        elif la.reference.groups is not None:
+            words += f" in {len(la.reference.groups.unique())} groups"
+        words += " with weights" if la.reference.weights is not None else ""
+        rows.append(("reference", f"{words}, for p-values, OOD flags, sets and intervals"))
+    return title, [*rows, *advice(la)]
 
 
 def advice(la: Any) -> Iterator[tuple[str, str]]:
@@ -203,19 +206,21 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     which = " of the worst" if several else ""
     yield kind, f"The samples{which} are {verdict}accurate: {worst.accuracy}."
     gamma, error = worst.effective_dim.sum(), worst.effective_dim_error.norm()
-    if error > _TOO_LARGE * gamma:
+    if error > 0.1 * gamma:
         yield (
             "to do",
             f"The samples are too few: the number of parameters that the data determine is only known "
             f"to {error / gamma:.0%}. Increase num_samples.",
         )
     yield from of_calibration(la.calibration)
-    if several:
-        warned = [str(i) for i, one in enumerate(members) if _warnings_in(one, calibrated)]
-        if warned:
-            text = f"Members {', '.join(warned)} have warnings: print(ensemble.members[i])."
-            yield "warning", text
-    found = la.messages if several else _warnings_in(la, calibrated)
+
+    def remaining(one: Any) -> list[str]:
+        return [words for words in one.messages[1:] if not (calibrated and CALL in words)]
+
+    found = list(la.messages) if several else remaining(la)
+    warned = [str(i) for i, one in enumerate(members) if several and remaining(one)]
+    if warned:
+        found.append(f"Members {', '.join(warned)} have warnings: print(ensemble.members[i]).")
     yield from (("warning", words) for words in found)
     told = any(CALL in words for words in found)
     if not calibrated and not members[0].likelihood.is_quadratic and not told:
@@ -238,40 +243,8 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
         yield "compared", f"{found.source} {per}: {words}"
 
 
-def _warnings_in(la: Any, calibrated: bool) -> list[str]:
-    """Return the warnings of a fit, without those that calibrated predictions do not have."""
-    return [words for words in la.messages[1:] if not (calibrated and CALL in words)]
-
-
 def _members(la: Any) -> list[Any]:
     return list(getattr(la, "members", [la]))
-
-
-def _reference(reference: Any) -> Iterator[tuple[str, str]]:
-    if reference is not None:
-        words = f"{len(reference.unusual):,} validation examples"
-        if reference.classes is not None:
-            words += ", those of each class apart"
-        elif reference.groups is not None:
-            words += f" in {len(reference.groups.unique())} groups"
-        words += " with weights" if reference.weights is not None else ""
-        yield "reference", f"{words}, for p-values, OOD flags, sets and intervals"
-
-
-def _numbers(la: Any) -> Iterator[tuple[str, str]]:
-    """Yield the numbers of a fit in the terms of the method."""
-    if la.accuracy is None:
-        return
-    evidence, spread = (each.item() for each in la._posterior.result.log_evidence)
-    gamma, error = la.effective_dim.sum(), la.effective_dim_error.norm()
-    yield "prior precision λ", _several(la.prior_precision)
-    yield "effective dimension γ", f"{gamma:.4g} ± {error:.2g}"
-    if evidence == evidence:  # otherwise a solver has not computed it
-        yield "log evidence", f"{evidence:.6g} ± {spread:.2g}"
-    if la.history:
-        last = la.history[-1]
-        yield "EM", f"{last['step']} steps, {last['data_passes']} passes, {last['seconds']:.3g} s"
-    yield from (("memory plan", plan) for plan in la.messages[:1])
 
 
 def _several(values: Tensor) -> str:

@@ -40,20 +40,13 @@ def trained(width, epochs):
 
 # %%
 model = trained(20, 60)
-priors = {
-    "g-prior, one precision": {},
-    "plain, one precision": {"prior": "isotropic"},
-    "g-prior, layerwise": {"prior": "layerwise"},
-}
-fits = {}
-for name, options in priors.items():
-    # a layerwise prior has no variational bound, so all three use curvature="network"
-    la = LinearisedLaplace(model, "classification", num_samples=K, curvature="network", **options)
-    fits[name] = la.fit(x[train], y[train], progress_bar=False)
-    # a fit with a layerwise prior computes the evidence only when it is asked, from the data
-    evidence = la.log_marginal_likelihood(x[train], y[train])
+priors = {"scaled by the weights": "scalar", "g-prior": "g", "plain": "isotropic"}
+for name, prior in priors.items():
+    la = LinearisedLaplace(model, "classification", num_samples=K, prior=prior)
+    la.fit(x[train], y[train], progress_bar=False)
+    evidence = la.log_marginal_likelihood()
     print(f"{name:24}log evidence {evidence.value:7.1f} ± {evidence.standard_error:.1f}", end="")
-    print(f", γ {la.effective_dim.sum():.1f}")
+    print(f", γ {la.effective_dim:.1f}")
 
 # %% [markdown]
 # With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor
@@ -61,7 +54,8 @@ for name, options in priors.items():
 # each EM step: here those of three of the four tensors grow.
 
 # %%
-axes = plot.em_path(fits["g-prior, layerwise"])
+layerwise = LinearisedLaplace(model, "classification", num_samples=K, prior="layerwise g")
+axes = plot.em_path(layerwise.fit(x[train], y[train], progress_bar=False))
 axes.figure.set_size_inches(8, 3.2)
 
 # %% [markdown]

@@ -4,7 +4,6 @@ import torch
 
 from torch_lla_em.inference import FitOptions, Progress
 from torch_lla_em.inference.fit import by_solver, over_span
-from torch_lla_em.inference.options import choose_curvature
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
@@ -40,5 +39,6 @@ def complete_span(problem, noise, tolerance=1e-9, **options):
     options = FitOptions(tolerance=tolerance, **{"curvature": "network", **options})
     span = Span(problem, noise.prior, noise.xi, 1e12)
     assert span.widen(torch.eye(problem.size).to(noise.xi))
-    over = OverSpan(problem, noise, span, choose_curvature(problem, options), tolerance)
+    moves = options.curvature != "network" and not problem.likelihood.is_quadratic
+    over = OverSpan(problem, noise, span, moves, tolerance)
     return over, SpanFit(over, options.em_steps, tolerance, lambda: False)

@@ -127,8 +127,7 @@ class LinearisedLaplace(Printed, nn.Module):
             "last_layer" for very large networks. Otherwise a pattern of names such as "*lora*", a
             list of patterns, or a predicate (name, parameter) -> bool.
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
-            the posterior; "linear": at the mode of the linear model; "network": at the network's
-            outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
+            the posterior; "network": at the network's outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
             with one precision and the default solver, if memory allows; else "network".
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
         adapter (Adapter): How a batch becomes outputs and targets, if ``model(inputs)`` and (inputs, targets)
@@ -154,7 +153,7 @@ class LinearisedLaplace(Printed, nn.Module):
         prior: str = "scalar",
         num_samples: int = 32,
         parameters: Selection = None,
-        curvature: Literal["variational", "linear", "network"] | None = None,
+        curvature: Literal["variational", "network"] | None = None,
         class_dim: int = -1,
         adapter: Adapter = Adapter(),
         seed: int = 0,
@@ -170,7 +169,7 @@ class LinearisedLaplace(Printed, nn.Module):
         require(isinstance(compute, Compute), "compute", compute, "a Compute object")
         require(isinstance(adapter, Adapter), "adapter", adapter, "an Adapter object")
         check_choice("prior", prior, tuple(PRIORS))
-        check_choice("curvature", curvature, (None, "network", "linear", "variational"))
+        check_choice("curvature", curvature, (None, "network", "variational"))
         super().__init__()
         # not a submodule: its weights are the user's, and not part of this state
         object.__setattr__(self, "model", model)

@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Folder
-from torch_lla_em.data import Identity, paired, with_weights
-from torch_lla_em.inference import Estimate, FitOptions, Progress, log_evidence, memory_of
+from torch_lla_em.data import Identity
+from torch_lla_em.inference import Estimate, FitOptions, Progress, memory_of
 from torch_lla_em.prediction import refuse_training_data, required
 from torch_lla_em.problem import (
     Plan,
@@ -212,33 +212,21 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
         group.sum(torch.zeros(1, device=device))
 
 
-def log_marginal_likelihood(
-    la: Any, loader: Any = None, targets: Tensor | None = None, *, weights: Any = None
-) -> Estimate:
+def log_marginal_likelihood(la: Any) -> Estimate:
     """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over samples.
 
     It compares priors, noise levels and likelihoods on the features of one network, and not networks.
 
-    Args:
-        la (LinearisedLaplace): The posterior; ``la.log_marginal_likelihood()`` passes it.
-        loader (optional): The training data. With them up to 120 passes find the log determinant of a fixed H to 1e-4:
-            needed for fits by a solver or with ``prior="layerwise"``, and more accurate for regressions and
-            ``curvature="network"``. Default None: found by the fit, to about its standard error.
-        targets (Tensor, optional): As in ``fit``.
-        weights (optional): As in ``fit``.
+    Raises:
+        ValueError: If the fit took a solver, or ``prior="layerwise"``.
+
+    Example:
+        >>> value, standard_error = la.log_marginal_likelihood()
     """
-    found = required(la).members[0].result
-    if loader is None:
-        if found.log_evidence.value.isnan():
-            raise ValueError(
-                "A fit by a solver computes no evidence, which takes up to 120 passes over the data. Pass the "
-                "training data: la.log_marginal_likelihood(train_loader)."
-            )
-        return found.log_evidence
-    data = paired(loader, targets)
-    if weights is not None:
-        data, weights = with_weights(data, weights)
-    problem = la._problem(data, Group(), weights)
-    with Session(problem, {}).running() as run:
-        run.plan(la._options(), la.compute)
-        return log_evidence(problem, found, la._options())
+    found: Estimate = required(la).members[0].result.log_evidence
+    if found.value.isnan():
+        raise ValueError(
+            "A fit by a solver, or with a precision per tensor, does not compute the evidence. Fit with one precision "
+            '(prior="scalar") and without Compute(solver=...).'
+        )
+    return found

@@ -6,18 +6,12 @@ import pytest
 import torch
 from daily import daily
 from dense import gaussian_log_prob
-from direct import rows_of
 from steps import complete_span
-from tiny import basis_noise, likelihood_of, tiny
+from tiny import basis_noise, tiny
 from torch.testing import assert_close
 
-from torch_lla_em.data import Data
 from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import e_step, m_step
-from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.inference.whole import log_dets_by_passes
-from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout
-from torch_lla_em.problem import Problem
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 P = 30
@@ -38,40 +32,6 @@ def test_any_shift_is_the_dense_one(shape, precision):
     shifted = theta.diag() + precision * torch.eye(P)
     log_det = torch.logdet(shifted / precision)
     assert_close(log_dets(theta, xi, eta, precision).sum(), log_det)
-
-
-@pytest.mark.parametrize("name", ["classification", "regression"])
-def test_the_log_det_of_blocks_is_the_dense_one(name):
-    case = tiny(name)
-    problem = case.problem(7, 18)
-    noise = basis_noise(problem, True, True)
-    precision = torch.tensor([0.5, 3.0, 10.0, 1.0]).double()
-    root = noise.prior.scale * case.layout.expand(precision).rsqrt()
-    G = case.exact().ggn
-    exact = torch.logdet(torch.eye(len(G)).to(G) + root[:, None] * G * root)
-    assert_close(log_dets_by_passes(problem, noise, precision).mean(), exact)
-
-
-def test_the_log_det_of_a_few_draws_is_the_one_of_their_krylov_space():
-    class Diagonal(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.zeros(400).double())
-
-        def forward(self, x):
-            return (x * self.w).sum(-1, keepdim=True)
-
-    x = torch.diag(torch.logspace(0, -2, 400).double())
-    data = Data([(x, torch.zeros(400, 1).double())], torch.device("cpu"))
-    model = Diagonal()
-    linear = LinearModel(Network(model), ParameterLayout.of(model, ["w"]))
-    problem = Problem(linear, likelihood_of("regression"), data)
-    noise = get_sto_samples(problem, 3, g_prior=False)
-    precision, theta = torch.tensor(0.01).double(), rows_of(problem).square().sum(0)
-    exact = log_dets(theta, noise.xi, noise.eta, 0.01)
-    columns = problem.sweep.columns
-    assert_close(log_dets_by_passes(problem, noise, precision), exact, rtol=1e-3, atol=0)
-    assert problem.sweep.columns - columns < 200
 
 
 @pytest.mark.parametrize("name", daily(*LIKELIHOODS[:2], rest=LIKELIHOODS[2:]))

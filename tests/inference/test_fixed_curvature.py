@@ -8,12 +8,10 @@ from tiny import basis_noise, fitted, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace, Regression
-from torch_lla_em.inference import FitOptions, log_evidence
+from torch_lla_em import BlockCG, Compute, Regression
 from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.inference.whole import log_dets_by_passes
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 
@@ -39,12 +37,8 @@ def test_the_posterior_is_the_dense_one(name, precision, by):
     covariance, mode, samples = exact.covariance(lam), exact.mode(lam), found.w_samples
     assert_close(found.w_lin, mode, rtol=1e-5, atol=1e-6)
     assert_close(samples.T @ samples / len(samples), covariance, rtol=1e-5, atol=1e-6)
-    evidence = found.log_evidence.value
-    if by == "solves":  # which compute it when asked
-        dets, norm = log_dets_by_passes(problem, noise, lam), noise.prior.squared_norm(found.w_lin)
-        loss, _ = problem.loss_and_gradient(found.w_lin)
-        evidence = -loss - 0.5 * (lam * norm + dets.mean())
-    assert_close(evidence, exact.log_evidence(lam), rtol=1e-6, atol=1e-6)
+    if by == "span":
+        assert_close(found.log_evidence.value, exact.log_evidence(lam), rtol=1e-6, atol=1e-6)
     gamma = exact.effective_dims(lam).sum()
     assert_close(found.effective_dim.value, gamma, rtol=1e-6, atol=1e-6)
 
@@ -79,7 +73,7 @@ def test_the_certificate_bounds_the_error_and_is_not_trivial(name, precision):
     assert (found.certificate <= 30 * true + 1e-9).all()
 
 
-def test_the_log_det_of_a_span_is_known_to_its_standard_error_and_exact_by_passes(monkeypatch):
+def test_the_log_det_of_a_span_is_known_to_its_standard_error(monkeypatch):
     """Of a span that is narrower than the weights."""
     torch.manual_seed(0)
     x, model = torch.randn(300, 6).double(), nn.Sequential(nn.Linear(6, 60), nn.Tanh())
@@ -99,8 +93,6 @@ def test_the_log_det_of_a_span_is_known_to_its_standard_error_and_exact_by_passe
     rest = problem.loss_and_gradient(w)[0] + 150.0 * noise.prior.squared_norm(w)
     ours, error = -2 * (found.log_evidence.value + rest), dets.std() / 8**0.5
     assert (ours - dets.mean()).abs() < 1.5 * error
-    exact = log_evidence(problem, found, FitOptions(num_samples=8))
-    assert (-2 * (exact.value + rest) - dets.mean()).abs() < 0.01 * error
 
 
 def test_examples_of_several_shapes_take_solves(caplog):
@@ -126,29 +118,3 @@ def test_an_effective_dimension_far_below_one_is_not_lost_to_rounding(precision,
     truth = dense.effective_dims(torch.tensor(precision).double()).sum().item()
     error = la.effective_dim_error.item()
     assert 0 < error < 0.2 * truth and abs(la.effective_dim.item() - truth) < 5 * error
-
-
-@pytest.mark.parametrize("name", ["classification", "regression"])
-@pytest.mark.parametrize("curvature", ["network", "linear"])
-def test_fits_by_a_solver_compute_the_evidence_when_asked(name, curvature):
-    case, solver = tiny(name), BlockCG(tolerance=1e-6)
-    how = {"prior_precision": 3.0, "em_steps": 0, "progress_bar": False}
-    found = []
-    for own in (solver, None):
-        la = LinearisedLaplace(
-            case.model,
-            name,
-            num_samples=8,
-            curvature=curvature,
-            compute=Compute(solver=own, tolerance=1e-6),
-        ).fit(case.x, case.y, **how)
-        found.append(la)
-    by_solver, by_span = found
-    with pytest.raises(ValueError, match="Pass the training data: la.log_marginal"):
-        by_solver.log_marginal_likelihood()
-    ours = by_solver.log_marginal_likelihood(case.x, case.y)
-    for value, expected in zip(ours, by_span.log_marginal_likelihood()):
-        assert_close(value, expected, rtol=1e-6, atol=1e-6)
-    if name == "classification":  # of H that moves the bound is known
-        _, moved = fitted(name, em_steps=0, prior_precision=3.0)
-        assert moved.log_marginal_likelihood(case.x, case.y) == moved.log_marginal_likelihood()

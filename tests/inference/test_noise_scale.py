@@ -55,7 +55,6 @@ def in_units(unit, dtype, outputs=1, sigma_noise=None, weighted=False, em_steps=
 KINDS = {
     "default": {},
     "plain prior": {"prior": "isotropic"},
-    "linear": {"curvature": "linear"},
     "krylov": {"compute": Compute(span_memory=1e6)},
     "cg": {"compute": Compute(solver=BlockCG())},
     "function space": {"compute": Compute(solver=Direct())},

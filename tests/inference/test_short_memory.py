@@ -10,9 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.inference.expectations import COPIES
-from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.span import Span
-from torch_lla_em.runtime import DoesNotFit
 
 N, C, K = 200, 3, 8
 
@@ -76,17 +74,6 @@ def test_the_network_comes_last_with_a_warning_that_stays(fit):
     assert la.mean == "network" and len(la.w_samples) == K
     assert any("H at the network's outputs" in line for line in la.messages)
     assert "whose predictions are mostly worse" in " ".join(str(la).split())
-
-
-def test_out_of_memory_between_passes_names_the_remedy(monkeypatch):
-    def short(*_):
-        raise torch.OutOfMemoryError("none left")
-
-    model, x, y = classifier()
-    monkeypatch.setattr(OverSpan, "measured", short)
-    la = LinearisedLaplace(model, "classification", num_samples=K)
-    with pytest.raises(DoesNotFit, match="outside of the passes.*none left.*Use fewer samples"):
-        la.fit(x, y, progress_bar=False)
 
 
 class Blocks(TorchDispatchMode):

@@ -30,7 +30,6 @@ CASES = {
     "variational": ("classification", {"curvature": None}),
     "krylov": ("classification", {}),
     "krylov, regression": ("regression", {}),
-    "linear": ("classification", {"curvature": "linear"}),
     "no room for a span": ("classification", {"compute": replace(READ, span_memory=2000)}),
     "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
     "cg, a noise per output": ("regression", {"noises": NOISES}),
@@ -84,7 +83,7 @@ def test_fits_killed_after_every_step_end_like_whole_ones(name, tmp_path):
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("own", daily(True, rest=[False]))
-@pytest.mark.parametrize("name", daily("variational", rest=["linear"]))
+@pytest.mark.parametrize("name", ["variational"])
 def test_shuffled_rows_come_in_the_order_of_an_unbroken_fit(name, own, keep, tmp_path):
     case, compute = tiny("classification"), Compute(keep_data=keep)
 

@@ -113,7 +113,6 @@ CASES = {
     "plain prior": {"prior": "isotropic"},
     "block CG": {"compute": Compute(solver=BlockCG())},
     "SGD": {"compute": Compute(solver=SGD(epochs=8, tolerance=0.5), tolerance=0.5)},
-    "linear curvature": {"curvature": "linear"},
     "variational curvature": {"curvature": "variational"},
     "last layer": {"parameters": "last_layer"},
     "vectors on the CPU": {"compute": Compute(vectors="cpu")},

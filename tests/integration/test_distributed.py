@@ -67,7 +67,6 @@ SITES = {"class_dim": 1, "model": of_sites(), **VARIATIONAL}
 # name: (likelihood, loader, options of the posterior and of the fit)
 CASES = {
     "krylov": ("classification", batches, {}),
-    "krylov, linear curvature": ("classification", batches, {"curvature": "linear"}),
     "krylov, regression": ("regression", batches, {}),
     "krylov, poisson": ("poisson", in_order, {"prior": "isotropic"}),
     "krylov, bernoulli": ("bernoulli", batches, {}),

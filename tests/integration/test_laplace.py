@@ -81,8 +81,11 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
     assert_close(la.predict(case.x, mean="network").mean, case.model(case.x).detach())
     assert_close(prediction.mean, la.predict(case.x, mean=la.mean).mean)
     assert prediction.samples.shape == (6, 30, 3)
-    data = (case.x, case.y) if prior == "layerwise" else ()
-    assert torch.isfinite(la.log_marginal_likelihood(*data).value)
+    if prior == "layerwise":
+        with pytest.raises(ValueError, match="does not compute the evidence"):
+            la.log_marginal_likelihood()
+    else:
+        assert torch.isfinite(la.log_marginal_likelihood().value)
     if learns_noise:
         assert_close(la(case.x)[1], prediction.variance + la.sigma_noise.expand(3) ** 2)
     else:
@@ -101,17 +104,13 @@ def test_history_records_the_steps(solver):
     assert last["data_passes"] > 0 and last["seconds"] > 0
 
 
-def test_subclasses_of_regression_stay_and_linear_curvature_is_of_the_last_mode():
+def test_subclasses_of_regression_stay():
     class Shifted(Regression):
         def mean(self, f):
             return f + 1.0
 
     _, la = fitted("regression", likelihood=Shifted(0.4))
     assert type(la.likelihood) is Shifted and la.likelihood.sigma_noise == la.sigma_noise
-    options = {"curvature": "linear", "num_samples": 32, "compute": Compute(tolerance=1e-6)}
-    _, la = fitted(**options)
-    _, again = fitted(em_steps=0, prior_precision=la.prior_precision, **options)
-    assert_close(again.effective_dim, la.effective_dim, rtol=0.03, atol=0)
 
 
 def test_the_network_is_not_changed():

@@ -7,7 +7,6 @@ from torch_lla_em.inference.options import FitOptions, memory_of
 from torch_lla_em.inference.posterior_samples import optimise_samples
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.stochastic_prior import get_sto_samples
-from torch_lla_em.inference.whole import log_evidence
 
 __all__ = [
     "Estimate",
@@ -17,7 +16,6 @@ __all__ = [
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",
-    "log_evidence",
     "memory_of",
     "optimise_MAP",
     "optimise_samples",

@@ -35,16 +35,15 @@ class Expectations:
         like: Tensor,
         share: Share,
         seed: int = 0,
-        curvature: str = "network",
+        moves: bool = False,
         many: bool = False,
     ):
         self.loss_of, self.share, self.shape, self._seed = loss, share, like.shape, seed
-        self.kind = curvature
-        """Where H is evaluated: at the "network"'s outputs, at the "linear" mode, or "variational": in expectation."""
-
         self.many = many
         number = draws_for(share.total * like.shape[1:-1].numel(), self.many)
-        self.number = number if curvature == "variational" else 0
+        self.number = number if moves else 0
+        """Draws of every example, if H is averaged over them; 0: it is fixed at the network's outputs."""
+
         self._noise = like.new_zeros(0)
 
     def at(self, loss: Loss) -> Expectations:

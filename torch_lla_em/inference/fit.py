@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,21 +10,19 @@ from torch import Tensor
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import State, e_step
 from torch_lla_em.inference.expectations import COPIES, entries_of, takes_draws
-from torch_lla_em.inference.options import FitOptions, choose_curvature
+from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.posterior_samples import refuse_noise
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import NoSpan, Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
-from torch_lla_em.problem import VECTORS, Problem, free_for_each, sites_of, size_of
+from torch_lla_em.problem import Problem, free_for_each, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
-    DoesNotFit,
     or_float64,
     release,
     report,
-    shortage_of,
 )
 from torch_lla_em.solvers import BlockCG, is_accurate
 
@@ -69,39 +65,38 @@ def learn(
     λ), where ``saved()`` is what a checkpoint stores; the second, and ``is_late()``, return whether the time is over.
     """
     K, seed, layerwise = options.num_samples, options.seed, options.layerwise
-    with _memory_explained(problem, K):
-        if start is None:
-            problem.sweep.begin("drawing random numbers")
-            noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
-            if not problem.data.facts.num_labelled:
-                raise ValueError(
-                    f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
-                    "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
-                )
-            sigma = problem.likelihood.observation_noise
-            of_targets = sigma, problem.moments, problem.network_noise
-            start = begun = Progress(noise.eta, noise.prior.scale, *of_targets)
-            around.drawn(lambda: begun)
-        else:
-            problem.take(start.sigma, start.moments, start.network_noise)
-            noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
-        _check_start(options.prior_precision, options, len(noise.prior.layout.names))
-        problem.sweep.begin("learning the prior and the posterior")
-        found, by_passes = None, start.state is not None and start.basis is None
-        if not options.takes_solver and not by_passes:
-            try:
-                found = over_span(problem, noise, options, around, start)
-            except NoSpan:
-                release()  # what the failed attempt held
-                start = start._replace(state=None, basis=None)
-                report(
-                    "log",
-                    "There is no memory for directions, or examples change their order. The fit takes a "
-                    "solver and H at the network's outputs, whose predictions are mostly worse. Use fewer `parameters`, or "
-                    "a loader with a fixed order.",
-                )
-        if found is None:
-            found = by_solver(problem, noise, options, around, start)
+    if start is None:
+        problem.sweep.begin("drawing random numbers")
+        noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
+        if not problem.data.facts.num_labelled:
+            raise ValueError(
+                f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
+                "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
+            )
+        sigma = problem.likelihood.observation_noise
+        of_targets = sigma, problem.moments, problem.network_noise
+        start = begun = Progress(noise.eta, noise.prior.scale, *of_targets)
+        around.drawn(lambda: begun)
+    else:
+        problem.take(start.sigma, start.moments, start.network_noise)
+        noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
+    _check_start(options.prior_precision, options, len(noise.prior.layout.names))
+    problem.sweep.begin("learning the prior and the posterior")
+    found, by_passes = None, start.state is not None and start.basis is None
+    if not options.takes_solver and not by_passes:
+        try:
+            found = over_span(problem, noise, options, around, start)
+        except NoSpan:
+            release()  # what the failed attempt held
+            start = start._replace(state=None, basis=None)
+            report(
+                "log",
+                "There is no memory for directions, or examples change their order. The fit takes a "
+                "solver and H at the network's outputs, whose predictions are mostly worse. Use fewer `parameters`, or "
+                "a loader with a fixed order.",
+            )
+    if found is None:
+        found = by_solver(problem, noise, options, around, start)
     sigma, constant = found.sigma_noise, problem.constant
     if sigma is None:
         found = found._replace(sigma_noise=problem.likelihood.observation_noise)
@@ -120,8 +115,8 @@ def over_span(
         free_for_each(problem.data.group, problem.device)
     )
     span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
-    curvature, known = choose_curvature(problem, options), start.state
-    moves = curvature == "variational"
+    known = start.state
+    moves = options.curvature != "network" and not problem.likelihood.is_quadratic
     count = _that_fits(problem, span, moves) if known is None else len(known.samples)
     noise = noise._replace(xi=noise.xi[:count], eta=noise.eta[:count])
     span.keep(count)
@@ -134,7 +129,7 @@ def over_span(
         is_new = all(map(span.add, start.basis or ()))
     if not is_new:
         raise NoSpan
-    over = OverSpan(problem, noise, span, curvature, options.tolerance)
+    over = OverSpan(problem, noise, span, moves, options.tolerance)
     state = known = None if known is None else over.restored(known)
     has_ended = known is not None and known.why not in ("", "budget")
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
@@ -182,7 +177,7 @@ def by_solver(
     problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
 ) -> FitResult:
     """Return the posterior of the loop of the paper: EM on the whole problem."""
-    model = whole.Whole(problem, noise, options.solver or BlockCG(), options.curvature == "linear")
+    model = whole.Whole(problem, noise, options.solver or BlockCG())
     state, precision = start.state, options.prior_precision
     if state is None:
         if precision is None:
@@ -299,23 +294,3 @@ def _check_start(start: Tensor | None, options: FitOptions, blocks: int) -> None
             f"{f'{blocks} tensors' if options.layerwise else 'one precision'}: pass one number"
             f"{', or one per tensor' if options.layerwise else ''}."
         )
-
-
-@contextmanager
-def _memory_explained(problem: Problem, num_samples: int) -> Iterator[None]:
-    """Raise an out-of-memory error that names the sizes and a remedy."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        shortage = shortage_of(error)
-    else:
-        return
-    block = num_samples * problem.size * problem.dtype.itemsize
-    raise DoesNotFit(
-        f"Out of memory on {problem.device}, outside of the passes over the data ({shortage}). "
-        f"{num_samples} samples of {problem.size:,} parameters need {size_of(block)}; a fit needs "
-        f"up to {VECTORS} times as much, and a span of directions. Use fewer samples (num_samples); "
-        'fewer parameters in the posterior (parameters="last_layer", or name patterns); vectors on '
-        'the CPU (compute=Compute(vectors="cpu")); a smaller span '
-        "(Compute(span_memory=bytes))."
-    )

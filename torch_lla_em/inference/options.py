@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor
 from torch_lla_em.data import tensors_in
 from torch_lla_em.inference.expectations import entries_of, takes_draws
 from torch_lla_em.problem import KEPT_OUTPUTS, Memory, Plan, Problem
-
-logger = logging.getLogger("torch_lla_em")
 
 PASSES, LARGEST = 15.0, 5.0
 """Passes of a usual fit, and those for the upper bound relative to them; of 13 fits none had more than 2.5."""
@@ -54,17 +51,6 @@ class FitOptions:
         return self.layerwise or self.solver is not None
 
 
-def choose_curvature(problem: Problem, options: FitOptions) -> str:
-    """Return where H is evaluated: at the "network"'s outputs, the "linear" mode, or "variational", in expectation."""
-    kind, why = options.curvature or "variational", "it is chosen, or by default"
-    if problem.likelihood.is_quadratic:
-        kind, why = "network", "H is constant for a Gaussian likelihood"
-    elif options.takes_solver:
-        kind, why = "network", "the fit takes a solver"
-    logger.info("Curvature %s: %s.", kind, why)
-    return kind
-
-
 def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) -> Memory:
     """Return the peak memory of a fit to so many examples, beyond what is held before it.
 
@@ -85,7 +71,7 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
     if options.takes_solver:
         return Memory(0.5 * plan.vectors + rest, plan.vectors + 2 * rest)
     likelihood, room = problem.likelihood, options.memory_of_span(plan.free)
-    moves = options.curvature in (None, "variational") and not likelihood.is_quadratic
+    moves = options.curvature != "network" and not likelihood.is_quadratic
 
     def of_span(size: float) -> float:
         if not model.is_last_layer:  # directions, and two copies of J V

@@ -32,7 +32,7 @@ class OverSpan:
     """EM's linear model over a span that grows."""
 
     def __init__(
-        self, problem: Problem, noise: StochasticPrior, span: Span, curvature: str, tolerance: float
+        self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
         rows = span.rows
         self.span, self.share, self._problem = span, rows.share, problem
@@ -44,7 +44,7 @@ class OverSpan:
             loss = replace(loss, likelihood=loss.likelihood.without_constant())
         nbytes = self.f.numel() * self.f.element_size() * self.share.total / max(1, len(self.f))
         many = takes_draws(loss.likelihood, self.f.shape[-1], nbytes, span.memory)
-        self.expected = Expectations(loss, self.f, self.share, noise.seed, curvature, many)
+        self.expected = Expectations(loss, self.f, self.share, noise.seed, moves, many)
         self.epsilon = noise.epsilon(self.share.numbers, self.f)
         """ε of this rank's examples, (K, N, ..., C)."""
 
@@ -227,7 +227,7 @@ class OverSpan:
         """Return what determines a state, with J m and, if it has moved, H for the examples of all ranks."""
         group, device = self.share.group, q.outputs.device
         order = group.gather(self.share.numbers.to(device)).argsort()
-        H = None if self.expected.kind == "network" else group.gather(q.H.values)[order]
+        H = group.gather(q.H.values)[order] if self.expected.number else None
         return q._replace(H=H, outputs=group.gather(q.outputs)[order], curved=None)
 
     def restored(self, q: State) -> State:

@@ -88,7 +88,7 @@ class SpanFit:
         self._learns = em_steps > 0
         """Whether λ and σ are learnt."""
 
-        self._most = em_steps or (0 if over.expected.kind == "network" else 20)
+        self._most = em_steps or (20 if over.expected.number else 0)
         """Largest number of solutions; if λ is given, for H."""
 
     def run(self, known: State | None, precision: float | None) -> Iterator[State]:
@@ -124,10 +124,8 @@ class SpanFit:
     def _moved(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
         """Return the state at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
         expected, H = self.over.expected, None
-        if expected.kind != "network":
-            H = expected.H(q.outputs, q.curved.deviations)
-        if expected.kind == "variational":  # the mean of a linear one does not depend on H
-            H = q.H.towards(H, share)
+        if expected.number:
+            H = q.H.towards(expected.H(q.outputs, q.curved.deviations), share)
         new = self.over.moved(q, precision, sigma, H)
         return new if new.G.isfinite().all() else self.over.moved(q, precision, None, None)
 
@@ -147,9 +145,7 @@ class SpanFit:
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(start.precision) / FALL
         for number in range(MOST):
             new, last = self._block(q, last, least)
-            if self.over.expected.kind != "linear" and not _bound(new) > _bound(q) - self._loss(
-                q, new
-            ):
+            if not _bound(new) > _bound(q) - self._loss(q, new):
                 if not number:  # no block is better, but H may be
                     q = self._posterior(self._moved(q, q.precision, q.sigma, DAMPING / 2))
                 moved = 0.0 if self.over.is_exact and not number else math.inf
@@ -225,13 +221,13 @@ class SpanFit:
         """Return whether λ, σ and H are to be found anew over the present span."""
         if q.converged or q.number >= self._most:
             return False
-        enough = self.span.size >= GROWTH * q.solved or self.over.expected.kind != "variational"
+        enough = self.span.size >= GROWTH * q.solved or not self.over.expected.number
         if enough and _bound(q) < q.peak - max(NATS, self.over.bound_error(q)):
             enough = False  # λ would follow it to 0
         return enough or self._is_accurate(q) or self.span.is_complete or not grew
 
     def _is_accurate(self, q: State) -> bool:
-        return max(q.errors) < (self._tolerance if self.over.expected.kind == "linear" else LEARNT)
+        return max(q.errors) < LEARNT
 
     def _way(self, q: State, last: tuple[float, float] | None) -> float:
         """Return the change of log λ after which a secant through MacKay's updates expects none; at most a factor of two."""

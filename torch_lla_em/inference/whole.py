@@ -15,17 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import State, e_step, m_step
 from torch_lla_em.inference.linear_mode import LinearMode
 from torch_lla_em.inference.mackay import count_and_rounding
-from torch_lla_em.inference.options import FitOptions, choose_curvature
 from torch_lla_em.inference.posterior_samples import PosteriorSamples
-from torch_lla_em.inference.result import Estimate, FitResult
-from torch_lla_em.inference.stochastic_prior import StochasticPrior, with_noise
+from torch_lla_em.inference.stochastic_prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.runtime import report
-from torch_lla_em.solvers import Newton, block_lanczos, dot, dots, norm
+from torch_lla_em.solvers import Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
 """Errors of samples and mean while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
@@ -34,12 +30,9 @@ OF_SAMPLES, OF_MODE = 0.1, 0.03
 class Whole:
     """EM's linear model by passes over the data."""
 
-    def __init__(
-        self, problem: Problem, noise: StochasticPrior, solver: Any, is_linear: bool = False
-    ):
+    def __init__(self, problem: Problem, noise: StochasticPrior, solver: Any):
         self.problem, self.noise, self.prior, self._solver = problem, noise, noise.prior, solver
-        self._errors, self._is_linear = (OF_SAMPLES, OF_MODE), is_linear
-        """Errors of samples and mode, and whether H is that at the mode, instead of that at the network's outputs."""
+        self._errors = OF_SAMPLES, OF_MODE
 
     def to(self, tolerance: float) -> Whole:
         """Return the same with another error of samples and mode."""
@@ -58,9 +51,6 @@ class Whole:
                 self.problem, self.noise = problem, noise
             else:  # η is proportional to 1 / σ
                 noise = noise._replace(eta=noise.eta / (q.sigma / last).item())
-        if self._is_linear and q.number:
-            problem = problem.with_curvature_at(q.mean)
-            noise = noise.drawn_again(problem)
         newton = Newton(max(of_mode, 10 * torch.finfo(problem.dtype).eps))
         return problem, noise, replace(self._solver, tolerance=of_samples), newton
 
@@ -172,44 +162,3 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
         return start
     direction = (gradient / size)[None]
     return max(start, dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
-
-
-def log_evidence(problem: Problem, fit: FitResult, options: FitOptions) -> Estimate:
-    """Return log p(y | λ, σ) of a fit, by up to 120 passes over its data if H is fixed; else its bound, which is known.
-
-    -Σ loss(J w_lin, y) - ½ ‖w_lin‖²_Λ - ½ log det(I + Λ^{-1/2} G Λ^{-1/2}), by block Lanczos from ξ and from Λ^{-1/2} η.
-    """
-    if not fit.log_evidence.value.isnan() and choose_curvature(problem, options) == "variational":
-        return fit.log_evidence
-    problem.noise_features(1, options.seed, with_squares=False)  # the moments of the targets
-    problem.take(fit.sigma_noise, problem.moments, problem.network_noise)
-    if options.curvature == "linear":
-        problem = problem.with_curvature_at(fit.w_lin)
-    noise = with_noise(problem, fit.w_samples, fit.scale, options.seed, options.layerwise)
-    noise, precision = noise.drawn_again(problem), fit.prior_precision
-    loss, _ = problem.loss_and_gradient(fit.w_lin)
-    dets = log_dets_by_passes(problem, noise, precision)
-    norms = (precision * noise.prior.squared_norm(fit.w_lin)).sum()
-    return Estimate.of(-loss - 0.5 * norms - 0.5 * dets)
-
-
-def log_dets_by_passes(problem: Problem, noise: StochasticPrior, precision: Tensor) -> Tensor:
-    """Return log det(I + Λ^{-1/2} G Λ^{-1/2}) of every sample, (K,), over the Krylov spaces of ξ and of Λ^{-1/2} η."""
-    deviation = noise.prior.deviation(precision)
-    product, total = WhitenedGGN(problem, deviation), torch.zeros((), device="cpu")
-    for is_xi, rows in ((True, noise.xi), (False, deviation * noise.eta)):
-        found = rows.new_zeros(len(rows), dtype=torch.float64)
-        for number, (values, there) in enumerate(block_lanczos(product, rows), 1):
-            halves = (there, 0 * there) if is_xi else (0 * there, there)
-            last, found = found, log_dets(values, *halves, 1.0)
-            if (found - last).mean().abs() < 1e-4 * found.mean():
-                break
-            if number == 60:
-                report(
-                    "warn",
-                    "The log evidence has not settled after 60 passes. Start from a larger "
-                    "prior_precision, or use float64.",
-                )
-                break
-        total = total.to(found) + found
-    return total

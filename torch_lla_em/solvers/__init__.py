@@ -1,7 +1,6 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
 from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.lanczos import block_lanczos
 from torch_lla_em.solvers.newton import Minimum, Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
@@ -37,7 +36,6 @@ __all__ = [
     "Product",
     "Solution",
     "add_combined",
-    "block_lanczos",
     "combine",
     "dot",
     "dots",

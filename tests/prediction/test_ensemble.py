@@ -183,7 +183,7 @@ def test_ensembles_are_printed_compared_and_reported(members, unseen, tmp_path):
     log_prob = ensemble.predict(x[40:]).log_prob(y[40:])
     assert_close(found.log_probs["all"], log_prob.double(), rtol=1e-5, atol=1e-6)
     assert found.records["all"]["parameters"] == 3 * found.records["one"]["parameters"]
-    assert "1: ensemble of 3" in compare([members[0], ensemble], x, y).records
+    assert "1: LaplaceEnsemble" in compare([members[0], ensemble], x, y).records
     ensemble.report(batches, tmp_path / "report.html", 5 * x)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Ensemble of 3 posteriors of Sequential" in page and "member 2: log evidence" in page

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.prediction.mixture import FunctionMixture
-from torch_lla_em.prediction.reference import Reference, Score, chosen, variance_of_error
+from torch_lla_em.prediction.reference import Reference, Score, chosen
 from torch_lla_em.prediction.scores import (
     ROUNDING,
     Interval,
@@ -21,11 +21,6 @@ from torch_lla_em.prediction.scores import (
     require_share,
 )
 from torch_lla_em.runtime import report
-
-_UNCALIBRATED = (
-    "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
-    "not guaranteed. Call la.calibrate(validation_loader)."
-)
 
 
 def p_values(prediction: Any, score: Score = "all") -> Tensor:
@@ -78,7 +73,11 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
     require_share(rate, "rate")
     reference, _ = prediction.judged("is_ood")
     if reference.errors is None:
-        report("warn", _UNCALIBRATED)
+        report(
+            "warn",
+            "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
+            "not guaranteed. Call la.calibrate(validation_loader).",
+        )
     reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", prediction.stated)
     flagged: Tensor = prediction.p_values(score) <= rate
     return flagged
@@ -146,7 +145,8 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     if joint and centre.shape[1:].numel() > 1:
         errors = errors.amax(1, keepdim=True)
     size = reference.quantiles(errors, level, prediction.stated)
-    variance = _variance_by(own.mixture, reference)
+    folds = reference.folds is not None
+    variance = _variance_of_error(own.mixture) if folds else own.mixture.variance()
     ends = conformal_interval(centre, variance, size, prediction.ties)
     return Interval(*map(prediction.shaped, ends))
 
@@ -175,6 +175,11 @@ def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Referen
     return reference, prediction.by_reference
 
 
-def _variance_by(mixture: FunctionMixture, reference: Reference) -> Tensor:
-    """Return the expected squared error of the mean, (B, C), relative to which errors are measured."""
-    return mixture.variance() if reference.folds is None else variance_of_error(mixture)
+def _variance_of_error(mixture: FunctionMixture) -> Tensor:
+    """Return the expected squared error of the mean of all members, from the mean v of their variances.
+
+    It is v - D with the variance D of their means; v / (1 + D / v) is that to first order, and positive.
+    """
+    v = torch.stack([member.variance() for member in mixture.posteriors]).mean(0)
+    means = torch.stack([member.expected() for member in mixture.posteriors])
+    return v / (1 + means.var(0, correction=0) / v)

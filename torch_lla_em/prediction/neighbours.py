@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.scores import NUMBERS
+from torch_lla_em.prediction.scores import NUMBERS, in_parts
 
 _CANDIDATES = 64
 """Neighbours of a training example among which the nearest without it is looked for: of 32 samples they find
@@ -57,10 +57,7 @@ class TrainingExamples(NamedTuple):
             scale = (part.norm(dim=1) * sizes[least[0]]).sqrt()
             return torch.stack([relative / scale, distance / K**0.5], 1)
 
-        step = max(1, NUMBERS // max(1, len(known)))
-        if len(points) <= step:  # without a number of rows, so that exported programs take any
-            return nearest(points)
-        return torch.cat(list(map(nearest, points.split(step))))
+        return in_parts(nearest, NUMBERS // max(1, len(known)), points)
 
     def distances_without(self, factors: Tensor) -> Tensor:
         """Return the distances of these examples to the nearest other one, (n, 2), each without it in the posterior.
@@ -68,25 +65,24 @@ class TrainingExamples(NamedTuple):
         Among many others the nearest few with the example are candidates.
         """
         known, K = self._features(), self.deviations.shape[1]
-        count, C = min(len(known) - 1, _CANDIDATES), known.shape[1] // K
+        count = min(len(known) - 1, _CANDIDATES)
         if not count:
             return torch.full_like(known[:, :2], torch.inf)
         apart, sizes = torch.cdist(known, known).fill_diagonal_(torch.inf), known.norm(dim=1)
         scales = sizes.sqrt(), torch.ones_like(sizes)
         near = [(apart / scale).topk(count, largest=False).indices for scale in scales]
-        found = []
-        every = torch.arange(len(known), device=known.device)
-        for rows in every.split(64):  # to take little memory
 
-            def moved(n: Tensor, rows: Tensor = rows) -> Tensor:
-                each = known[n].view(len(rows), -1, K, C).movedim(1, 2)
-                return (factors[rows] @ each.flatten(2)).view(len(rows), K, -1, C)
+        def nearest(rows: Tensor) -> Tensor:
+            def moved(n: Tensor) -> Tensor:
+                each = known[n].view(len(rows), -1, K, known.shape[1] // K).movedim(1, 2)
+                return (factors[rows] @ each.flatten(2)).view(*each.shape)
 
             own, *others = moved(rows), moved(near[0][rows]), moved(near[1][rows])
             relative, distance = (_length(own - other) for other in others)
             relative = relative / (_length(own) * _length(others[0])).sqrt()
-            found.append(torch.stack([relative.amin(1), distance.amin(1) / K**0.5], 1))
-        return torch.cat(found)
+            return torch.stack([relative.amin(1), distance.amin(1) / K**0.5], 1)
+
+        return in_parts(nearest, 64, torch.arange(len(known), device=known.device))
 
     def unit(self) -> Tensor:
         """Return the largest standard deviation of these examples, relative to which distances round."""

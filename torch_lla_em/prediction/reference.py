@@ -28,10 +28,13 @@ from torch_lla_em.prediction.scores import (
 )
 from torch_lla_em.runtime import check_choice
 
-CLASSES = "classes"
-"""Stands for a group for each class."""
-
 Score = Literal["all", "epistemic", "distance"]
+
+_KINDS = {
+    "groups": "groups must be integers: pass the number of each example's group, for example "
+    "numpy.unique(names, return_inverse=True)[1].",
+    "weights": "weights must be numbers, one for each example.",
+}
 
 
 class Stated(NamedTuple):
@@ -45,24 +48,11 @@ class Stated(NamedTuple):
 
     def checked(self, count: int, device: torch.device) -> Stated:
         """Return groups and weights of so many examples as tensors; raise an error if they are not."""
-        groups, weights = self
-        if isinstance(groups, str) and groups != CLASSES:
+        groups, weights = (_tensor(*pair, count, device) for pair in self._asdict().items())
+        if isinstance(groups, str) and groups != "classes":
             raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
-        if groups is not None and not isinstance(groups, str):
-            groups = _tensor(groups, "groups", count, device)
-            if groups is None or groups.is_floating_point() or groups.is_complex():
-                raise TypeError(
-                    f"groups must be integers, not those of this {type(self.groups).__name__}: pass the number of "
-                    "each example's group, for example numpy.unique(names, return_inverse=True)[1]."
-                )
-            groups = groups.long()
-        if weights is not None:
-            weights = _tensor(weights, "weights", count, device)
-            if weights is None or weights.is_complex():
-                raise TypeError("weights must be numbers, one for each example.")
-            weights = weights.double()
-            if not (weights.isfinite() & (weights >= 0)).all():
-                raise ValueError("weights must be finite and not negative.")
+        if weights is not None and not (weights.isfinite() & (weights >= 0)).all():
+            raise ValueError("weights must be finite and not negative.")
         return Stated(groups, weights)
 
     def part(self, examples: slice | Tensor) -> Stated:
@@ -70,24 +60,27 @@ class Stated(NamedTuple):
         return Stated(*(v[examples] if isinstance(v, Tensor) else v for v in self))
 
 
-def _tensor(values: Any, name: str, count: int, device: torch.device) -> Tensor | None:
-    """Return one value for each example; None for names, or None among them."""
+def _tensor(name: str, values: Any, count: int, device: torch.device) -> Any:
+    """Return groups or weights as a tensor with one value for each example."""
+    if values is None or (name == "groups" and isinstance(values, str)):
+        return values
     try:
         found = torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError):
-        return None
+        raise TypeError(_KINDS[name]) from None
+    if found.is_complex() or (name == "groups" and found.is_floating_point()):
+        raise TypeError(_KINDS[name])
     if found.shape != (count,):
         raise ValueError(
             f"{name} has the shape {tuple(found.shape)}, but there are {count} examples: pass one value for each."
         )
-    return found
+    return found.long() if name == "groups" else found.double()
 
 
 class Reference(NamedTuple):
     """Numbers of predictions, and scores of examples to which they were not fitted.
 
-    ``calibrate`` splits the validation set into two halves. Ensembles that were trained by folds have
-    the scores of all examples, each by the member that has not seen it.
+    Of ensembles that were trained by folds they are all examples, each scored by the member that has not seen it.
     """
 
     table: Tensor
@@ -103,8 +96,7 @@ class Reference(NamedTuple):
     """Errors of the second half, shape (n, outputs). None for training examples."""
 
     folds: Tensor | None = None
-    """How many of the scores are of examples that the first, second, ... member of an ensemble was
-    not trained on, if it was trained by folds."""
+    """How many of the examples each member of an ensemble by folds has not seen, in their order."""
 
     groups: Tensor | None = None
     """The group of each example, (n,)."""
@@ -147,32 +139,26 @@ class Reference(NamedTuple):
             p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
         ]
-        found = torch.stack(each)
-        return found.amax(0) if self.groups is None else _of_groups(found, inputs)
+        return torch.stack(each).amax(0) if self.groups is None else _of_groups(each, inputs)
 
-    def quantiles(
-        self, errors: Tensor, level: float, inputs: Stated, classes: int | None = None
-    ) -> Tensor:
+    def quantiles(self, errors: Tensor, level: float, inputs: Stated, classes: int = 0) -> Tensor:
         """Return the quantiles of errors (n, outputs) for inputs, (1 or B, outputs), or each class's, (1 or B, C)."""
-        parts: list[tuple[str, Any]] = [("", slice(None))]
-        if self.groups is not None:
-            parts = self._parts(inputs)
-        elif self.classes is not None and classes is not None:
-            parts = [(f" of class {label}", self.classes == label) for label in range(classes)]
         each = [
-            quantiles(errors[rows], level, of, *self._weights(rows, inputs)) for of, rows in parts
+            quantiles(errors[rows], level, of, *self._weights(rows, inputs))
+            for of, rows in self._parts(inputs, classes)
         ]
         if self.groups is None:
             return torch.cat(each, 1)
-        count = len(inputs.groups)
-        return _of_groups(torch.stack([found.expand(count, -1) for found in each]), inputs)
+        return _of_groups([found.expand(len(inputs.groups), -1) for found in each], inputs)
 
-    def _parts(self, inputs: Stated) -> list[tuple[str, Any]]:
+    def _parts(self, inputs: Stated, classes: int = 0) -> list[tuple[str, Any]]:
         """Return the examples of each part to which inputs can belong, and its name in errors."""
-        labels, word = (self.classes, "class") if self.groups is None else (inputs.groups, "group")
-        if labels is None:
+        own, word, labels = self.groups, "group", inputs.groups
+        if own is None:
+            own, word = self.classes, "class"
+            labels = torch.arange(classes, device="cpu") if classes else own
+        if own is None:
             return [("", slice(None))]
-        own = self.classes if self.groups is None else self.groups
         if not len(labels):  # without inputs any will do
             labels = own[:1]
         return [(f" of {word} {label}", own == label) for label in labels.unique().tolist()]
@@ -185,12 +171,12 @@ class Reference(NamedTuple):
         return self.weights[rows], own
 
 
-def _of_groups(each: Tensor, inputs: Stated) -> Tensor:
-    """Return the values (parts, B, ...) of the group of each input."""
+def _of_groups(each: list[Tensor], inputs: Stated) -> Tensor:
+    """Return the values of the group of each input, of values (B, ...) for each group."""
     if not len(inputs.groups):
         return each[0]
     places = inputs.groups.unique(return_inverse=True)[1]
-    return each[places, torch.arange(len(places), device=places.device)]
+    return torch.stack(each)[places, torch.arange(len(places), device=places.device)]
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
@@ -264,16 +250,6 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
         )
     columns = range(computed - known, computed)
     return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]
-
-
-def variance_of_error(mixture: FunctionMixture) -> Tensor:
-    """Return the expected squared error of the mean of all members, from the mean v of their variances.
-
-    It is v - D with the variance D of their means; v / (1 + D / v) is that to first order, and positive.
-    """
-    v = torch.stack([member.variance() for member in mixture.posteriors]).mean(0)
-    means = torch.stack([member.expected() for member in mixture.posteriors])
-    return v / (1 + means.var(0, correction=0) / v)
 
 
 def errors_of(mixture: FunctionMixture, y: Tensor) -> Tensor:

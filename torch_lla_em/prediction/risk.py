@@ -11,9 +11,6 @@ from torch import Tensor
 
 from torch_lla_em.prediction.scores import require_share
 
-# thresholds that can be chosen: logits of probabilities, on an even grid
-_LEAST, _MOST, _STEPS = -16.0, 16.0, 4096
-
 
 class RiskControl:
     """Sets of classes for every pixel that miss at most a given share of an image's pixels on average.
@@ -60,7 +57,8 @@ class RiskControl:
         """Choose the threshold; the class documents the arguments."""
         require_share(level)
         self._classes, self._class_dim = classes, class_dim
-        total, self.num_images = torch.zeros(_STEPS, dtype=torch.float64, device="cpu"), 0
+        grid, self.num_images = _thresholds(), 0
+        total = torch.zeros_like(grid)
         for inputs, labels in loader:
             for chosen, counts in _chosen(predict(inputs), labels, classes, class_dim):
                 if (chosen[counts] < 0).any():
@@ -68,7 +66,8 @@ class RiskControl:
                         f"Probabilities of image {self.num_images} are NaN, so no threshold bounds the loss: "
                         "mend the network, or set the labels of such pixels to -100."
                     )
-                total += _below(chosen[counts])
+                own = chosen[counts].sort().values
+                total += torch.searchsorted(own, grid).double() / max(1, len(own))
                 self.num_images += 1
         n = self.num_images
         if 1 / (n + 1) > level:
@@ -77,9 +76,10 @@ class RiskControl:
                 f"needs {ceil(1 / level) - 1} or more. Use more images, or a larger level."
             )
         allowed = ((total + 1) / (n + 1) <= level).nonzero()
-        place = int(allowed[-1].item()) if len(allowed) else -1
-        self.threshold = _grid()[place].sigmoid().item() if place >= 0 else 0.0
-        self.risk = total[place].item() / n if place >= 0 else 0.0
+        self.threshold = self.risk = 0.0
+        if len(allowed):
+            place = allowed[-1, 0]
+            self.threshold, self.risk = grid[place].item(), total[place].item() / n
 
     def sets(self, probs: Tensor) -> Tensor:
         """Return whether each class is in the set of its pixel, in the shape of the probabilities.
@@ -96,11 +96,10 @@ class RiskControl:
             probs (Tensor): Probabilities, as ``predict`` returns them.
             labels (Tensor): Labels, as those of ``loader``.
         """
-        pairs = _chosen(probs, labels, self._classes, self._class_dim)
-        shares = [
-            (p[kept] < self.threshold).double().sum() / max(1, len(p[kept])) for p, kept in pairs
-        ]
-        return torch.stack(shares) if shares else torch.zeros(0, dtype=torch.float64, device="cpu")
+        missed = torch.zeros(len(labels), dtype=torch.float64, device="cpu")
+        for i, (p, kept) in enumerate(_chosen(probs, labels, self._classes, self._class_dim)):
+            missed[i] = (p[kept] < self.threshold).sum() / max(1, int(kept.sum()))
+        return missed
 
 
 def _chosen(
@@ -122,14 +121,6 @@ def _chosen(
     return list(zip(own, known.cpu().flatten(1)))
 
 
-def _below(p: Tensor) -> Tensor:
-    """Return the share of probabilities below each threshold of the grid, (steps,)."""
-    if not len(p):
-        return torch.zeros(_STEPS, dtype=torch.float64, device="cpu")
-    places = torch.searchsorted(_grid().sigmoid(), p, right=True)  # thresholds p is not below
-    counts = places.bincount(minlength=_STEPS + 1)
-    return counts.cumsum(0)[:_STEPS].double() / len(p)
-
-
-def _grid() -> Tensor:
-    return torch.linspace(_LEAST, _MOST, _STEPS, dtype=torch.float64, device="cpu")
+def _thresholds() -> Tensor:
+    """Return the thresholds that can be chosen, on an even grid of logits."""
+    return torch.linspace(-16, 16, 4096, dtype=torch.float64, device="cpu").sigmoid()

@@ -5,6 +5,7 @@ Predictions of posteriors and of students use the same ones. Outputs are last. D
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil, nan, pi
 from statistics import NormalDist
 from typing import NamedTuple
@@ -63,7 +64,7 @@ def p_values(
     A score is at least as large as s if it exceeds s - ``room`` (s + ``unit``). All are treated alike, so p-values are
     exact without ties, and conservative with them. Examples count by ``weights``, (n,), inputs by ``own``, (1 or B,).
     """
-    reference, count = reference.to(scores.device), len(reference)
+    reference = reference.to(scores.device)
     weights, own = _weights(reference, weights, own)
     in_order, order = reference.sort(0)
     in_order = in_order.T.contiguous()
@@ -76,23 +77,24 @@ def p_values(
     def mass_of(values: Tensor) -> Tensor:
         return above.gather(1, torch.searchsorted(in_order, least(values).T.contiguous())).T
 
-    own = own.expand(len(scores))
-    total = own + weights.sum()
-    rank = combined((own[:, None] + mass_of(scores)) / total[:, None])
-    theirs, bounds = mass_of(reference), least(reference)
+    own, theirs, bounds = own.expand(len(scores)), mass_of(reference), least(reference)
 
-    def not_above(some: Tensor, rank: Tensor, own: Tensor) -> Tensor:
-        total = own[:, None, None] + weights.sum()
-        found = combined((theirs + own[:, None, None] * (some[:, None] >= bounds)) / total)
-        return found.le((rank + ROUNDING * rank)[:, None]).double() @ weights
+    def of_some(some: Tensor, mass: Tensor, own: Tensor) -> Tensor:
+        total = own + weights.sum()
+        rank = combined((own[:, None] + mass) / total[:, None])
+        each = theirs + own[:, None, None] * (some[:, None] >= bounds)
+        not_above = combined(each / total[:, None, None]) <= (rank + ROUNDING * rank)[:, None]
+        return (own + not_above.double() @ weights) / total
 
-    step = max(1, NUMBERS // max(1, count))
-    if len(scores) <= step:  # without a number of rows, so that exported programs take any
-        found = not_above(scores, rank, own)
-    else:
-        parts = zip(*(part.split(step) for part in (scores, rank, own)))
-        found = torch.cat([not_above(*part) for part in parts])
-    return (own + found) / total
+    return in_parts(of_some, NUMBERS // max(1, len(reference)), scores, mass_of(scores), own)
+
+
+def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Tensor:
+    """Return a function of rows, so many at a time; of few without their number, so that exported programs take any."""
+    if len(values[0]) <= max(1, size):
+        return function(*values)
+    parts = zip(*(value.split(max(1, size)) for value in values))
+    return torch.cat([function(*part) for part in parts])
 
 
 def _weights(reference: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
@@ -108,11 +110,8 @@ def combined(shares: Tensor) -> Tensor:
     It is small if one of them is, and smaller if all are. On six CNNs for digits, and six tables, the weights
     (2, 1, 1), (3, 1, 1) and (4, 1, 1) differ by up to 0.02 in the AUROC of any shift.
     """
-    first, *others = shares.unbind(-1)
-    total = (_FIRST if len(others) > 1 else 1) / first
-    for share in others:
-        total = total + 1 / share
-    return 1 / total
+    first = shares[..., 0] / (_FIRST if shares.shape[-1] > 2 else 1)
+    return 1 / (1 / first + (1 / shares[..., 1:]).sum(-1))
 
 
 def crossed(each: Tensor, counts: Tensor) -> Tensor:
@@ -221,12 +220,6 @@ def errors_of_values(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 def gaussian_entropy(variance: Tensor) -> Tensor:
     """Return the entropy of a Gaussian in nats."""
     return 0.5 * (2 * pi * variance).log() + 0.5
-
-
-def gaussian_interval(mean: Tensor, variance: Tensor, level: float) -> Interval:
-    """Return the interval around the mean of a Gaussian that has this probability."""
-    half = NormalDist().inv_cdf(0.5 + 0.5 * level) * variance.sqrt()
-    return Interval(mean - half, mean + half)
 
 
 class GaussianTargets(NamedTuple):

@@ -229,7 +229,7 @@ problem = Problem(linear_model, Bernoulli(), Data([(x, y)], x.device))
 noise = get_sto_samples(problem, num_samples=64, g_prior=False)
 span = Span(problem, noise.prior, noise.xi, memory=1e8)
 span.widen(noise.xi[:1])
-over = OverSpan(problem, noise, span, curvature="variational", tolerance=0.03)
+over = OverSpan(problem, noise, span, moves=True, tolerance=0.03)
 q = e_step(over, over.first(1.0))
 while True:
     for _ in range(25):  # small

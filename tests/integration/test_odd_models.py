@@ -53,7 +53,6 @@ CASES = {
     "one weight, certain": ONE | {"y": labels(8, 2).double()[:, None], "likelihood": "bernoulli"},
     "more samples than weights": NUMBERS | {"make": lambda: nn.Sequential(linear(3, 1)), "y": draw(8, 4)[:, 3:], "options": {"num_samples": 9}},
     "last layer": CLASSES | {"options": {"parameters": "last_layer"}},
-    "linear curvature": CLASSES | {"options": {"curvature": "linear"}},
     "a thousand classes": CLASSES | {"make": lambda: Calls(lambda m, x: m.a(x) @ WIDE, a=linear(3, 3)), "x": draw(2, 3), "y": labels(2, 1000)},
 }  # fmt: skip
 
@@ -75,8 +74,6 @@ def test_the_posterior_is_the_dense_one(name):
     data = [(x.to(next(model.parameters()).dtype), y)]
     la.fit(data, em_steps=0, prior_precision=LAMBDA, progress_bar=False)
     problem = problem_of(model, likelihood, data, own.get("parameters"))
-    if own["curvature"] == "linear":
-        problem = problem.with_curvature_at(la.w_lin)
     noise = get_sto_samples(problem, own["num_samples"], 0, g_prior=False)
     right = (LAMBDA**0.5 * noise.xi + noise.eta).double()
 
@@ -86,7 +83,7 @@ def test_the_posterior_is_the_dense_one(name):
     exact = ExactLaplace.of(model.double(), x, y, LOG_PROBS[case["likelihood"]], names)
     w_lin, prior = la.w_lin.double(), LAMBDA * torch.eye(len(la.w_lin)).double()
     curvature = torch.func.hessian(exact.loss)(w_lin)
-    H = prior + (curvature if own["curvature"] == "linear" else exact.ggn)
+    H = prior + exact.ggn
     truth, root = torch.linalg.solve(H, right.T).T, torch.linalg.cholesky(H)
     error = ((la.w_samples - truth) @ root).norm(dim=1)
     assert (error <= allowed * (1 + truth @ root).norm(dim=1)).all()

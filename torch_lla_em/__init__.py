@@ -6,6 +6,11 @@
 features.
 """
 
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
+
 from torch_lla_em.distil import Student
 from torch_lla_em.ensemble import LaplaceEnsemble
 from torch_lla_em.inference import (
@@ -73,6 +78,29 @@ _REMOVED = {
     "BlockKrylov": "The default solver stores a span of directions; limit it by compute=Compute(span_memory=bytes).",
     "FunctionSpace": "Use BlockCG(), which a fit with a layerwise prior takes by default.",
 }
+_MOVED = {
+    "botorch": {"LaplaceModel": "botorch"},
+    "lightning": {"LaplaceCallback": "lightning"},
+    "sklearn": dict.fromkeys(("LaplaceClassifier", "LaplaceRegressor"), "sklearn"),
+    "compat": dict.fromkeys(("posterior", "EstimatorPosterior"), "estimators")
+    | {"Laplace": "laplace_torch"},
+}
+
+
+class _Moved(ModuleType):
+    """A module by its former name, with the names that were public."""
+
+    def __getattr__(self, name: str) -> object:
+        if name not in (names := _MOVED[self.__name__.split(".")[1]]):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        new = f"torch_lla_em.integrations.{names[name]}"
+        words = f"Import {name} from {new} instead of {self.__name__}."
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(new), name)
+
+
+for _name in _MOVED:
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _Moved(f"{__name__}.{_name}")
 
 
 def __getattr__(name: str) -> object:

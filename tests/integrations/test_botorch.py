@@ -24,13 +24,13 @@ X = torch.rand(6, 2, generator=torch.Generator().manual_seed(3)).double()
 Y = 1 - 4 * (X - torch.tensor([0.7, 0.2])).square().sum(-1, keepdim=True)
 
 
+FIXED = {"em_steps": 0, "prior_precision": 1.0, "num_samples": 24}
+
+
 def fit(model=None, y=Y, dtype=torch.float64):
-    if model is None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, y.shape[1]))
-    data = [(X.to(dtype), y.to(dtype))]
-    fixed = {"em_steps": 0, "prior_precision": 1.0}
-    return fitted("regression", data, model.to(dtype), num_samples=24, **fixed)[1]
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, y.shape[1]))
+    return fitted("regression", [(X.to(dtype), y.to(dtype))], model.to(dtype), **FIXED)[1]
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,10 @@ def test_outputs_may_be_flat_several_or_in_single_precision(la):
 def test_the_best_of_a_plane_is_its_corner():
     """UCB of a linear network is convex: where its slopes keep their signs, the corner is the best."""
     model = nn.Linear(2, 1).double()
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[2.0, -1.0]]))
-        model.bias.zero_()
-    _, la = fitted("regression", [(X, model(X).detach())], model, em_steps=0, prior_precision=1.0)
+    model.load_state_dict({"weight": torch.tensor([[2.0, -1.0]]), "bias": torch.zeros(1)})
+    la, beta = fit(model, model(X).detach()), 0.1
     corners = la.functional_samples(torch.tensor([[0, 0], [1, 0], [0, 1]]).double())[..., 0]
     slopes = corners[:, 1:] - corners[:, :1]
-    beta = 0.1
     spread = (beta * torch.pi / 2) ** 0.5 * (slopes - slopes.mean(0)).abs().mean(0)
     assert (spread < slopes.mean(0).abs()).all()
     acquisition = qUpperConfidenceBound(LaplaceModel(la), beta=beta)

@@ -48,18 +48,6 @@ def in_pipeline(estimator):
     return make_pipeline(make_column_transformer(*columns, sparse_threshold=0), estimator)
 
 
-@pytest.fixture(scope="module")
-def classifier():
-    frame, labels, _ = mixed()
-    return in_pipeline(LaplaceClassifier(**FAST, validation_fraction=0.3)).fit(frame, labels)
-
-
-@pytest.fixture(scope="module")
-def regressor():
-    frame, _, y = mixed()
-    return in_pipeline(LaplaceRegressor(linear, **FAST, validation_fraction=0.3)).fit(frame, y)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", [LaplaceClassifier, LaplaceRegressor])
 @pytest.mark.filterwarnings("ignore")
@@ -70,11 +58,12 @@ def test_the_checks_of_scikit_learn_pass(estimator):
     assert len(found) > 40 and not failed, failed
 
 
-def test_a_classifier_of_a_mixed_frame(classifier):
+def test_a_classifier_of_a_mixed_frame():
     frame, labels, _ = mixed()
-    assert list(classifier.classes_) == ["no", "yes"]
-    assert (classifier.predict(frame) == labels).mean() > 0.9
-    encoded, own = classifier[:-1].transform(frame), classifier[-1]
+    whole = in_pipeline(LaplaceClassifier(**FAST, validation_fraction=0.3)).fit(frame, labels)
+    assert list(whole.classes_) == ["no", "yes"]
+    assert (whole.predict(frame) == labels).mean() > 0.9
+    encoded, own = whole[:-1].transform(frame), whole[-1]
     la = own.laplace_
     assert la.num_data == 175 and la.calibration.num_rows == 75
     probs = own.predict_proba(encoded)
@@ -85,13 +74,14 @@ def test_a_classifier_of_a_mixed_frame(classifier):
     sets = own.predict_set(encoded, 0.9)
     inside = sets[np.arange(250), (labels == "yes").astype(int)]
     assert sets.shape == (250, 2) and inside.mean() > 0.85
-    far = encoded * 40
-    assert own.is_ood(far).mean() > 0.5 > 0.15 > own.is_ood(encoded).mean()
+    assert own.is_ood(encoded * 40).mean() > 0.5 > 0.15 > own.is_ood(encoded).mean()
+    assert cross_val_score(clone(whole), frame, labels, cv=2).mean() > 0.8
 
 
-def test_a_regressor_of_a_mixed_frame(regressor):
+def test_a_regressor_of_a_mixed_frame():
     frame, _, y = mixed()
-    encoded, own = regressor[:-1].transform(frame), regressor[-1]
+    whole = in_pipeline(LaplaceRegressor(linear, **FAST, validation_fraction=0.3)).fit(frame, y)
+    encoded, own = whole[:-1].transform(frame), whole[-1]
     assert type(own.laplace_.model[1]) is nn.Linear
     mean, std = own.predict(encoded, return_std=True)
     assert mean.shape == std.shape == (250,) and abs(std.mean() / 5 - 1) < 0.3
@@ -100,12 +90,6 @@ def test_a_regressor_of_a_mixed_frame(regressor):
     assert lower.shape == y.shape and 0.85 < ((lower <= y) & (y <= upper)).mean() < 0.98
     np.testing.assert_allclose((lower + upper) / 2, mean, atol=1)
     assert own.is_ood(encoded * 40).mean() > 0.5
-
-
-def test_estimators_in_pipelines_are_cloned_and_cross_validated():
-    x, y = rows()
-    pipeline = make_pipeline(StandardScaler(), LaplaceClassifier(linear, **FAST))
-    assert cross_val_score(clone(pipeline), x, y, cv=2).mean() > 0.8
 
 
 def dropping(features, outputs):
@@ -127,16 +111,9 @@ def test_a_seed_gives_the_same_results_in_threads_and_leaves_the_global_generato
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_several_targets():
-    x, y = rows()
-    both = np.stack([x[:, 0], -x[:, 1]], 1) + 0.1 * (y == "same")[:, None]
-    regressor = LaplaceRegressor(linear, **FAST).fit(x, both)
-    mean, std = regressor.predict(x, return_std=True)
-    assert mean.shape == std.shape == (150, 2)
-
-
 @pytest.mark.parametrize(("epochs", "passes"), daily((7, 7), rest=[(1, 1), (None, 500)]))
-def test_networks_are_trained_for_the_number_of_epochs(epochs, passes):
+def test_epochs_and_weight_decay_of_the_training(epochs, passes):
+    """The default weight decay is 300 over the number of examples, 1 at most; 1,000 steps are the default."""
     calls = []
 
     class Counted(nn.Linear):
@@ -145,40 +122,43 @@ def test_networks_are_trained_for_the_number_of_epochs(epochs, passes):
                 calls.append(len(x))
             return super().forward(x)
 
-    x, y = rows(256)
-    options = {**FAST, "epochs": epochs, "validation_fraction": 0.0}
-    LaplaceClassifier(Counted, **options).fit(x, y)
-    assert calls == [128] * 2 * passes  # 1,000 gradient steps by default
+    def probs(decay, count):
+        x, y = rows(count)
+        how = {**FAST, "epochs": epochs, "validation_fraction": 0.0, "weight_decay": decay}
+        return LaplaceClassifier(Counted, **how).fit(x, y).predict_proba(x)
+
+    for count, due, other in ((256, 1.0, 1.2), (400, 0.75, 1.0)):
+        calls.clear()
+        found = probs(None, count)
+        assert calls == ([128] * 2 if count == 256 else [100] * 4) * passes or epochs is None
+        np.testing.assert_array_equal(found, probs(due, count))
+        assert not np.array_equal(found, probs(other, count))
+
+
+WRONG = {"validation_fraction": [1.0, float("nan")], "hidden": [(5, 0), (5.5,)], "epochs": [0, 2.5]}
 
 
 def test_hyperparameters_and_targets_are_checked(caplog):
     x, labels = rows(30)
-    good, ones = np.arange(30) % 3, np.ones(30)
-    wrong = {
-        "validation_fraction": [1.0, -0.1, float("nan")],
-        "hidden": [0, (5, 0), (5.5,)],
-        "epochs": [0, 2.5],
-    }
-    for estimator in (LaplaceClassifier, LaplaceRegressor):
+    for name, value in ((key, value) for key in WRONG for value in WRONG[key]):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            LaplaceRegressor(**{**FAST, name: value}).fit(x, np.arange(30))
+    ones, words = np.ones(30), np.sort(labels)[::-1]
+    for kind, y, message in (
+        (LaplaceClassifier, 0 * ones, "at least two classes"),
+        (LaplaceRegressor, ones, "All targets are equal"),
+        (LaplaceRegressor, np.full(30, 1e9, dtype="float32"), "All targets are equal"),
+        (LaplaceRegressor, words, "strings: use LaplaceClassifier"),
+        (LaplaceRegressor, words.astype(object), "strings: use LaplaceClassifier"),
+    ):
         with pytest.raises(NotFittedError):
-            estimator().predict(x)
-        for name, value in ((key, value) for key in wrong for value in wrong[key]):
-            with pytest.raises(ValueError, match=f"{name} must be"):
-                estimator(**{**FAST, name: value}).fit(x, good)
-
-    def refused(words, estimator, y):
-        with pytest.raises(ValueError, match=words):
-            estimator(**FAST).fit(x, y)
-
-    refused("at least two classes", LaplaceClassifier, 0 * ones)
-    for y in (ones, np.zeros((30, 2)), np.full(30, 1e9, dtype="float32")):
-        refused("All targets are equal", LaplaceRegressor, y)
-    for dtype in (str, object):
-        y = np.sort(labels)[::-1].astype(dtype)
-        refused("strings: use LaplaceClassifier", LaplaceRegressor, y)
+            kind().predict(x)
+        with pytest.raises(ValueError, match=message):
+            kind(**FAST).fit(x, y)
     some = np.stack([x[:, 0] + (labels == "same"), ones], 1)
     fitted = LaplaceRegressor(linear, **FAST | {"epochs": 100}, weight_decay=0.0).fit(x, some)
-    assert fitted.predict(x)[:, 1] == pytest.approx(1, abs=0.2)
+    mean, deviation = fitted.predict(x, return_std=True)
+    assert mean.shape == deviation.shape == (30, 2) and mean[:, 1] == pytest.approx(1, abs=0.2)
     assert "not calibrated: validation_fraction=0.1 holds out fewer" in caplog.text
     with pytest.raises(ValueError, match="validation set.*calibrate"):
         fitted.predict_interval(x)
@@ -192,30 +172,15 @@ SCALES = daily(
 @pytest.mark.parametrize(("scale", "dtype"), SCALES)
 def test_units_do_not_matter_to_estimators_and_one_hidden_layer_is_a_number(scale, dtype):
     x, y = rows()
-    x = x.astype(dtype)
-    scale, near = x.dtype.type(scale), 1e-4 if dtype == "float64" else 1e-2
-    one, other = (
-        LaplaceClassifier(**FAST | {"hidden": 5}),
-        LaplaceClassifier(**FAST | {"hidden": (5,)}),
-    )
-    expected = one.fit(x, y).predict_proba(x)
-    np.testing.assert_allclose(
-        other.fit(scale * x, y).predict_proba(scale * x), expected, near, near
-    )
+    x, near = x.astype(dtype), 1e-4 if dtype == "float64" else 1e-2
+    scale = x.dtype.type(scale)
+    one = LaplaceClassifier(**FAST | {"hidden": 5}).fit(x, y)
+    other = LaplaceClassifier(**FAST | {"hidden": (5,)}).fit(scale * x, y)
+    found = other.predict_proba(scale * x)
+    np.testing.assert_allclose(found, one.predict_proba(x), near, near)
     assert len(one.laplace_.model[1]) == 3
     targets = x[:, 0] + x[:, 1] + 0.1 * x[:, 2] ** 2
     means = LaplaceRegressor(**FAST).fit(x, targets).predict(x, return_std=True)
     found = LaplaceRegressor(**FAST).fit(scale * x, scale * targets)
     for one, other in zip(found.predict(scale * x, return_std=True), means):
         np.testing.assert_allclose(one / scale, other, near, near)
-
-
-def test_the_default_weight_decay_is_300_over_the_number_of_examples():
-    x, y = rows(400)
-    options = FAST | {"epochs": 2, "validation_fraction": 0.0}
-    found = [
-        LaplaceClassifier(linear, **options, weight_decay=decay).fit(x, y).predict_proba(x)
-        for decay in (None, 0.75, 0.0)
-    ]
-    np.testing.assert_array_equal(found[0], found[1])
-    assert not np.array_equal(found[0], found[2])

@@ -1,7 +1,4 @@
-"""A fitted posterior as a BoTorch model with joint samples over inputs.
-
-Needs BoTorch: ``pip install torch_lla_em[botorch]``.
-"""
+"""A fitted posterior as a BoTorch model. Needs ``pip install torch_lla_em[botorch]``."""
 
 from __future__ import annotations
 
@@ -41,14 +38,7 @@ class LaplaceModel(EnsembleModel):
         self._num_outputs = num_outputs
 
     def forward(self, X: Tensor) -> Tensor:
-        """Return the K functions at X, shape (..., K, n, outputs).
-
-        Args:
-            X (Tensor): Inputs, shape (..., n, d).
-
-        Raises:
-            ValueError: If the network has another number of outputs.
-        """
+        """Return the K functions at inputs X (..., n, d), shape (..., K, n, outputs)."""
         rows = X.reshape(-1, X.shape[-1]).to(self.la.w_MAP.dtype)
         samples = self.la.functional_samples(rows).to(X.dtype)
         outputs = samples.shape[2:] or (1,)

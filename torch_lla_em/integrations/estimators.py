@@ -40,7 +40,7 @@ class EstimatorNetwork(NamedTuple):
 
 
 class EstimatorPosterior:
-    """The posterior of a trained estimator, which takes and returns its arrays and labels.
+    """The posterior of a trained estimator, which takes and returns its arrays X and y.
 
     Args:
         network (EstimatorNetwork): The network, its likelihood and the conversion of its data.
@@ -63,52 +63,28 @@ class EstimatorPosterior:
         self.laplace = LinearisedLaplace(network.module, network.likelihood, **options)
 
     def fit(self, X: Any, y: Any) -> EstimatorPosterior:
-        """Fit the posterior to the training data of the estimator.
-
-        Args:
-            X (array): Inputs, as the estimator takes them.
-            y (array): Targets, as the estimator takes them.
-        """
+        """Fit the posterior to the training data X and y of the estimator."""
         self.laplace.fit(*self._pair(X, y), progress_bar=False)
         return self
 
     def calibrate(self, X: Any, y: Any) -> EstimatorPosterior:
-        """Calibrate the predictions on data that were not used in training.
-
-        Args:
-            X (array): Inputs, as the estimator takes them.
-            y (array): Targets, as the estimator takes them.
-        """
+        """Calibrate the predictions on data X and y that were not used in training."""
         self.laplace.calibrate(*self._pair(X, y))
         return self
 
     def distribution(self, X: Any) -> Prediction:
-        """Return the ``Prediction`` of ``LinearisedLaplace.predict``.
-
-        Args:
-            X (array): Inputs, as the estimator takes them.
-        """
+        """Return the ``Prediction`` at X of ``LinearisedLaplace.predict``."""
         return self.laplace.predict(self.inputs(X))
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities of the classes, shape (N, C), or of the labels.
-
-        Args:
-            X (array): Inputs, as the estimator takes them.
-        """
+        """Return the probabilities of the classes at X, shape (N, C), or of the labels."""
         probs: np.ndarray = self.distribution(X).probs.cpu().numpy()
         if self._classes is not None and probs.shape[1] == 1:
             return np.concatenate([1 - probs, probs], axis=1)
         return probs
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the most probable classes, or the mean.
-
-        Args:
-            X (array): Inputs, as the estimator takes them.
-            return_std (bool): Of a regression, return a tuple with the standard deviation of y, which
-                includes the observation noise. Default False.
-        """
+        """Return the most probable classes at X, or the mean, with ``return_std`` also the standard deviation of y."""
         if self._classes is not None:
             return self._classes[self.predict_proba(X).argmax(1)]
         prediction = self.distribution(X)
@@ -142,10 +118,6 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     Args:
         estimator (object): The trained estimator.
         **options: Further arguments of ``LinearisedLaplace``.
-
-    Raises:
-        TypeError: If the estimator has no network that can be converted.
-        ValueError: If it is not trained.
 
     Example:
         >>> from sklearn.neural_network import MLPRegressor

@@ -15,26 +15,6 @@ from torch_lla_em.runtime import report
 
 __all__ = ["Laplace"]
 
-_LEARN = "la.optimize_prior_precision() learns prior_precision, and sigma_noise of a regression"
-_BY_NAME = "select tensors by name in LinearisedLaplace(model, likelihood, parameters=[...])"
-_INSTEAD = {
-    "gridsearch": f"it takes a fit for every value. {_LEARN}, from the training data; "
-    "la.posterior.calibrate(val_loader) then uses the validation set, and la.posterior(x) predicts",
-    "nn": 'use "glm". The network at sampled weights is another function than its linearisation',
-    **dict.fromkeys(("bridge", "bridge_norm"), 'use "probit", or "mc" with more n_samples'),
-    "reward_modeling": 'use LinearisedLaplace(model, BradleyTerry()), or "classification"',
-    **dict.fromkeys(("joint", "functional_variance"), "use la.posterior.predict(x).covariance"),
-    "diagonal_output": "use la.posterior.predict(x).variance",
-    "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
-    "feature_reduction": "select the outputs in the adapter of LinearisedLaplace",
-    **dict.fromkeys(
-        ("layerwise", "diag"), 'use LinearisedLaplace(model, likelihood, prior="layerwise")'
-    ),
-    "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
-    **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
-}
-"""What laplace-torch has and this module has not -> what to use."""
-
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "likelihood": ("classification", "regression"),
     "subset_of_weights": ("last_layer", "all"),
@@ -48,9 +28,25 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("last_layer_name", "feature_reduction", "subnetwork_indices"), (None,)),
 }
 
+_LEARN = "la.optimize_prior_precision() learns prior_precision, and sigma_noise of a regression"
+_BY_NAME = "select tensors by name in LinearisedLaplace(model, likelihood, parameters=[...])"
+_INSTEAD = {
+    "gridsearch": f"it takes a fit for every value. {_LEARN}, from the training data; "
+    "la.posterior.calibrate(val_loader) then uses the validation set, and la.posterior(x) predicts",
+    "nn": 'use "glm". The network at sampled weights is another function than its linearisation',
+    **dict.fromkeys(("bridge", "bridge_norm"), 'use "probit", or "mc" with more n_samples'),
+    "reward_modeling": 'use LinearisedLaplace(model, BradleyTerry()), or "classification"',
+    **dict.fromkeys(("joint", "functional_variance"), "use la.posterior.predict(x).covariance"),
+    "diagonal_output": "use la.posterior.predict(x).variance",
+    "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
+    "feature_reduction": "select the outputs in the adapter of LinearisedLaplace",
+    "prior_structure": 'use LinearisedLaplace(model, likelihood, prior="layerwise")',
+    "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
+    **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
+}
+"""Values, arguments and methods of laplace-torch that this module has not -> what to use."""
+
 _PREFIX = "laplace_torch."
-_USED = "progress_bar", "n_samples", "generator"
-_KEPT = "prior_precision", "sigma_noise", "temperature", "prior_mean"
 
 
 class Laplace:
@@ -74,7 +70,7 @@ class Laplace:
         **options: Others of laplace-torch have no effect, or an error says what to use.
 
     Example:
-        >>> la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron")
+        >>> la = Laplace(model, "classification", subset_of_weights="all")
         >>> la.fit(loader)
         >>> la.optimize_prior_precision(method="marglik")
         >>> probabilities = la(x, link_approx="probit")
@@ -101,7 +97,9 @@ class Laplace:
         chosen = _checked(named | {"hessian_structure": hessian_structure} | options)
         self.model, self.likelihood = model, chosen["likelihood"]
         if self.likelihood != "regression" and sigma_noise != 1:
-            raise ValueError("sigma_noise is the observation noise of a regression: leave it out.")
+            raise ValueError(
+                "Only a regression has sigma_noise, its observation noise: leave it out."
+            )
         self.subset_of_weights = chosen["subset_of_weights"]
         self.sigma_noise: Any = sigma_noise
         self.prior_precision: Any = prior_precision
@@ -111,33 +109,27 @@ class Laplace:
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
         self._loader: Any = None
         self._posterior: LinearisedLaplace | None = None
-        self._fitted_at: Tensor | None = None
+        self._fitted_at: tuple[Any, Any] | None = None
         self._evidence: Tensor | None = None
 
     @property
     def posterior(self) -> LinearisedLaplace:
         """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set after ``fit``."""
-        if self._posterior is None or not torch.equal(self._hyperparameters(), self._fitted_at):
-            what = "is not fitted yet" if self._posterior is None else "has another prior or noise"
-            raise NotFittedError(f"This posterior {what}. Call la.fit(train_loader).")
+        if self._posterior is None:
+            raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
+        precision, noise = self._fitted_at or (None, None)
+        if self.prior_precision is not precision or self.sigma_noise is not noise:
+            raise NotFittedError("la has another prior or noise. Call la.fit(train_loader).")
         return self._posterior
 
-    @property
-    def mean(self) -> Any:
-        """The trained weights of the parameters in the posterior, (P,)."""
-        return self.posterior.w_MAP
-
-    @property
-    def n_data(self) -> int:
-        """The number of training examples."""
-        return int(self.posterior.num_data)
+    mean = property(lambda self: self.posterior.w_MAP, doc="The trained weights, (P,).")
+    n_data = property(lambda self: self.posterior.num_data, doc="The number of training examples.")
 
     def fit(self, train_loader: Iterable[Any], **options: Any) -> None:
         """Fit the posterior at the given ``prior_precision``.
 
-        Args:
-            train_loader (DataLoader): Batches of inputs and targets, or dicts, which are read again later.
-            **options: ``progress_bar``, as in ``LinearisedLaplace.fit``.
+        The ``train_loader`` has batches of inputs and targets, or dicts, and is read again later. ``progress_bar`` is
+        one of the ``options``, as in ``LinearisedLaplace.fit``.
         """
         self._loader = train_loader
         self._fit(options, em_steps=0, prior_precision=self.prior_precision)
@@ -147,10 +139,7 @@ class Laplace:
     ) -> None:
         """Learn λ by EM for the linear model, and σ of a regression from residuals of the network.
 
-        Args:
-            pred_type (str): Must be "glm", the default.
-            method (str): Must be "marglik", the default.
-            **options: ``progress_bar``. Others of laplace-torch have no effect, which is logged.
+        ``pred_type`` and ``method`` must be the defaults; of the ``options``, ``progress_bar`` has an effect.
         """
         options |= {"pred_type": pred_type, "method": method}
         if self._loader is None:
@@ -168,9 +157,6 @@ class Laplace:
         """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape ().
 
         ``la.posterior.log_marginal_likelihood()`` is that of the linear model, at its own mode.
-
-        Raises:
-            ValueError: If a value is given.
         """
         own = self.posterior
         if any(v is not None for v in (*given, *named.values())):
@@ -183,21 +169,15 @@ class Laplace:
             last, precision = own.history[-1], own.prior_precision.double().cpu()
             log_det = -2 * (estimate + last["loss"]) - precision * last["squared_norm"]
             apart = (own.w_MAP.double() - self.prior_mean).square().sum().cpu()
-            self._evidence = self._log_likelihood() - 0.5 * (log_det + precision * apart)
+            found, constant = -0.5 * (log_det + precision * apart), 0.0
+            for batch in self._loader:
+                f, y = self._around_network(batch).mean, self._targets(batch)
+                terms = own.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
+                if self.likelihood == "regression":  # whose constant has no temperature
+                    constant = y.numel() * (log(self.sigma_noise) + 0.5 * log(2 * pi))
+                found = found + (terms + constant) / self.temperature - constant
+            self._evidence = found
         return self._evidence
-
-    def _log_likelihood(self) -> Tensor:
-        found, constant = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
-        for batch in self._loader:
-            f, y = self._around_network(batch).mean, self._targets(batch)
-            found += self.posterior.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
-            if self.likelihood == "regression":  # whose constant has no temperature
-                constant += y.numel() * (log(self.sigma_noise) + 0.5 * log(2 * pi))
-        return (found + constant) / self.temperature - constant
-
-    def _around_network(self, batch: Any) -> Prediction:
-        x = batch if isinstance(batch, Mapping) else batch[0]
-        return self.posterior.predict(to_device(x, self._device), "network", num_samples=1)
 
     def __call__(
         self, x: Any, pred_type: str = "glm", link_approx: str = "probit", **options: Any
@@ -218,7 +198,7 @@ class Laplace:
         mean, deviations = self._at(x, pred_type)
         if self.likelihood == "classification":
             return (mean / (1 + pi / 8 * deviations.square().mean(0)).sqrt()).softmax(-1)
-        return mean, torch.einsum("kbi,kbj->bij", deviations, deviations) / len(deviations)
+        return mean, torch.einsum("k...i,k...j->...ij", deviations, deviations) / len(deviations)
 
     def functional_samples(
         self,
@@ -227,13 +207,9 @@ class Laplace:
         n_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return samples of f, shape (n_samples, B, C), joint over inputs and outputs.
+        """Return ``n_samples`` samples of f at x, shape (n_samples, B, C), joint over inputs and outputs.
 
-        Args:
-            x (Tensor or dict): Inputs, as the model takes them.
-            pred_type (str): Must be "glm", the default.
-            n_samples (int): Number of samples. Default 100.
-            generator (torch.Generator, optional): As in ``la(x)``.
+        ``pred_type`` must be "glm". Without a ``generator``, that of this posterior draws, whose seed is ``seed``.
         """
         mean, deviations = self._at(x, pred_type)
         drawn = deviations.new_empty(n_samples, len(deviations))
@@ -248,28 +224,22 @@ class Laplace:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that predictions and the log marginal likelihood need, as tensors."""
-        state = self.posterior.state_dict()
-        own = {name: getattr(self, name) for name in _KEPT}
-        own["evidence"] = self.log_marginal_likelihood()
-        for name, value in own.items():
-            state[f"{_PREFIX}{name}"] = torch.as_tensor(value, device=self._device).detach()
-        return state
+        own = {"prior_mean": self.prior_mean, "temperature": self.temperature}
+        own |= {"sigma_noise": self.sigma_noise, "evidence": self.log_marginal_likelihood()}
+        tensors = {f"{_PREFIX}{n}": torch.as_tensor(v, device="cpu") for n, v in own.items()}
+        return self.posterior.state_dict() | tensors
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned.
-
-        Args:
-            state_dict (dict): The tensors by name. An error is raised for those of laplace-torch.
-        """
+        """Load a ``state_dict`` that this class has returned; an error is raised for those of laplace-torch."""
         own = {k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)}
         if not own:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
-        self.prior_mean, self.temperature = own["prior_mean"], own["temperature"].item()
-        self.sigma_noise = own["sigma_noise"]
+        self.prior_mean = own["prior_mean"].to(self._device)
+        self.temperature, self.sigma_noise = own["temperature"].item(), own["sigma_noise"]
         posterior = self._unfitted()
         posterior.load_state_dict({n: t for n, t in state_dict.items() if _PREFIX not in n})
         self._take(posterior)
-        self._loader, self._evidence = None, own.get("evidence")
+        self._loader, self._evidence = None, own["evidence"]
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that says what to use."""
@@ -277,24 +247,18 @@ class Laplace:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {instead}.")
 
     def _fit(self, options: dict[str, Any], **how: Any) -> None:
-        bar = bool(_checked(options).get("progress_bar"))
+        how["progress_bar"] = bool(_checked(options).get("progress_bar"))
+        how["weights"] = None if self.temperature == 1 else 1 / self.temperature
         posterior, self._posterior = self._unfitted(), None
-        if self.temperature != 1:
-            how["weights"] = 1 / self.temperature
-        self._take(posterior.fit(self._loader, validation=False, progress_bar=bar, **how))
+        self._take(posterior.fit(self._loader, validation=False, **how))
 
     def _take(self, posterior: LinearisedLaplace) -> None:
         """Hold a posterior, and its λ and σ."""
         noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
         self.prior_precision = posterior.prior_precision
         self.sigma_noise = torch.as_tensor(noise, device=self._device)
-        self._fitted_at = self._hyperparameters()
+        self._fitted_at = self.prior_precision, self.sigma_noise
         self._posterior, self._evidence = posterior, None
-
-    def _hyperparameters(self) -> Tensor:
-        """Return λ and σ as one vector."""
-        each = (torch.as_tensor(v, device="cpu") for v in (self.prior_precision, self.sigma_noise))
-        return torch.cat([values.detach().double().reshape(-1) for values in each])
 
     def _unfitted(self) -> LinearisedLaplace:
         is_regression = self.likelihood == "regression"
@@ -312,15 +276,14 @@ class Laplace:
     def _targets(self, batch: Any) -> Any:
         return batch[self.dict_key_y if isinstance(batch, Mapping) else -1]
 
+    def _around_network(self, batch: Any) -> Prediction:
+        x = batch if isinstance(batch, Mapping) else batch[0]
+        return self.posterior.predict(to_device(x, self._device), "network", num_samples=1)
+
     def _at(self, x: Any, pred_type: str) -> tuple[Tensor, Tensor]:
-        """Return the mean of f, (B, C), and K samples of f less the mean, (K, B, C)."""
+        """Return the mean of f, (B, ..., C), and K samples of f less the mean."""
         _checked({"pred_type": pred_type})
         prediction = self.posterior.predict(x, mean="network")
-        if prediction.mean.dim() != 2:
-            raise ValueError(
-                f"The network's outputs have shape {tuple(prediction.mean.shape)}, but laplace-torch's are (B, C). "
-                "Use LinearisedLaplace with class_dim, or la.posterior.predict(x)."
-            )
         return prediction.mean, prediction.samples - prediction.mean
 
 
@@ -332,7 +295,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         if known and value not in known:
             instead = _INSTEAD.get(str(value), _INSTEAD.get(name, f"choose one of {known}"))
             raise ValueError(f"{name}={value!r} is not available: {instead}.")
-        if not known and name not in _USED:
+        if not known and name not in ("progress_bar", "n_samples", "generator"):
             report(
                 "log", f"The argument {name!r} has no effect: all data and the full GGN are used."
             )

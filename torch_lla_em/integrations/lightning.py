@@ -1,7 +1,4 @@
-"""A Lightning callback that fits the posterior.
-
-Needs Lightning: ``pip install torch_lla_em[lightning]``.
-"""
+"""A Lightning callback that fits the posterior. Needs ``pip install torch_lla_em[lightning]``."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ with needs("lightning"):
 
 __all__ = ["LaplaceCallback"]
 
-_SCORES = {
-    name: name.replace(" ", "_") for name in ("NLL", "network NLL", "accuracy", "ECE", "RMSE")
-}
-_SCORES["90 % coverage"] = "coverage_90"
+_SCORES = {name: name for name in ("NLL", "accuracy", "ECE", "RMSE")}
+_SCORES |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
 
 
 class LaplaceCallback(Callback):
@@ -41,9 +36,6 @@ class LaplaceCallback(Callback):
     Attributes:
         la (LinearisedLaplace): The posterior, on the CPU once the trainer is done.
         metrics (dict): The logged scores.
-
-    Raises:
-        TypeError: When fitting, if the LightningModule has no ``forward``.
 
     Example:
         >>> callback = LaplaceCallback("classification", network="net")
@@ -72,10 +64,8 @@ class LaplaceCallback(Callback):
         held_out = trainer.val_dataloaders
         if isinstance(held_out, (list, tuple)):
             held_out = next(iter(held_out), None)
-        network: nn.Module = pl_module
-        if self.network is not None:
-            network = pl_module.get_submodule(self.network)
-        elif type(pl_module).forward is LightningModule.forward:
+        network: nn.Module = pl_module.get_submodule(self.network or "")
+        if network is pl_module and type(pl_module).forward is LightningModule.forward:
             raise TypeError(
                 f"{type(pl_module).__name__} has no forward method, which the posterior needs: define "
                 'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'

@@ -1,6 +1,6 @@
 """Estimators for scikit-learn: a network, its posterior and its calibration in one object.
 
-Needs scikit-learn: ``pip install torch_lla_em[sklearn]``.
+They need ``pip install torch_lla_em[sklearn]``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ with needs("sklearn"):
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 _BATCH = 128
+# half of them are the reference of sets and intervals, and those of 90 % need nine
 _LEAST_HELD_OUT = 20
 # AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was chosen
 # on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
@@ -113,11 +114,9 @@ class _Estimator(BaseEstimator):
         how = {"num_samples": self.num_samples, "seed": seed, **self._options}
         count = int(share * len(x))
         if 0 < count < _LEAST_HELD_OUT:
-            report(
-                "log",
-                f"Predictions are not calibrated: validation_fraction={share:g} holds out fewer than 20 examples: increase it, or pass "
-                "more data. Intervals, sets and OOD flags need them.",
-            )
+            few = f"validation_fraction={share:g} holds out fewer than {_LEAST_HELD_OUT} examples"
+            more = "increase it, or pass more data. Intervals, sets and OOD flags need them."
+            report("log", f"Predictions are not calibrated: {few}: {more}")
             count = 0
         with _FITTING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -197,19 +196,11 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
         return torch.as_tensor(labels), len(self.classes_)
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return calibrated probabilities of ``classes_``, shape (N, C).
-
-        Args:
-            X (array): Inputs, shape (N, D).
-        """
+        """Return calibrated probabilities of ``classes_``, shape (N, C), at inputs X (N, D)."""
         return self._predicted(X, lambda p: p.probs).numpy()
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable classes, shape (N,).
-
-        Args:
-            X (array): Inputs, shape (N, D).
-        """
+        """Return the most probable classes, shape (N,), at inputs X (N, D)."""
         best = self.predict_proba(X).argmax(1)
         return np.asarray(self.classes_[best])
 

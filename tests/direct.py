@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_lla_em.problem.sweep import Pass
 from torch_lla_em.solvers import Solution
 
 
@@ -22,7 +21,7 @@ def rows_of(problem):
         problem.sweep.expect_finite(R)
         parts.append(R.to(problem.device))
 
-    problem.sweep(torch.arange(1 << 16, device="cpu"), Pass({}, add))
+    problem.sweep(torch.arange(1 << 16, device="cpu"), {}, add)
     return problem.data.group.gather(torch.cat(parts))
 
 

@@ -21,7 +21,6 @@ from torch_lla_em.problem import (
     Plan,
     Problem,
     duration,
-    is_long,
     prepare,
     seconds_of_pass,
     time_of_fit,
@@ -95,11 +94,8 @@ class Session:
         self._first_pass = time.monotonic(), self.problem.data.num_passes
         if not self._bar.disable:
             self.problem.sweep.watch(self._draw)
-        self.messages.insert(0, plan.of_memory)  # so that it is not stored a second time
-        if plan.tight:
-            report("log", plan.of_memory)
-        else:
-            logger.info("%s", plan.of_memory)
+        self.messages.insert(0, str(plan))
+        logger.info("%s", plan)
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
@@ -133,8 +129,8 @@ class Session:
             refuse_training_data(self._unseen, *self.trained_on())
         began, passes = self._first_pass
         seconds = (time.monotonic() - began) / max(1, self.problem.data.num_passes - passes)
-        if self._group.rank == 0 and is_long(seconds):
-            report("show", time_of_fit(seconds))
+        if self._group.rank == 0 and (words := time_of_fit(seconds, only_long=True)):
+            report("show", words)
         self.stepped(None, progress)
 
     def stepped(self, found: dict[str, Any] | None, progress: Callable[[], Progress]) -> bool:
@@ -160,11 +156,10 @@ class Session:
         """Return the seconds of the fit so far, with those before it was resumed."""
         return time.monotonic() - self._began
 
-    def _draw(self, share: float | None) -> None:
+    def _draw(self) -> None:
         """Show the stage, the pass, and the seconds of a pass."""
         stage, passes = self.problem.sweep.stage, self.problem.data.num_passes
-        words = f"{stage}, pass {passes + 1}" + ("" if share is None else f" ({share:.0%})")
-        self._bar.set_description_str(words, refresh=False)
+        self._bar.set_description_str(f"{stage}, pass {passes + 1}", refresh=False)
         each = f"{duration(self._seconds() / passes)} per pass" if passes else ""
         self._bar.set_postfix_str(each, refresh=False)
         self._bar.update(0)

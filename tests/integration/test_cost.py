@@ -24,7 +24,7 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime import Budget, Group
 from torch_lla_em.runtime.modes import tf32
 
-FREE = "torch_lla_em.problem.plan.free_memory"
+FREE = "torch_lla_em.runtime.memory.free_memory"
 
 
 def network(*widths):
@@ -47,28 +47,22 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
         return found
 
     few, more, long = plan(4), plan(64), plan(4, 100)
-    assert few.memory.expected < more.memory.expected <= more.memory.most
-    assert long.pass_seconds > 5 * few.pass_seconds and long.memory.expected > few.memory.expected
+    assert few.memory[0] < more.memory[0] <= more.memory[1]
+    assert long.pass_seconds > 5 * few.pass_seconds and long.memory[0] > few.memory[0]
     assert "A pass over the data takes about" in str(few) and "fits take 10 to 40" in str(few)
     assert "samples of" not in caplog.text  # since it is printed
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification")
     plan = la.plan(Loader(batches(case)))
-    assert plan.pass_seconds is None and "does not state its length" in str(plan)
+    assert plan.pass_seconds is None and "A pass" not in str(plan)
     # a long fit names the remedies, which is no warning of its result
     ways = 'use parameters="last_layer" or Compute(budget=seconds)'
     assert ways not in str(few)
-    monkeypatch.setattr("torch_lla_em.problem.plan._LONG", 0.0)
+    monkeypatch.setattr("torch_lla_em.problem.sweep._LONG", 0.0)
     la.fit(case.x, case.y, em_steps=0, prior_precision=1.0, progress_bar=False)
     assert ways in caplog.text and not any(ways in words for words in la.messages)
     assert ways in str(la.plan(case.x, case.y)) and la.w_lin is not None
-    for seconds, words in (
-        (0.0321, "32.1 ms"),
-        (1.04, "1.04 s"),
-        (70.0, "1.17 min"),
-        (2e5, "2.31 days"),
-    ):
-        assert duration(seconds) == words
+    assert [duration(seconds) for seconds in (0.0321, 2e4)] == ["0.0321 s", "333 min"]
 
 
 def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeypatch, caplog):
@@ -87,10 +81,7 @@ def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeyp
         la.fit([(x, y)], progress_bar=False, em_steps=3)
     assert any("8 samples of 76," in message for message in logged)
     assert "8 samples of 76," in repr(la.details())
-    assert 0.6 < allocator.peak / plan.memory.expected < 1.7
-    monkeypatch.setattr(FREE, lambda _: 4000.0)
-    plan = prepare(tiny("classification").problem(), 4, Compute())
-    assert plan.tight and "may not fit" in str(plan)
+    assert 0.6 < allocator.peak / plan.memory[0] < 1.7
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -105,7 +96,7 @@ def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
     for _ in range(3):
         problem.ggn_product(torch.ones(5, problem.size).double())
     assert (data.cache is not None) == keeps and data.room == plan.batches
-    assert 0 < sweep.limits.factors < plan.factors if keeps else sweep.limits.factors == 0
+    assert 0 < sweep.plan.factors < plan.factors if keeps else sweep.plan.factors == 0
 
 
 def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):
@@ -158,22 +149,11 @@ def test_the_bar_shows_the_stage_and_the_time_of_a_pass(curvature, length, capsy
     la.fit(loader if length else Loader(loader))
     drawn = [part.strip() for part in capsys.readouterr().err.split("\r") if part.strip()]
     assert drawn[-1].startswith("fitted:")
-    # the random numbers are drawn in the first pass, batch by batch
-    shares = [
-        part.split("(")[1].split(")")[0] for part in drawn if "random numbers, pass 1 (" in part
-    ]
-    assert shares == [f"{n / 6:.0%}" for n in range(1, 7) if length]
+    # the random numbers are drawn in the first pass
+    assert any("random numbers, pass 1" in part for part in drawn)
     learning = [part for part in drawn if "learning the prior and the posterior, pass" in part]
     assert learning and all(" per pass" in part for part in learning)
     assert torch.equal(la.w_samples, whole)
-
-
-def test_a_batch_that_is_cut_is_not_done_after_its_first_piece():
-    problem, shares = tiny("classification").problem(), []
-    problem.sweep.take(problem.sweep.limits._replace(batch_rows=10))
-    problem.sweep.watch(shares.append)
-    problem.ggn_product(torch.zeros(1, problem.size).double())
-    assert shares == [1 / 3, 2 / 3, 1.0]
 
 
 # options of Compute change memory and speed, but not the posterior
@@ -196,7 +176,7 @@ def test_groups_of_columns_that_visit_the_device_change_nothing():
     results = []
     for group in (None, 3):
         problem = tiny("classification").problem(5, 11)
-        problem.sweep.take(problem.sweep.limits._replace(group=group))
+        problem.sweep.take(problem.sweep.plan._replace(group=group))
         w = torch.randn(8, problem.size, generator=torch.Generator().manual_seed(0)).double()
         loss, gradient = problem.loss_and_gradient(w[0])
         curved = problem.with_curvature_at(w[1])

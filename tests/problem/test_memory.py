@@ -88,7 +88,7 @@ def test_what_did_not_fit_is_remembered():
     small = problem()
     with Allocator(0.4 * unlimited.peak) as allocator:
         product(small)
-        assert small.sweep.limits.columns < K
+        assert small.sweep.plan.columns < K
         refusals = allocator.refusals
         product(small)
     assert allocator.refusals == refusals
@@ -106,12 +106,12 @@ def test_what_cannot_be_made_smaller_is_said_and_tried_in_vain(model, rows):
     assert f"One column of {rows}of batch 0 does not fit" in message
     for knob in ("smaller batches", 'parameters="last_layer"', 'vectors="cpu"', "2 P numbers"):
         assert knob in message
-    assert small.sweep.limits.columns is None and small.sweep.limits.rows == float("inf")
+    assert small.sweep.plan.columns is None and small.sweep.plan.rows == float("inf")
 
 
 def test_nothing_is_added_twice_where_memory_ends_between_chunks(monkeypatch):
     expected, small = product(problem()), problem()
-    small.sweep.take(small.sweep.limits._replace(columns=3))
+    small.sweep.take(small.sweep.plan._replace(columns=3))
     pulls, adding, reshape = [], type(small.linear_model.layout).add_, torch.Tensor.reshape
     left = iter([True, True, True, False])
 

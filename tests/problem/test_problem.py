@@ -38,7 +38,7 @@ def test_products_equal_the_dense_ones(name, cuts):
     loss, gradient = problem.loss_and_gradient(0.1 * w[0])
     assert_close(loss, exact.loss(0.1 * w[0]).item())
     assert_close(gradient, torch.func.grad(exact.loss)(0.1 * w[0]))
-    limits, hessian = problem.sweep.limits, torch.func.hessian(exact.loss)(0.1 * w[0])
+    limits, hessian = problem.sweep.plan, torch.func.hessian(exact.loss)(0.1 * w[0])
     for columns in (2, None):
         problem.sweep.take(limits._replace(columns=columns))
         assert_close(problem.with_curvature_at(0.1 * w[0]).ggn_product(w), w @ hessian)
@@ -79,7 +79,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
     at = problem.with_curvature_at(w[0])
     for _ in range(4):
         Gw = at.ggn_product(w)
-    assert problem.data.cache and problem.sweep.limits.factors
+    assert problem.data.cache and problem.sweep.plan.factors
     assert_close(sum(product(w) for product in at.minibatch_products()), Gw)
 
 
@@ -153,7 +153,7 @@ def test_squares_are_exact_by_factors_however_rows_are_batched(name):
     ):
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
-        problem.sweep.take(problem.sweep.limits._replace(columns=columns))
+        problem.sweep.take(problem.sweep.plan._replace(columns=columns))
         assert_close(problem.noise_features(5, 0)[1], case.exact().expected_squared_features)
 
 

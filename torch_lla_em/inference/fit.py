@@ -17,9 +17,10 @@ from torch_lla_em.inference.result import Estimate, FitResult, at_examples, aver
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import NoSpan, Span
 from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
-from torch_lla_em.problem import Problem, free_for_each, sites_of
+from torch_lla_em.problem import Problem, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
+    free_for_each,
     or_float64,
     release,
     report,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.data import tensors_in
 from torch_lla_em.inference.expectations import entries_of, takes_draws
-from torch_lla_em.problem import KEPT_OUTPUTS, Memory, Plan, Problem
+from torch_lla_em.problem import KEPT_OUTPUTS, Plan, Problem
 
 PASSES, LARGEST = 15.0, 5.0
 """Passes of a usual fit, and those for the upper bound relative to them; of 13 fits none had more than 2.5."""
@@ -51,15 +51,17 @@ class FitOptions:
         return self.layerwise or self.solver is not None
 
 
-def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) -> Memory:
-    """Return the peak memory of a fit to so many examples, beyond what is held before it.
+def memory_of(
+    problem: Problem, options: FitOptions, plan: Plan, rows: float
+) -> tuple[float, float]:
+    """Return the peak memory of usual and of long fits to so many examples, beyond what is held before it.
 
     The number of directions depends on the spectrum of the GGN, which is not known before the fit.
     """
     model, itemsize, P = problem.linear_model, problem.dtype.itemsize, plan.size
-    first, limits = problem.data.first(), problem.sweep.limits
+    first = problem.data.first()
     joined = max(len(first.rows), problem.data.merge_rows)
-    at_once = min(rows, joined, limits.batch_rows, limits.rows)
+    at_once = min(rows, joined, plan.rows)
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
     each, classes = plan.example.outputs, plan.example.classes
     activations, of_factors = plan.example.activations, plan.example.nbytes
@@ -69,7 +71,7 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
     kept = 0.0 if of_factors == math.inf else min(plan.factors, rows * of_factors)
     rest = min(plan.batches, rows * held / len(first.rows)) + kept + of_batch + BASE
     if options.takes_solver:
-        return Memory(0.5 * plan.vectors + rest, plan.vectors + 2 * rest)
+        return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
     likelihood, room = problem.likelihood, options.memory_of_span(plan.free)
     moves = options.curvature != "network" and not likelihood.is_quadratic
 
@@ -86,4 +88,4 @@ def memory_of(problem: Problem, options: FitOptions, plan: Plan, rows: float) ->
     size = PASSES * (plan.num_samples + 1)
     expected, largest = (min(room, of_span(min(P, n))) for n in (size, LARGEST * size))
     expected += 0.5 * plan.vectors + blocks + rest
-    return Memory(expected, max(expected, largest + plan.vectors + 2 * (blocks + rest)))
+    return expected, max(expected, largest + plan.vectors + 2 * (blocks + rest))

@@ -18,19 +18,13 @@ from torch_lla_em.problem.operators import (
 )
 from torch_lla_em.problem.plan import (
     VECTORS,
-    Memory,
-    Plan,
-    duration,
-    free_for_each,
-    is_long,
     place_of_vectors,
     prepare,
     seconds_of_pass,
-    size_of,
-    time_of_fit,
 )
 from torch_lla_em.problem.problem import Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
+from torch_lla_em.problem.sweep import Plan, duration, size_of, time_of_fit
 
 __all__ = [
     "KEPT_OUTPUTS",
@@ -41,17 +35,14 @@ __all__ = [
     "Draws",
     "Hessian",
     "Loss",
-    "Memory",
     "Outputs",
     "Plan",
     "Problem",
     "Sites",
     "WhitenedGGN",
     "duration",
-    "free_for_each",
     "functions",
     "gathered",
-    "is_long",
     "output_noise",
     "place_of_vectors",
     "prepare",

@@ -89,26 +89,18 @@ class Loss:
         w = w.reshape(*w.shape, *(1,) * (outputs - w.dim()))
         return w if own is None else w * own
 
-    def sums_of_targets(self, f: Tensor) -> dict[str, Tensor]:
-        """Return weighted sums over targets, for every output, and sum and number of weights.
+    def sums_of_targets(self, f: Tensor) -> Tensor:
+        """Return weighted sums for every output, (5, C) or (5,).
 
-        "moments" are the sums of targets and of their squares, (2, C) or (2,), and "errors" those of the squared
-        residuals of outputs f, (C,) or ().
+        They are those of targets, of their squares, of squared residuals of outputs f, of weights, and of weights
+        other than 0.
         """
         y, counts = self.targets.double(), self.counts
         w = torch.ones_like(y) if counts is None else counts.expand_as(y).double()
-
-        def summed(values: Tensor) -> Tensor:
-            each = torch.where(w == 0, 0.0, w * values)
-            return (each.flatten(0, -2) if each.dim() > 1 else each).sum(0)
-
-        own = w.flatten(0, -2)[:, 0] if w.dim() > 1 else w
-        return {
-            "moments": torch.stack([summed(y), summed(y.square())]),
-            "errors": summed((y - self.likelihood.mean(f).double()).square()),
-            "weights": own.sum(),
-            "counted": (own != 0).sum(),
-        }
+        errors = (y - self.likelihood.mean(f).double()).square()
+        of_targets = torch.stack([y, y.square(), errors, torch.ones_like(y)])
+        each = torch.cat([torch.where(w == 0, 0.0, w * of_targets), (w != 0).double()[None]])
+        return (each.flatten(1, -2) if y.dim() > 1 else each).sum(1)
 
     def labelled(self) -> Tensor:
         """Return whether each example has a label and a weight other than 0, (B,)."""
@@ -159,26 +151,17 @@ def check_weights(likelihood: Likelihood) -> None:
         )
 
 
-def moments_of(sums: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def moments_of(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Return mean and variance of the targets, (2, C) or (2,), from ``sums_of_targets`` of targets of a type."""
-    mean, square = sums["moments"] / sums["weights"]
+    mean, square = sums[:2] / sums[3]
     least = torch.finfo(dtype).eps ** 2 * square  # they are rounded
     variance = torch.maximum(square - mean.square(), least).where(square > 0, 1)
     return torch.stack([mean, variance])
 
 
-def on_cpu(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return sums in float64 on the CPU, to which all of them are copied at once."""
-    if not sums:
-        return {}
-    parts = torch.cat([part.double().flatten() for part in sums.values()]).cpu()
-    sizes = [part.numel() for part in sums.values()]
-    return {n: own.view(sums[n].shape) for n, own in zip(sums, parts.split(sizes))}
-
-
-def noise_of_residuals(sums: dict[str, Tensor], likelihood: Likelihood, is_start: bool) -> Tensor:
-    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from sums on the CPU."""
-    errors, mean, square = torch.stack([sums["errors"], *sums["moments"]]) / sums["weights"]
+def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> Tensor:
+    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from its sums on the CPU."""
+    mean, square, errors = sums[:3] / sums[3]
     # by output, but for measurements of a few examples, which have no variance of their own
     variance = square - (mean if likelihood.elementwise else mean.mean()).square()
     if not likelihood.observation_noise.dim():

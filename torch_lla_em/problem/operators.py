@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch_lla_em.data import Batch, Share
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
-from torch_lla_em.problem.sweep import BLOCK, Pass, Sums
+from torch_lla_em.problem.sweep import BLOCK, Sums
 from torch_lla_em.solvers import Operator, Product
 
 
@@ -80,10 +80,14 @@ def gathered(
     In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as ``each``.
     """
     group, like = problem.data.group, problem.zeros(1)
-    form = group.meet({_form(*part) for part in pushed}, _the_same)
-    if form is None:
+    forms = set()
+    for b, f, Jw in pushed:
+        w = None if b.weights is None else b.weights.shape[1:]
+        forms.add((b.targets.dtype, b.targets.shape[1:], f.shape[1:], Jw.shape[2:], w))
+    forms = group.meet(forms, lambda every: set.union(*every))
+    if len(forms) != 1:
         return None
-    dtype, of_targets, of_f, of_Jw, of_weights = form
+    ((dtype, of_targets, of_f, of_Jw, of_weights),) = forms
     if not of_f:  # the last axis is that of the classes
         of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
@@ -126,17 +130,5 @@ def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = N
             own = every.index_add_(1, places.to(own.device), own)
         rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
 
-    task = Pass({"Ju": BLOCK}, add, columns=0.5)
-    return problem.sweep(torch.arange(len(u), device="cpu"), task)["Ju"]
-
-
-def _form(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
-    """Return the dtype of targets and the shapes of single examples."""
-    w = None if batch.weights is None else batch.weights.shape[1:]
-    return batch.targets.dtype, batch.targets.shape[1:], f.shape[1:], Jw.shape[2:], w
-
-
-def _the_same(every: list[set[Any]]) -> Any:
-    """Return what all batches of all ranks have in common; None if they differ."""
-    seen = set.union(*every)
-    return seen.pop() if len(seen) == 1 else None
+    every = torch.arange(len(u), device="cpu")
+    return problem.sweep(every, {"Ju": BLOCK}, add, weight=0.5)["Ju"]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, ParameterLayout, Rows
+from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
-from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals, on_cpu
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Kind, Pass, Sums, Sweep
+from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
+from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Add, Kind, Sums, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
@@ -27,14 +26,8 @@ _LIKELIHOOD = (
     "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
     "targets of this batch for extreme values."
 )
-_EPSILON_STREAM = 1
-
 # smallest number of targets of an output from which a mean is taken
 _FEWEST = 10
-# examples whose sum is squared where there are no factors
-_GROUP_ROWS = 32
-# outputs of an example up to which all columns of S are taken, also of fewer samples
-_EXACT_OUTPUTS = 32
 
 
 class Problem:
@@ -45,6 +38,10 @@ class Problem:
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
+        self.layout, self.dtype = linear_model.layout, linear_model.dtype
+        self.size = self.layout.size
+        """The parameters in the posterior, the dtype of vectors, float32 or higher, and P."""
+
         self.moments: Tensor | None = None
         """Mean and variance of the targets, (2, C) or (2,), once the first pass has found them; None: 0."""
 
@@ -64,7 +61,7 @@ class Problem:
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, shape (K, P)."""
-        return self.sweep(w, self._product())["Gw"]
+        return self.sweep(w, {"Gw": BLOCK}, self._product())["Gw"]
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
@@ -76,7 +73,7 @@ class Problem:
             rows.pull(loss.gradient(Jw), sums["g"])
             sums["loss"] += loss.value(Jw)
 
-        sums = self.sweep(w[None], Pass({"loss": SCALAR, "g": BLOCK}, add))
+        sums = self.sweep(w[None], {"loss": SCALAR, "g": BLOCK}, add)
         return sums["loss"].item(), sums["g"][0]
 
     def noise_features(
@@ -87,7 +84,13 @@ class Problem:
         The noise is keyed by (seed, row). Without ``with_squares``, s² is 0. The first such pass finds the mean of
         continuous targets and σ of the network's residuals, too, from which σ starts if the likelihood has none.
         """
-        likelihood, of_targets = self.likelihood, self._sums_of_targets()
+        likelihood, layout = self.likelihood, self.layout
+        kinds: dict[str, Kind] = {"eta": BLOCK, **({"squares": VECTOR} if with_squares else {})}
+        has_offset = likelihood.offset(*torch.ones(2, 1, device="cpu")) is not None
+        is_known = self.moments is not None or self.network_noise is not None
+        if not is_known and (has_offset or likelihood.observation_noise is not None):
+            axis, y = self.linear_model.network.class_dim, self.data.first().targets
+            kinds["targets"] = (5, *likelihood.align(y, axis).shape[1:][-1:])
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
             at, loss = self.at(rows, batch), self.loss(batch.targets, batch.weights)
@@ -97,43 +100,61 @@ class Problem:
             for tensor, message in ((u, _LIKELIHOOD), (product, _DERIVATIVE)):
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
             if with_squares:
-                units = _unit_columns(samples, at, num_samples)
-                own = u if units is None else loss.root(at, units)
-                sums["squares"] += _squares(rows, self.layout, own, product)
+                # By factors of J the gradients of single examples are known, and the sum is exact, over unit columns
+                # if they are no more than samples. Other weights have the squares of sums over up to 32 examples: the
+                # same expectation, since the draws of examples are independent.
+                if (outputs := at[0].numel()) <= num_samples:
+                    # no index of a list, which a GPU would be waited for
+                    eye = num_samples**0.5 * torch.eye(outputs, dtype=at.dtype, device=at.device)
+                    units = torch.cat([eye[k : k + 1] for k in samples.tolist()])
+                    u = loss.root(at, units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape))
+                exact, each = rows.row_squares(u), product.square().sum(0).split(layout.sizes)
+                named = zip(layout.names, each)
+                sums["squares"] += torch.cat([exact.get(n, own).flatten() for n, own in named])
             sums["eta"] += product
-            if of_targets:
-                for name, part in loss.sums_of_targets(at).items():
-                    # a batch is processed once for each group of samples
-                    sums[name] += len(samples) * part
+            if "targets" in kinds:  # a batch is processed once for each group of samples
+                sums["targets"] += len(samples) * loss.sums_of_targets(at)
 
-        known_names = self.linear_model.report is not None and self.linear_model.factored
-        by_factors = {*(known_names or ())} == {*self.layout.names}
-        at_most = _GROUP_ROWS if with_squares and not by_factors else inf
-        kinds: dict[str, Kind] = {"eta": BLOCK, "squares": VECTOR, **of_targets}
-        samples = torch.arange(num_samples, device="cpu")
-        sums = self.sweep(samples, Pass(kinds, add, at_most, with_squares))
-        eta, squares = sums["eta"], sums["squares"]
+        sums = self.sweep(torch.arange(num_samples, device="cpu"), kinds, add)
+        eta, squares = sums["eta"], sums.get("squares", self.zeros(1)[0])
         # a feature that is only rounding is 0: it must not be scaled up
         squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
-        if (known := on_cpu({name: sums[name] for name in of_targets})) and self.sigma is not None:
-            self.network_noise = noise_of_residuals(known, likelihood, is_start=False)
-        if likelihood.from_data:
-            sigma = noise_of_residuals(known, likelihood, is_start=self.sigma is not None)
-            self.likelihood = likelihood.with_noise(sigma)
-            eta, squares = eta / sigma.item(), squares / sigma.item() ** 2
-        if of_targets and self._has_offset and known["counted"] >= num_samples * _FEWEST:
-            self.moments = moments_of(sums, self.dtype)
+        if "targets" in kinds:
+            known, is_learnt = sums["targets"].cpu(), self.sigma is not None
+            if is_learnt:
+                self.network_noise = noise_of_residuals(known, likelihood, is_start=False)
+            if likelihood.from_data:
+                sigma = noise_of_residuals(known, likelihood, is_start=is_learnt)
+                self.likelihood = likelihood.with_noise(sigma)
+                eta, squares = eta / sigma.item(), squares / sigma.item() ** 2
+            if has_offset and known[4].min() >= num_samples * _FEWEST:
+                self.moments = moments_of(sums["targets"], self.dtype)
         return eta, squares / (num_samples * self.data.facts.num_rows)
 
     def push_forward(
-        self, w: Tensor, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
+        self, w: Tensor | None, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
     ) -> list[Any]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C).
 
         If ``take`` is given, its values at these three are returned, and nothing else is kept. It may
-        be called again if memory runs out in it.
+        be called again if memory runs out in it. Without w, see ``features``.
         """
-        return self._taken(lambda rows: rows.push(w), take, len(w))
+        found: list[Any] = []
+
+        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+            Jw = rows.features if w is None else rows.push(w)
+            self.inspect(rows, batch)
+            if Jw is None:
+                found.append(None)
+                return
+            Jw = Jw.to(self.dtype)[None] if w is None else Jw
+            self.sweep.expect_finite(Jw)
+            with torch.autocast(self.device.type, enabled=False):
+                found.append((batch, rows.f, Jw) if take is None else take(batch, rows.f, Jw))
+
+        columns = torch.arange(1 if w is None else len(w), device="cpu")
+        self.sweep(columns, {}, add, weight=0.5)
+        return found
 
     def features(
         self, take: Callable[[Batch, Tensor, Tensor], Any]
@@ -144,45 +165,15 @@ class Problem:
         """
         if not self.linear_model.is_last_layer:
             return None
-
-        def features(rows: Rows) -> Tensor | None:
-            return None if rows.features is None else rows.features.to(self.dtype)[None]
-
-        found = self._taken(features, take, 1, factored=True)
+        found = self.push_forward(None, take)
         return found if self.data.group.meet(None not in found, all) else None
-
-    def _taken(
-        self,
-        of: Callable[[Rows], Tensor | None],
-        take: Callable[[Batch, Tensor, Tensor], Any] | None,
-        columns: int,
-        factored: bool = False,
-    ) -> list[Any]:
-        """Return what is taken of each batch, of f, and of a function of the linear model; None where that is None."""
-        found: list[Any] = []
-
-        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
-            each = of(rows)
-            self.inspect(rows, batch)
-            if each is None:
-                found.append(None)
-                return
-            self.sweep.expect_finite(each)
-            with torch.autocast(self.device.type, enabled=False):
-                kept = batch, rows.f, each
-                found.append(kept if take is None else take(*kept))
-
-        self.sweep(
-            torch.arange(columns, device="cpu"), Pass({}, add, factored=factored, columns=0.5)
-        )
-        return found
 
     def minibatch_products(self) -> Iterator[Product]:
         """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are in one."""
         for batch in self.sweep.batches(in_step=True):
 
             def product(w: Tensor, batch: Batch = batch) -> Tensor:
-                return self.sweep(w, self._product(), batch)["Gw"]
+                return self.sweep(w, {"Gw": BLOCK}, self._product(), batch)["Gw"]
 
             yield product
 
@@ -212,21 +203,6 @@ class Problem:
         return f if self.shift is None else f - self.shift.to(f)
 
     @property
-    def _has_offset(self) -> bool:
-        """Whether the linear model has a constant."""
-        return self.likelihood.offset(*torch.ones(2, 1, device="cpu")) is not None
-
-    def _sums_of_targets(self) -> dict[str, Kind]:
-        """Return the sums over targets that the first pass needs, with their shapes."""
-        likelihood = self.likelihood
-        is_known = self.moments is not None or self.network_noise is not None
-        if is_known or not (self._has_offset or likelihood.observation_noise is not None):
-            return {}
-        axis = self.linear_model.network.class_dim
-        shape = tuple(likelihood.align(self.data.first().targets, axis).shape[1:][-1:])
-        return {"moments": (2, *shape), "errors": shape, "weights": SCALAR, "counted": SCALAR}
-
-    @property
     def sigma(self) -> Tensor | None:
         """σ, if the fit learns it, as it does without weights."""
         return None if self.data.is_weighted else self.likelihood.observation_noise
@@ -247,8 +223,8 @@ class Problem:
 
     # one batch
 
-    def _product(self) -> Pass:
-        """Return the pass of products with G."""
+    def _product(self) -> Add:
+        """Return what adds a batch to products with G."""
         last: list[Any] = [None, None]  # the point's outputs, for all columns of a batch
 
         def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
@@ -264,7 +240,7 @@ class Problem:
             loss = self.loss(batch.targets, batch.weights)
             rows.pull(loss.product(at, Jw), sums["Gw"])
 
-        return Pass({"Gw": BLOCK}, add)
+        return add
 
     def at(self, rows: Rows, batch: Batch) -> Tensor:
         """Return the outputs of a batch at which H is evaluated, (B, ..., C)."""
@@ -282,8 +258,6 @@ class Problem:
     def inspect(self, rows: Rows, batch: Batch) -> None:
         """Check that outputs are finite: in the first pass each batch, with its targets."""
         f, tally = rows.f, batch.tally
-        if not self.sweep.is_new(rows):
-            return
         if tally is None:
             self.sweep.expect_finite(f)
             return
@@ -302,24 +276,9 @@ class Problem:
     # vectors
 
     @property
-    def layout(self) -> ParameterLayout:
-        """The parameters in the posterior."""
-        return self.linear_model.layout
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return self.layout.size
-
-    @property
     def device(self) -> torch.device:
         """The device of vectors."""
-        return self.sweep.limits.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of vectors, float32 or higher."""
-        return self.linear_model.dtype
+        return self.sweep.plan.device
 
     @property
     def w_MAP(self) -> Tensor:
@@ -334,29 +293,5 @@ class Problem:
 def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """Return ε, shape (K, B, ..., C), keyed by (seed, sample, row), for outputs (B, ..., C)."""
     near, entries = rows.to(at.device, non_blocking=True), at.shape[1:].numel()
-    noise = normals(seed, _EPSILON_STREAM, samples.tolist(), near, entries)
+    noise = normals(seed, 1, samples.tolist(), near, entries)
     return noise.to(at.dtype).view(len(samples), *at.shape)
-
-
-def _unit_columns(samples: Tensor, at: Tensor, num_samples: int) -> Tensor | None:
-    """Return the share of these samples in the unit columns, times √K; None for S ε of rows with many outputs."""
-    size = at[0].numel()
-    if size > max(num_samples, _EXACT_OUTPUTS):
-        return None
-    # no index of a list, which a GPU would be waited for
-    eye = num_samples**0.5 * torch.eye(size, dtype=at.dtype, device=at.device)
-    units = torch.cat([eye[k::num_samples] for k in samples.tolist()])
-    return units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape)
-
-
-def _squares(rows: Rows, layout: ParameterLayout, own: Tensor, product: Tensor) -> Tensor:
-    """Return K Σ_n diag(J_nᵀ H_n J_n) of a batch for some samples, (P,), from S times unit columns, and Jᵀ S ε.
-
-    By factors of J the gradients of single examples are known, and the sum is exact. Other weights have the squares
-    of sums over up to 32 examples: the same expectation, since the draws of examples are independent.
-    """
-    squares, total = rows.row_squares(own), product.square().sum(0)
-    for name, block in zip(layout.names, total.split(layout.sizes)):
-        if name in squares:
-            block.copy_(squares[name].flatten())
-    return total

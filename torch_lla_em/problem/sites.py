@@ -13,10 +13,8 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW
 from torch_lla_em.runtime import normal
 
-KEPT_OUTPUTS = 1 << 18
+KEPT_OUTPUTS = 262_144
 """Number of outputs of all examples above which labelled sites become rows, and most outputs of these."""
-
-_STREAM = 2
 
 
 class Sites(NamedTuple):
@@ -56,7 +54,7 @@ class Sites(NamedTuple):
         strata = torch.arange(self.most, device=f.device)
         within = torch.zeros(1, device=f.device)
         if self.share < 1:
-            drawn = normal(self.seed, _STREAM, 0, batch.rows, self.most).to(f.device)
+            drawn = normal(self.seed, 2, 0, batch.rows, self.most).to(f.device)
             within = 0.5 * (1 + torch.erf(drawn / math.sqrt(2)))  # uniform
         place = ((strata + within) / self.share).long().expand(len(counts), -1)
         kept = place < labelled

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
+from torch_lla_em.jacobian import LinearModel, NetworkState, Report, Rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
@@ -19,6 +19,8 @@ Kind = tuple[int | str, ...]
 
 BLOCK: Kind = ("K", "P")
 VECTOR: Kind = ("P",)
+"""Of squares of single examples: computed by factors of J, or of sums over a few."""
+
 SCALAR: Kind = ()
 
 _OUTPUTS = (
@@ -39,8 +41,14 @@ _IN_LATER_PASS = (
 FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
 
+# examples whose sum is squared where there are no factors
+_GROUP_ROWS = 32
 # relative change by other examples of a batch that is taken for rounding
 _SPLIT_ERROR = 1e-2
+# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
+_PASSES = 10, 40
+# seconds above which ways to a shorter fit are named
+_LONG = 60.0
 
 Sums = dict[str, Tensor]
 Add = Callable[[Rows, Batch, Tensor, Sums], None]
@@ -49,25 +57,8 @@ Add = Callable[[Rows, Batch, Tensor, Sums], None]
 Whatever takes memory has to come before the first number is added."""
 
 
-class Pass(NamedTuple):
-    """One pass: the kinds of its sums, and the function that adds a batch."""
-
-    kinds: dict[str, Kind]
-    """Without sums, ``add`` gets all columns at once."""
-
-    add: Add
-    at_most: float = inf
-    """Number of examples at a time, if the network can process them separately."""
-
-    factored: bool = False
-    """Whether factors of J are computed if possible, however few the columns are."""
-
-    columns: float = 1.0
-    """What a column counts: a product with G is 1, one with J or its transpose half of it."""
-
-
-class Limits(NamedTuple):
-    """What a pass keeps to; replaced, never changed, if memory runs out."""
+class Plan(NamedTuple):
+    """What passes keep to, and the memory and time of a fit; replaced, never changed, if memory runs out."""
 
     device: torch.device
     """Device on which vectors are stored."""
@@ -76,14 +67,38 @@ class Limits(NamedTuple):
     columns: int | None = None
     """Largest numbers of examples, and of columns of a product, that are computed at once; None: all."""
 
-    batch_rows: float = inf
-    """Number of examples above which a batch is split, because larger batches are not cheaper."""
-
     group: int | None = None
     """Columns that are on the device at once, if vectors are stored elsewhere; None: all."""
 
+    batches: float = 0.0
     factors: float = 0.0
-    """Bytes in which factors of J are kept from pass to pass."""
+    """Bytes of batches, and of their Jacobian factors, that may be kept from pass to pass."""
+
+    num_samples: int = 0
+    size: int = 0
+    """P."""
+
+    vectors: float = 0.0
+    """Bytes of the vectors at the peak, without a basis."""
+
+    free: float = 0.0
+    """Free memory in bytes where the vectors are stored."""
+
+    example: Report = Report()
+    """What an example takes."""
+
+    memory: tuple[float, float] | None = None
+    """The peak in bytes: of most fits like it within a factor of two, and with three times the passes."""
+
+    pass_seconds: float | None = None
+
+    def __str__(self) -> str:
+        expected, most = map(size_of, self.memory or (self.vectors, 2 * self.vectors))
+        words = (
+            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about {expected} of memory on "
+            f"{self.device}, and up to {most} if it needs three times the usual passes; {size_of(self.free)} are free."
+        )
+        return words if self.pass_seconds is None else f"{time_of_fit(self.pass_seconds)} {words}"
 
 
 class Sweep:
@@ -91,8 +106,8 @@ class Sweep:
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.data, self._likelihood = linear_model, data, likelihood
-        self.limits = Limits(linear_model.network.device)
-        """The limits of the plan, and those that were found when memory ran out."""
+        self.plan = Plan(linear_model.network.device)
+        """The plan, with the limits that were found when memory ran out."""
 
         self._alone: bool | None = None
         self._factors: dict[tuple[int, int], Rows] = {}
@@ -105,107 +120,130 @@ class Sweep:
         """Whether tensors of this pass are finite, read once, at its end, and the errors if they are not."""
 
         self._begun_with = NetworkState(linear_model.network)
-        self._seen: Rows | None = None
-        self._report: Callable[[float | None], object] = bool
-        self._loaded = 0
-        """Number of examples of the current batch of the loader."""
+        self.say: Callable[[], object] = bool
+        """Called after every batch, to show that the fit goes on."""
 
-    def __call__(self, w: Tensor, task: Pass, batch: Batch | None = None) -> Sums:
-        """Return the sums over all batches of all ranks, or over one batch of each.
+    def __call__(
+        self,
+        w: Tensor,
+        kinds: dict[str, Kind],
+        add: Add,
+        batch: Batch | None = None,
+        weight: float = 1.0,
+    ) -> Sums:
+        """Return sums of these kinds over all batches of all ranks, or over one batch of each.
 
-        The columns are w, (K, P), or the numbers of samples, (K,).
+        The columns are w, (K, P), or the numbers of samples, (K,). Without sums, ``add`` gets all columns at once.
+        ``weight`` is what a column counts: a product with G is 1, one with J or its transpose half of it.
         """
-        if task.kinds and len(w) > (self.limits.group or len(w)):
-            return self._in_groups(w, task, batch)
-        group = self.data.group
+        model, group, plan = self.linear_model, self.data.group, self.plan
+        if kinds and len(w) > (plan.group or len(w)):  # one pass for each group of columns
+            parts = [self(some, kinds, add, batch, weight) for some in w.split(plan.group or 1)]
+            every = {
+                name: torch.stack([p[name] for p in parts])
+                for name in kinds
+                if kinds[name] != BLOCK
+            }
+            blocks = {
+                name: torch.cat([p[name] for p in parts]) for name in kinds if kinds[name] == BLOCK
+            }
+            return {**blocks, **{name: own.sum(0) for name, own in every.items()}}
         if w.is_floating_point():  # the same on all ranks: rounding differs between machines
-            w = group.from_first(w.to(self.linear_model.network.device))
-        limits, sums, done = self.limits, self._zeros(w, task), 0
+            w = group.from_first(w.to(model.network.device))
+        sizes: dict[Any, int] = {"K": len(w), "P": model.layout.size}
+        near, sums = model.network.device, Sums()
+        for name, kind in kinds.items():
+            dtype = model.dtype if "P" in kind else torch.float64
+            shape: list[Any] = [sizes.get(size, size) for size in kind]
+            sums[name] = torch.zeros(shape, dtype=dtype, device=near)
         try:
             for one in self.batches() if batch is None else [batch]:
-                self._add(w, task, one, sums)
-                done += len(one.rows)
-                self.say(done if batch is None else 0)
+                self._add(w, add, one, sums, kinds)
+                self.say()
         except Exception as error:
             self.data.fail(error)
             if isinstance(error, DoesNotFit):
-                self.limits = limits
+                self.plan = plan
             raise
         if batch is None:  # a rank may have no examples
-            wrong = torch.zeros((), dtype=torch.float64, device=self.linear_model.network.device)
+            wrong = torch.zeros((), dtype=torch.float64, device=near)
             for fine, _ in self._checks:
                 wrong += (~fine).to(wrong.device)
             if group.sum(wrong).item():  # one rank's error on all of them
-                raise group.meet(self.fault(), _one_of) or FloatingPointError(_IN_LATER_PASS)
+                faults = group.meet(self.fault(), list)
+                raise next(filter(None, faults), FloatingPointError(_IN_LATER_PASS))
         share = 1.0 if batch is None else batch.step_rows / (self.data.facts.num_rows or 1)
-        self.columns += task.columns * len(w) * share
-        return {name: self._placed(group.sum(own), task.kinds[name]) for name, own in sums.items()}
+        self.columns += weight * len(w) * share
+        for name in kinds:
+            sums[name] = group.sum(sums[name])
+            if "P" in kinds[name]:
+                sums[name] = sums[name].to(self.plan.device)
+        return sums
 
-    def _add(self, w: Tensor, task: Pass, batch: Batch, sums: Sums) -> None:
+    def _add(self, w: Tensor, add: Add, batch: Batch, sums: Sums, kinds: dict[str, Kind]) -> None:
         """Add what a batch contributes, by pieces and columns."""
-        pieces = self._pieces(batch, min(self.limits.rows, task.at_most))
-        todo = [(piece, 0) for piece in pieces if len(piece.rows)]
+        model, at_most = self.linear_model, self.plan.rows
+        by_example = VECTOR in kinds.values()
+        if by_example and {*model.factored} != {*model.layout.names}:
+            at_most = min(at_most, _GROUP_ROWS)
+        todo = [(piece, 0) for piece in self._pieces(batch, at_most) if len(piece.rows)]
         while todo:  # pieces of the batch, and how many of their columns are done
             piece, done = todo.pop(0)
             step = len(w) - done
             try:
-                rows = self._rows(piece, inf if task.factored else step)
-                step = min(step, (rows.columns if task.kinds else None) or step)
+                rows = self._rows(piece, inf if by_example or model.is_last_layer else step)
+                step = min(step, (rows.columns if kinds else None) or step)
                 for columns in w[done:].split(step):
                     here = slice(done, done + len(columns))
-                    kinds = task.kinds
                     own = {n: s[here] if kinds[n] == BLOCK else s for n, s in sums.items()}
-                    task.add(rows, piece, columns, own)
+                    add(rows, piece, columns, own)
                     done += len(columns)
                 continue
             except (RuntimeError, MemoryError) as error:
                 shortage = shortage_of(error)
-            rows = self._seen = None
+            rows = None
             release()  # what the failed attempt held is free only outside of the handler
-            self._halve(piece, min(step, self.limits.columns or step), shortage)
-            todo[:0] = [(smaller, done) for smaller in self._pieces(piece, self.limits.rows)]
+            self._halve(piece, min(step, self.plan.columns or step), shortage)
+            todo[:0] = [(smaller, done) for smaller in self._pieces(piece, self.plan.rows)]
 
     def _rows(self, batch: Batch, columns: float) -> Rows:
         """Return the linear model at a batch, with factors of an earlier pass if they were kept."""
-        model, limits = self.linear_model, self.limits
-        if not batch.is_kept:
-            return model.at(batch.inputs, columns, at_once=limits.columns)
-        rows = self._factors.get(batch.place)
-        if rows is None:
-            keep = limits.factors > 0 and bool(model.factored)
-            rows = model.at(batch.inputs, columns, keep, limits.columns)
-            if keep and rows.nbytes < limits.factors:
-                self.limits = limits._replace(factors=limits.factors - rows.nbytes)
-                self._factors[batch.place] = rows
+        model, plan = self.linear_model, self.plan
+        if batch.is_kept and batch.place in self._factors:
+            return self._factors[batch.place]
+        keep = batch.is_kept and plan.factors > 0 and bool(model.factored)
+        rows = model.at(batch.inputs, columns, keep, plan.columns)
+        if keep and rows.nbytes < plan.factors:
+            self.plan = plan._replace(factors=plan.factors - rows.nbytes)
+            self._factors[batch.place] = rows
         return rows
 
-    def _in_groups(self, w: Tensor, task: Pass, batch: Batch | None) -> Sums:
-        """Return the sums by one pass for each group of columns, which are stored elsewhere."""
-        found: dict[str, list[Tensor]] = {}
-        for some in w.split(self.limits.group or len(w)):
-            for name, own in self(some, task, batch).items():
-                found.setdefault(name, []).append(own)
-        kinds = task.kinds
-        return {
-            n: torch.cat(p) if kinds[n] == BLOCK else sum(p[1:], p[0]) for n, p in found.items()
-        }
-
-    def _placed(self, own: Tensor, kind: Kind) -> Tensor:
-        """Return a sum where vectors are stored, or a number where it is."""
-        is_near = "P" not in kind or own.device.type == self.limits.device.type
-        return own if is_near else own.to(self.limits.device)
+    def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
+        """Halve the number of columns or examples that are processed at once; raise if not possible."""
+        model, size = self.linear_model, (len(piece.rows) + 1) // 2
+        if model.factored:
+            self._factors.clear()
+            self.plan = self.plan._replace(factors=0.0)
+            model.leave_factors()
+        elif columns > 1:
+            report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")
+            self.plan = self.plan._replace(columns=columns // 2)
+        elif len(self._pieces(piece, size)) == 1:
+            raise DoesNotFit(no_room(piece, model.layout.size, shortage))
+        else:
+            report("log", f"Out of memory: continuing with at most {size} examples at a time.")
+            self.plan = self.plan._replace(rows=size)
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, each inside the network's guard: other threads wait for one batch."""
         self._checks = []
-        for whole in self.data.batches(in_step=in_step):
+        for whole in self.data.batches(in_step):
             with self.linear_model.network.guarded():
-                if in_step and not len(whole.rows):
+                if not len(whole.rows):
                     yield whole
                     continue
                 self.probe(whole)
-                self._loaded = len(whole.rows)
-                for batch in [whole] if in_step else self._pieces(whole, self.limits.batch_rows):
+                for batch in self._pieces(whole, inf if in_step else self.plan.rows):
                     yield self.aligned(batch)._replace(is_kept=whole.is_kept)
         if self.data.cache is None:  # there was no room for all batches
             self._factors.clear()
@@ -218,20 +256,20 @@ class Sweep:
             w = w.movedim(axis, -1) if -w.dim() <= axis < w.dim() else w
         return batch._replace(targets=self._likelihood.align(batch.targets, axis), weights=w)
 
-    def take(self, limits: Limits) -> None:
-        """Keep to these limits from now on."""
-        self.limits = limits
+    def take(self, plan: Plan) -> None:
+        """Keep to this plan from now on."""
+        self.plan = plan
 
     def begin(self, stage: str, columns: float | None = None) -> None:
         """Begin another stage; ``columns`` are those of an earlier run."""
         self.stage, self.columns = stage, self.columns if columns is None else columns
 
-    def watch(self, report: Callable[[float | None], object]) -> None:
-        """Call a function with the finished share of every pass, if it is known."""
-        self._report = report
+    def watch(self, say: Callable[[], object]) -> None:
+        """Call a function after every batch."""
+        self.say = say
 
     def probe(self, batch: Batch) -> None:
-        """Check the derivatives of the network, at some of the first batch."""
+        """Check the derivatives of the network, at some of the first batch, inside its guard."""
         model, failures = self.linear_model, list[Exception]()
         if model.report is not None:
             return
@@ -240,19 +278,14 @@ class Sweep:
             try:
                 model.probe(few)
             except Exception:
-                with suppressed(failures), model.network.guarded():
+                with suppressed(failures):
                     model.outputs(few)
                 if not failures:
                     raise
-                model.probe(
-                    batch.inputs
-                )  # if the first axis of the inputs is not that of the examples
+                model.probe(batch.inputs)  # whose first axis is not that of the examples
         except ValueError:  # which is raised for outputs that are not finite, too
-            with model.network.guarded():
-                self.expect_outputs(model.outputs(batch.inputs), batch)
-            fault = self.fault()
-            if fault is not None:
-                raise fault from None
+            if not model.outputs(batch.inputs).isfinite().all():
+                raise FloatingPointError(_OUTPUTS.format(batch.index)) from None
             raise
 
     def refuse_changes(self) -> None:
@@ -291,43 +324,6 @@ class Sweep:
                     report("log", _INFLUENCE.format(change))
         return bool(self._alone)
 
-    def is_new(self, rows: Rows) -> bool:
-        """Whether these examples were not processed before in this pass."""
-        is_new, self._seen = self._seen is not rows, rows
-        return is_new
-
-    def say(self, rows: float = 0.0) -> None:
-        """Report that the fit goes on, and how many examples of this pass are done, if it is within one."""
-        data = self.data
-        number = data.facts.num_rows or data.num_batches() * self._loaded
-        self._report(min(1.0, rows * data.group.size / number) if rows and number else None)
-
-    def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
-        """Halve the number of columns or examples that are processed at once; raise if not possible."""
-        model, size = self.linear_model, (len(piece.rows) + 1) // 2
-        if model.factored:
-            self._factors.clear()
-            self.limits = self.limits._replace(factors=0.0)
-            model.leave_factors()
-        elif columns > 1:
-            report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")
-            self.limits = self.limits._replace(columns=columns // 2)
-        elif len(self._pieces(piece, size)) == 1:
-            raise DoesNotFit(no_room(piece, model.layout.size, shortage))
-        else:
-            report("log", f"Out of memory: continuing with at most {size} examples at a time.")
-            self.limits = self.limits._replace(rows=size)
-
-    def _zeros(self, w: Tensor, task: Pass) -> Sums:
-        """Return sums that are 0, on the network's device."""
-        model, sums = self.linear_model, Sums()
-        sizes: dict[Any, int] = {"K": len(w), "P": model.layout.size}
-        for name, kind in task.kinds.items():
-            dtype = model.dtype if "P" in kind else torch.float64
-            shape: list[Any] = [sizes.get(size, size) for size in kind]
-            sums[name] = torch.zeros(shape, dtype=dtype, device=model.network.device)
-        return sums
-
     def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:
         """Note whether a tensor is finite; if it is not, the pass ends with this error.
 
@@ -346,11 +342,6 @@ class Sweep:
         return next((fault for fine, fault in self._checks if fault and not fine), None)
 
 
-def _one_of(faults: list[Exception | None]) -> Exception | None:
-    """Return the first error of all ranks."""
-    return next(filter(None, faults), None)
-
-
 def no_room(piece: Batch, P: int, shortage: str) -> str:
     """Return the error message if one column of a piece that cannot be split does not fit."""
     return (
@@ -359,3 +350,24 @@ def no_room(piece: Batch, P: int, shortage: str) -> str:
         'smaller batches or inputs, fewer parameters in the posterior (parameters="last_layer", or name patterns), '
         'fewer samples, or keep their vectors on the CPU (compute=Compute(vectors="cpu")).'
     )
+
+
+def time_of_fit(pass_seconds: float, only_long: bool = False) -> str:
+    """Return what is known of the time of a fit whose passes take so long; "" if only long fits are of interest."""
+    least, most = _PASSES
+    words = f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}."
+    if most * pass_seconds > _LONG:
+        return (
+            f'{words} To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
+        )
+    return "" if only_long else words
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words."""
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+
+
+def size_of(count: float) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from torch_lla_em.runtime.group import Group
+
 # out-of-memory errors of the CPU's allocator, and of libraries, whose handles take memory of the GPU; the last two
 # are also raised for layers that are not supported, then for a single example too
 _WORDS = re.compile(
@@ -108,15 +110,11 @@ def _available() -> float:
     return 4e9
 
 
-def place_of(device: torch.device) -> str:
-    """Return a name of the memory of a device: its machine, and its GPU."""
-    name = device.type
-    if name == "cuda":
-        name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
-    return f"{socket.gethostname()}/{name}"
-
-
-def least_share(every: list[list]) -> float:
-    """Return the bytes that each process may allocate, from (name of the memory, free bytes) of all."""
+def free_for_each(group: Group, device: torch.device) -> float:
+    """Return the bytes that every rank may still allocate on a device, as many on each."""
+    name = f"{socket.gethostname()}/{device.type}"
+    if device.type == "cuda":  # ranks may share a GPU
+        name += str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+    every = group.meet((name, free_memory(device)), list)
     sharing = Counter(place for place, _ in every)
     return min(free / sharing[place] for place, free in every)

@@ -213,7 +213,7 @@ def test_small_scripts_run_whole(tmp_path, quick_costs):
     lines = run(distil, "distil", "--tasks", "wdbc", "diabetes", "--quick", file=True)
     assert {r["nll"] for r in lines if r["method"] == "posterior"} == {1.0, 0.0}
     data = str(splits(tmp_path))
-    lines = run(uci, "uci", "--data", data, "--stages", "40 epochs", file=True)
+    lines = run(uci, "uci", "--data", data, "--methods", *uci.METHODS, file=True)
     assert [line.get("error") for line in lines if "error" in line] == []
     assert len(lines) == 2 * 12
     assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)

@@ -140,7 +140,7 @@ alone, together = [], []
 for n in test[:50]:
     images, labels = x[n] + 0.4 * torch.randn(5, 1, 8, 8), y[n].expand(5)
     alone.append(la.predict(images).log_prob(labels).sum())
-    together.append(la.joint_log_prob(images, labels))
+    together.append(la.predict(images).joint_log_prob(labels))
 print(f"log probability of five labels: as a product {torch.stack(alone).mean():.3f}, ", end="")
 print(f"jointly {torch.stack(together).mean():.3f}")
 

@@ -50,8 +50,7 @@ class LaplaceEnsemble(Printed, nn.Module):
     """
 
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
-    is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
-    functional_samples = predictor.functional_samples
+    is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
     calibrate, check, export = calibrates.calibrate, check, exports.export
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
 

@@ -189,9 +189,8 @@ class LinearisedLaplace(Printed, nn.Module):
         self.trained_with = _Known()
 
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
-    is_ood, joint_log_prob = predictor.is_ood, predictor.joint_log_prob
-    functional_samples = predictor.functional_samples
-    function_sample, export = predictor.function_sample, exports.export
+    is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
+    export = exports.export
     calibrate, check = calibrates.calibrate, check
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
     state_dict, load_state_dict = stored.state_dict, stored.load_state_dict  # type: ignore[assignment]

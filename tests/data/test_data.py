@@ -151,7 +151,7 @@ def test_pinned_inputs_move_to_the_network():
     assert la.w_lin.is_cuda and la(x).is_cuda and la.calibrate(loader).posterior_scale.is_cuda
     here = fitted(cut(5, x, y))  # s² of the g-prior goes by batches
     assert_close(la.w_lin.cpu(), here.w_lin, rtol=1e-3, atol=1e-4)
-    assert torch.isfinite(la.joint_log_prob(x, y))
+    assert torch.isfinite(la.predict(x).joint_log_prob(y))
 
 
 def test_causal_labels_are_shifted():

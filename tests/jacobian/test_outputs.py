@@ -111,7 +111,7 @@ def test_predictions_have_the_shape_of_the_outputs(name):
         assert prediction.entropy.shape == y.shape
         assert prediction.epistemic.shape == y.shape
     assert torch.isfinite(prediction.log_prob(y)).all()
-    assert torch.isfinite(la.joint_log_prob(x, y))
+    assert torch.isfinite(la.predict(x).joint_log_prob(y))
     before = prediction.log_prob(y).sum()
     la.calibrate([(x, y)])
     assert la.predict(x).log_prob(y).sum() >= before
@@ -169,7 +169,7 @@ def test_nothing_is_of_size_classes_squared():
         assert prediction.entropy.shape == prediction.epistemic.shape == (rows,)
         assert prediction.log_probs.shape == (rows, classes)
         prediction.credible_interval()
-        la.joint_log_prob(x, y)
+        la.predict(x).joint_log_prob(y)
         la.calibrate(loader)
     # a validation set of 4 rows stays in memory, and its samples have mirror images; the outputs of
     # the span's directions, of two passes, are stored for all rows

@@ -54,7 +54,7 @@ def test_fits_with_predicted_noise(heteroscedastic, curvature):
     prediction = la.predict(x)
     assert_close(variance, prediction.aleatoric + prediction.epistemic)
     assert variance[x[:, 0].abs() > 1].mean() > 2 * variance[x[:, 0].abs() < 0.3].mean()
-    assert torch.isfinite(la.joint_log_prob(x, y))
+    assert torch.isfinite(la.predict(x).joint_log_prob(y))
     fresh = noisy(200, seed=7)
     before = la.predict(fresh[0]).log_prob(fresh[1]).sum()
     assert la.calibrate([fresh]).predict(fresh[0]).log_prob(fresh[1]).sum() >= before

@@ -142,7 +142,7 @@ def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
 def test_all_predictions_follow_the_calibration(tmp_path):
     case, fitted = known()
     unseen = [(case.x + 0.1, (case.y + 1) % 3)]  # labels that were not learnt
-    function, la = fitted.function_sample(1), copy.copy(fitted)
+    function, la = fitted.functional_samples, copy.copy(fitted)
     before, drawn = fitted.predict(case.x + 0.1).log_prob(unseen[0][1]).mean(), function(case.x)
     assert la.calibrate(unseen) is la and torch.equal(function(case.x), drawn)
     assert la.calibration.before == pytest.approx(-before.item()) and la.calibration.num_rows == 30
@@ -150,8 +150,6 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert len(p.mixture.centres) == 3 and len(p.members) == 1
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
-    assert_close(torch.stack([la.function_sample(k)(case.x) for k in range(6)]), p.samples)
-    assert_close(la.joint_log_prob(case.x, case.y), p.joint_log_prob(case.y))
     alone = la.predict(case.x, mean="network")
     assert len(alone.mixture.centres) == 1
     assert_close(alone.mean, case.model(case.x).detach())

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction, compare
 from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.prediction.neighbours import output_variance, without_itself
-from torch_lla_em.prediction.pushforward import Pushforward, push_forward
+from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.reference import errors_of
 from torch_lla_em.prediction.scores import p_values, quantiles
 
@@ -153,7 +153,7 @@ def test_sets_grow_with_the_level_and_scores_can_be_chosen(blobs):
 def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     la, x, _ = fit
     x = x[:400]
-    _, Jw = push_forward(la._linear_model, x, la.w_lin[None], la.w_samples)
+    (Jw,) = la.posterior.at(x).Jw
     assert_close(la.training_deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
     p = la.predict(x, mean="linear").functions.softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
@@ -170,7 +170,7 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
     la, x, _ = fit
     x = x[:60]
     for at, is_far in ((x, False), (50 * x, True)):
-        f, Jw = push_forward(la._linear_model, at, la.w_lin[None], la.w_samples)
+        f, Jw = (each[0] for each in la.posterior.at(at)[2:4])
         plain = Pushforward(f, (la.likelihood,), (f,), (Jw,)).prediction(la.mixture)
         found, variance = la.predict(at), output_variance(la.likelihood, Jw[1:])
         share = (la.largest_variance / variance).clamp_max(1)
@@ -178,9 +178,6 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
         assert_close(found.mean, share[:, None] * plain.mean)
         own, other = (p.mixture.deviations[0] for p in (found, plain))
         assert_close(own, other)
-    at = torch.cat([x[:5], 50 * x[:5]])
-    drawn = torch.stack([la.function_sample(k)(at) for k in range(8)])
-    assert_close(drawn, la.predict(at).samples)
 
 
 # several outputs, and other likelihoods

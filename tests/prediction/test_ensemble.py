@@ -81,9 +81,6 @@ def test_the_mixture_is_the_average_of_its_members(members, unseen):
     for options in ({"num_samples": 2}, {"mean": "network"}):
         each = [la.predict(x, **options) for la in members]
         assert_close(ensemble.predict(x, **options).expectation, mean_of(lambda p: p.expectation))
-    drawn = [ensemble.predict(x, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
-    assert_close(drawn[0].samples, drawn[1].samples)
-    assert not torch.allclose(drawn[0].samples, found.samples)
     rows = DataLoader([(row, 0) for row in x], 7, shuffle=True)
     assert_close(ensemble.predict(rows).mean.sum(0), found.mean.sum(0))
 

@@ -19,9 +19,8 @@ from torch_lla_em.prediction.calibration import (
     temperature_of,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
-from torch_lla_em.prediction.passes import over_batches, under_all
+from torch_lla_em.prediction.passes import pushed, under_all
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
-from torch_lla_em.prediction.pushforward import joined
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.prediction.summary import CALL
 from torch_lla_em.runtime import Group, collected, first, group_of, report
@@ -153,7 +152,7 @@ def calibrated_on_moved(
             raise NoDistance("only columns of numbers are compared without being asked")
         batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
         read = replace(posterior, setting=setting._replace(target_fn=None))
-        part = joined(part for _, part in over_batches(read, batches))
+        _, part = pushed(read, batches)
         if not asked and posterior.likelihood.gives_probabilities:
             # memorised labels make a network too confident; below 1 the simple model only knows more
             T = group.meet(temperature_of(posterior.likelihood, part.f, part.y), first)
@@ -187,7 +186,7 @@ def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
     messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         each = zip(known.members, unseen)
-        parts = [joined(part for _, part in over_batches(*pair)) for pair in each]
+        parts = [pushed(*pair)[1] for pair in each]
         found = calibrated(parts, known.tables)
         reference = folds_as_reference(parts, found)
     return known.calibrated(found, reference, messages)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, Identity, distinct
 from torch_lla_em.prediction.posterior import Posterior
-from torch_lla_em.prediction.pushforward import Pushforward, joined, stack_members
+from torch_lla_em.prediction.pushforward import Pushforward, require_one_shape, stack_members
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
@@ -20,26 +20,40 @@ _LEAST, _MANY, _DISTINCT = 50, 0.5, 0.8
 training examples below which equal ones are no sign of it."""
 
 
-def over_batches(
+def pushed(
     posterior: Posterior, loader: Iterable[Any], group: Group = Group(), unseen: bool = False
-) -> list[tuple[Batch, Pushforward]]:
-    """Return every batch of a loader with its products; one pass, of which each rank has batches of its own.
+) -> tuple[list[Batch], Pushforward]:
+    """Return this rank's batches of a loader, and the examples of all ranks with their products, in one pass.
 
     If all examples are to be ``unseen``, training examples are refused.
     """
-    model, columns = posterior.setting.linear_model, posterior.columns()
+    device = posterior.setting.linear_model.network.device
 
-    def at(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Pushforward]:
-        return batch, posterior.of_products(f, Jw, batch.targets)
+    def at(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
+        return batch, f, Jw, batch.rows.to(device), batch.targets
 
     with torch.inference_mode(False), torch.no_grad():
-        data = Data(loader, model.network.device, posterior.setting.target_fn, group.joined())
-        found = Problem(model, posterior.likelihood, data).push_forward(columns, at)
+        data = Data(loader, device, posterior.setting.target_fn, group.joined())
+        problem = Problem(posterior.setting.linear_model, posterior.likelihood, data)
+        each = problem.push_forward(posterior.columns(), at)
         if group.size > 1:
             data.read()  # the share of another rank, to refuse ranks with different data
         if unseen and data.identity is not None:
             refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
-        return found
+        group.agree(lambda: require_one_shape([f for _, f, *_ in each]))
+        none = torch.zeros(
+            1, 0, device=device
+        )  # without examples, it gets the form that others have
+        batches, *columns = zip(*each) if each else [(), *[(none[0],)] * 4]
+        f, Jw, rows, y = (
+            torch.cat(c, int(c is columns[1])) if len(c) > 1 else c[0] for c in columns
+        )
+        if group.size > 1:
+            Jw = (Jw if each else none).movedim(1, 0)
+            order = group.gather(rows.long()).argsort()
+            f, Jw, y = (group.gather(values)[order] for values in (f, Jw, y))
+            Jw = Jw.movedim(0, 1)
+        return list(batches), posterior.of_products(f, Jw, y)
 
 
 def under_all(
@@ -56,46 +70,22 @@ def under_all(
     for posterior in posteriors:
         if group is not None:
             group.agree(partial(posterior.require, surely=True))
-        own = over_batches(posterior, loader, group or Group(), unseen=group is not None)
-        each.append(_of_all_ranks(own, posterior, group or Group()))
-        same_targets([each[-1].y], each[0].y.flatten().cpu())
-    inputs = [batch.inputs for batch, _ in own]
+        batches, own = pushed(posterior, loader, group or Group(), unseen=group is not None)
+        each.append(own)
+        same_targets(own.y, each[0].y)
+    inputs = [batch.inputs for batch in batches]
     shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
     x = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
     return x, stack_members(each)
 
 
-def _of_all_ranks(
-    own: list[tuple[Batch, Pushforward]], posterior: Posterior, group: Group
-) -> Pushforward:
-    """Return the examples of all ranks in the order of the data."""
-    if group.size == 1:
-        return joined(part for _, part in own)
-    constant, device = posterior.result.constant, posterior.setting.linear_model.network.device
-
-    def parts() -> tuple[Tensor, Pushforward]:
-        if own:
-            numbers = torch.cat([batch.rows for batch, _ in own])
-            return numbers.to(device), joined(part for _, part in own)
-        outputs, count = (1,) if constant is None else constant.shape, len(posterior.columns())
-        none = torch.zeros(count, 0, *outputs, device=device)  # gets the form that others have
-        return none[0].flatten().long(), posterior.of_products(none[0], none, none[0].flatten())
-
-    numbers, data = group.agree(parts)
-    order, columns = group.gather(numbers).argsort(), data.Jw[0].movedim(1, 0)
-    f, y, Jw = (group.gather(rows)[order] for rows in (data.f, data.y, columns))
-    return data._replace(y=y, outputs=(f,), Jw=(Jw.movedim(0, 1),))
-
-
-def same_targets(each: list[Tensor], known: Tensor | None) -> Tensor:
-    """Return the targets of a pass; raise an error if those of an earlier one were others."""
-    y = torch.cat([part.flatten().cpu() for part in each])
-    if known is not None and not torch.equal(y, known):
+def same_targets(y: Tensor, known: Tensor) -> None:
+    """Raise an error if the targets of a pass are not those of an earlier one."""
+    if not torch.equal(y.flatten().cpu(), known.flatten().cpu()):
         raise ValueError(
             "The loader has other examples, or another order of them, in every pass: pass a "
             "list of batches, so that all posteriors see the same."
         )
-    return y
 
 
 def refuse_training_data(
@@ -104,9 +94,7 @@ def refuse_training_data(
     """Raise an error if many validation examples are training examples, of which some hashes are known."""
     share, _ = validation.shared_with(trained_on)
     count = share * validation.num_rows
-    if count < _LEAST or share < _MANY:
-        return
-    if distinct(trained_on, num_data or 1) < _DISTINCT:
+    if count < _LEAST or share < _MANY or distinct(trained_on, num_data or 1) < _DISTINCT:
         return
     raise ValueError(
         f"About {share:.0%} of the {validation.num_rows:,} validation examples are training examples of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from torch_lla_em.data import TargetFn
+from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.inference import FitResult
-from torch_lla_em.jacobian import LinearModel, NetworkState
+from torch_lla_em.jacobian import LinearModel, NetworkState, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
@@ -22,7 +22,6 @@ from torch_lla_em.prediction.pushforward import (
     Pushforward,
     Rows,
     posterior_alone,
-    push_forward,
     stack_members,
 )
 from torch_lla_em.prediction.reference import Reference
@@ -185,10 +184,29 @@ class Posterior:
         return replace(self, result=result, reference=None, training_distances=None)
 
     def at(self, x: Any) -> Pushforward:
-        """Return inputs with their products."""
-        model, result = self.setting.linear_model, self.result
-        f, Jw = push_forward(model, x, result.w_lin[None], result.w_samples)
-        return self.of_products(f, Jw, f, model.network.class_dim)
+        """Return inputs with their products, differentiable in x if it requires gradients."""
+        model, w_lin, samples = self.setting.linear_model, self.result.w_lin, self.result.w_samples
+        network = model.network
+        x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
+        tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+        differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
+        try:
+            with network.guarded():
+                if model.report is None and not is_empty:
+                    model.probe(map_tensors(Tensor.detach, x))
+                with torch.set_grad_enabled(differentiate):
+                    if is_empty:
+                        f = model.outputs(x)
+                        Jw = f.new_zeros(1 + len(samples), *f.shape)
+                    else:
+                        f, Jw = model.push(x, w_lin[None], samples)
+        except RuntimeError:  # possibly because x is a single example
+            with network.guarded():
+                require_rows(model.outputs(x), x)
+            raise
+        require_rows(f, x)
+        return self.of_products(f, Jw, f, network.class_dim)
 
     def columns(self) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,17 +27,13 @@ Mean = Literal["network", "linear"]
 _LOADERS = DataLoader, Dataset
 
 
-def forward(
-    la: Any, x: Any = None, *, generator: torch.Generator | None = None, **inputs: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la(x)`` passes it.
         x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
             model may also be given its inputs by name: ``la(input_ids=...)``.
-        generator (torch.Generator, optional): Used to draw new samples with the same covariance.
-            Default None: the posterior samples themselves, so that calls are repeatable.
 
     Returns:
         Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
@@ -52,9 +48,9 @@ def forward(
     """
     each: Iterable[Prediction]
     if inputs or not isinstance(x, _LOADERS):
-        each = [predict(la, x, generator=generator, **inputs)]
+        each = [predict(la, x, **inputs)]
     else:
-        each = predictions(la, x, generator=generator)
+        each = predictions(la, x)
     means, variances = [], []
     for prediction in each:
         means.append(prediction.expectation)
@@ -70,7 +66,6 @@ def predict(
     la: Any,
     x: Any = None,
     mean: Mean | None = None,
-    generator: torch.Generator | None = None,
     num_samples: int | None = None,
     groups: Any = None,
     weights: Any = None,
@@ -87,7 +82,6 @@ def predict(
             ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses J(x) w_lin for
             a regression, with the σ that is learnt from it (f(x) has the σ of its own residuals); with
             variational curvature a mixture; with others f(x), to which the curvature belongs.
-        generator (torch.Generator, optional): Used to draw new samples with the same covariance.
         num_samples (int, optional): Number of samples to use; fewer are faster and less
             accurate. Default None: all.
         groups (integers, optional): The group of each input, if ``calibrate`` had groups. A loader that shuffles
@@ -110,7 +104,10 @@ def predict(
     """
     if inputs:
         if x is not None:
-            raise TypeError("Pass all inputs by name, or all in one tuple or dict.")
+            raise TypeError(
+                f"x was passed by position, and {', '.join(inputs)} by name, as further inputs of the model: "
+                "pass all inputs by name, or all in one tuple or dict."
+            )
         x = inputs
     known = required(la)
     if mean is not None or num_samples is not None:
@@ -121,8 +118,6 @@ def predict(
         found = predicted(known, _whole(known, in_order(x) if is_stated else x))
     else:
         found = predicted(known, known.at(x))
-    if generator is not None:
-        found = replace(found, mixture=found.mixture.redrawn(generator))
     if is_stated:
         f = found.mixture.f
         found = replace(found, stated=Stated(groups, weights).checked(len(f), f.device))
@@ -133,7 +128,6 @@ def predictions(
     la: Any,
     loader: Any,
     mean: Mean | None = None,
-    generator: torch.Generator | None = None,
     num_samples: int | None = None,
 ) -> Iterator[Prediction]:
     """Yield the predictive distribution at each batch of a loader, in its order.
@@ -145,7 +139,6 @@ def predictions(
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.predictions(loader)`` passes it.
         loader (DataLoader, Dataset or list of batches): Read as in ``fit``; batches may have no targets.
         mean (str, optional): As in ``predict``.
-        generator (torch.Generator, optional): Used to draw new samples, the same for all batches.
         num_samples (int, optional): As in ``predict``.
 
     Returns:
@@ -158,19 +151,11 @@ def predictions(
     Example:
         >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
     """
-    known, state = required(la), None if generator is None else generator.get_state()
+    known = required(la)
     check_choice("mean", mean, (None, "network", "linear"))
     if mean is not None or num_samples is not None:
         known = known.asked(mean, num_samples)
-
-    def of(data: Pushforward) -> Prediction:
-        found = predicted(known, data)
-        if generator is None:
-            return found
-        generator.set_state(state)  # every batch gets the same functions
-        return replace(found, mixture=found.mixture.redrawn(generator))
-
-    return map(of, _in_batches(known, as_loader(loader)))
+    return (predicted(known, data) for data in _in_batches(known, as_loader(loader)))
 
 
 def is_ood(
@@ -205,52 +190,17 @@ def is_ood(
     return predict(la, x, groups=groups, **inputs).is_ood(rate, score)
 
 
-def functional_samples(la: Any, x: Any, generator: torch.Generator | None = None) -> Tensor:
+def functional_samples(la: Any, x: Any) -> Tensor:
     """Return ``predict(x).samples``: samples of f at x, shape (K, B, ..., C), joint over inputs.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior.
         x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-        generator (torch.Generator, optional): Used to draw new samples with the same covariance.
 
     Example:
         >>> spread = la.functional_samples(x).std(0)
     """
-    return predict(la, x, generator=generator).samples
-
-
-def joint_log_prob(la: Any, x: Any, y: Tensor) -> Tensor:
-    """Return ``predict(x).joint_log_prob(y)``: log p(y_1..y_B | x_1..x_B), shape ().
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior.
-        x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them.
-        y (Tensor): Targets, as in the training data.
-    """
-    return predict(la, x).joint_log_prob(y)
-
-
-def function_sample(la: Any, k: int) -> Callable[[Any], Tensor]:
-    """Return the k-th function of the posterior, which maps inputs to outputs of shape (B, ..., C).
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.function_sample(k)`` passes it.
-        k (int): Number of the sample, from 0 to K - 1.
-
-    Raises:
-        IndexError: If there is no such sample.
-        NotFittedError: Before ``fit``, or if the model has changed since.
-
-    Example:
-        >>> outputs = la.function_sample(0)(x)
-    """
-    known = required(la)
-    count = sum(len(member.result.w_samples) for member in known.members)
-    if not 0 <= k < count:
-        raise IndexError(
-            f"k must be from 0 to {count - 1}, since there are {count} samples, not {k}."
-        )
-    return lambda x: predict(known, x).samples[k]
+    return predict(la, x).samples
 
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:

@@ -1,15 +1,13 @@
-"""From inputs to predictions: products with the vectors of the posterior, and mixture components."""
+"""Examples with f and the products J w of posteriors, and the mixtures of functions that are made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import inputs_of, map_tensors, tensors_in, to_device
-from torch_lla_em.jacobian import LinearModel, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, SCALE
 from torch_lla_em.prediction.mixture import FunctionMixture
@@ -23,41 +21,13 @@ Table = Tensor | Rows
 Tables = Table | tuple[Table, ...]
 """A table of components, the same for all members of an ensemble, or one for each."""
 
-_LENGTHS = (
+LENGTHS = (
     "pad the inputs to one length, with targets of -100 there, or predict batch by batch: "
     "la.predictions(loader)."
 )
 _CLASSES = (
     "an ensemble needs networks with the same classes, or the same targets, in the same order."
 )
-
-
-def push_forward(linear_model: LinearModel, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x), shape (B, ..., C), and J(x) w, (K, B, ..., C); differentiable in x if required.
-
-    The vectors may be given in several blocks, so that they need not be copied into one.
-    """
-    network, count = linear_model.network, sum(map(len, w))
-    x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
-    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
-    differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
-    with torch.set_grad_enabled(differentiate):
-        try:
-            with network.guarded():
-                if linear_model.report is None and not is_empty:
-                    linear_model.probe(map_tensors(Tensor.detach, x))
-                with torch.set_grad_enabled(differentiate):
-                    if is_empty:
-                        f = linear_model.outputs(x)
-                        return f, f.new_zeros(count, *f.shape)
-                    f, Jw = linear_model.push(x, *w)
-        except RuntimeError:  # possibly because x is a single example
-            with network.guarded():
-                require_rows(linear_model.outputs(x), x)
-            raise
-        require_rows(f, x)
-        return f, Jw
 
 
 def posterior_alone(mean: str = "network", scale: float | Tensor = 1.0) -> Tensor:
@@ -103,38 +73,33 @@ class Pushforward(NamedTuple):
         Predictions around the network alone have the σ of its own residuals.
         """
         tables = table if isinstance(table, tuple) else (table,) * len(self.outputs)
-        likelihoods, centres, deviations, owners, shares = [], [], [], [], []
-        members = zip(tables, self.likelihoods, self.outputs, self.Jw, self.training)
-        for i, (own, likelihood, f, Jw, training) in enumerate(members):
+        found = []
+        for i, (own, likelihood, f, Jw, training, apart) in enumerate(zip(tables, *self[1:-1])):
             rows: Rows = own.tolist() if isinstance(own, Tensor) else own
-            factor, h, apart = noise, Jw[0], Jw[1:]
-            of_network = self.network_noise[i] if rows[0][MODE] == 0 else None
-            if of_network is not None:
-                factor = of_network if noise is None else noise * of_network.to(noise)
+            factor, h, deviations = noise, Jw[0], Jw[1:]
+            if apart is not None and rows[0][MODE] == 0:
+                factor = apart if noise is None else noise * apart.to(noise)
             if factor is not None and likelihood.observation_noise is not None:
-                sigma = likelihood.observation_noise.to(factor)
-                likelihood = likelihood.with_noise(sigma * factor)
+                likelihood = likelihood.with_noise(likelihood.observation_noise.to(factor) * factor)
             if training is not None and likelihood.gives_probabilities:
                 # of counts, a mean of 0 would be a rate of 1
-                kept = training.kept_share(apart).view(-1, *(1,) * (f.dim() - 1))
+                kept = training.kept_share(deviations).view(-1, *(1,) * (f.dim() - 1))
                 f, h = kept * f, kept * h
-            apart = rows[0][SCALE] ** 0.5 * apart
-            for number, (weight, of_mode, of_f, _) in enumerate(rows):
+            deviations = rows[0][SCALE] ** 0.5 * deviations
+            for weight, of_mode, of_f, _ in rows:
                 # a number that is fitted is a tensor, through which gradients pass
                 terms = [
                     v if isinstance(n, float) and n == 1 else n * v
                     for n, v in ((of_mode, h), (of_f, f))
                     if isinstance(n, Tensor) or n
                 ]
-                centres.append(sum(terms[1:], terms[0]) if terms else torch.zeros_like(f))
-                deviations.append(apart[:0] if number else apart)
-                likelihoods.append(likelihood)
-                owners.append(i)
-                shares.append(weight / len(tables))
+                centre = sum(terms[1:], terms[0]) if terms else torch.zeros_like(f)
+                found.append((likelihood, centre, deviations, weight / len(tables), i))
+                deviations = deviations[:0]  # the first component alone has samples
+        likelihoods, centres, each, shares, owners = zip(*found)
         is_fitted = any(isinstance(share, Tensor) for share in shares)
         weights = torch.stack(shares).to(f) if is_fitted else f.new_tensor(shares)
-        parts = tuple(likelihoods), tuple(centres), tuple(deviations)
-        return FunctionMixture(*parts, weights, tuple(owners))
+        return FunctionMixture(likelihoods, centres, each, weights, owners)
 
     def prediction(self, table: Tables) -> Prediction:
         """Return the prediction of the examples."""
@@ -155,7 +120,7 @@ class Pushforward(NamedTuple):
     def member(self, i: int) -> Pushforward:
         """Return the examples under one of the posteriors."""
         one: list[Any] = [(values[i],) for values in self[1:-1]]
-        return Pushforward(*[self.y, *one, self.class_dim])
+        return Pushforward(self.y, *one, class_dim=self.class_dim)
 
     def without_samples(self) -> Pushforward:
         """Return the examples for predictions of the networks, without the samples."""
@@ -179,19 +144,18 @@ class Pushforward(NamedTuple):
             yield self.part(slice(start, start + size))
 
 
-def require_one_shape(outputs: Iterable[Tensor], remedy: str) -> None:
+def require_one_shape(outputs: Iterable[Tensor], remedy: str = LENGTHS) -> None:
     """Raise an error if outputs, (B, ...), have several shapes beside their first axis."""
     shapes = {tuple(f.shape[1:]) for f in outputs}
     if len(shapes) > 1:
         raise ValueError(f"There are outputs of the shapes {sorted(shapes)} per example: {remedy}")
 
 
-def joined(parts: Iterable[Pushforward]) -> Pushforward:
+def joined(parts: Sequence[Pushforward]) -> Pushforward:
     """Concatenate the examples of several batches."""
-    parts = list(parts)
     if len(parts) == 1:
         return parts[0]
-    require_one_shape([part.f for part in parts], _LENGTHS)
+    require_one_shape([part.f for part in parts])
     outputs = tuple(map(torch.cat, zip(*(part.outputs for part in parts))))
     Jw = tuple(torch.cat(blocks, 1) for blocks in zip(*(part.Jw for part in parts)))
     return parts[0]._replace(y=torch.cat([part.y for part in parts]), outputs=outputs, Jw=Jw)
@@ -199,6 +163,8 @@ def joined(parts: Iterable[Pushforward]) -> Pushforward:
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
     """Return the same examples under several posteriors, each given under one."""
+    if len(each) == 1:
+        return each[0]
     require_one_shape([pushed.f for pushed in each], _CLASSES)
     columns: list[Any] = [sum(c, ()) for c in zip(*(pushed[1:-1] for pushed in each))]
-    return Pushforward(*[each[0].y, *columns, each[0].class_dim])
+    return Pushforward(each[0].y, *columns, class_dim=each[0].class_dim)

@@ -158,7 +158,8 @@ def compare(
     log_probs, gains, known = {}, {}, None
     for name, record in every.items():
         rows = predicted_data(record, loader)
-        known = same_targets([rows.targets], known)
+        known = rows.targets if known is None else known
+        same_targets(rows.targets, known)
         each = rows.posterior.mixture.log_prob(rows.targets)
         log_probs[name] = each.double()[record.likelihood.labelled(rows.targets)].cpu()
         gains[name] = rows.gain().cpu()

@@ -70,7 +70,7 @@ class LaplaceEnsemble(Printed, nn.Module):
                 f"The members have the likelihoods {sorted(kinds)}: pass at least one "
                 "LinearisedLaplace, all with the same likelihood."
             )
-        self._posterior = Posteriors()
+        self._shared = Posteriors()
 
     reference = stored.result("reference", "The scores of validation examples, if there are any.")
     calibration = stored.result("calibration", "The result of the last ``calibrate``, if any.")
@@ -80,7 +80,7 @@ class LaplaceEnsemble(Printed, nn.Module):
     def posterior(self) -> Posteriors | None:
         """The records of the members, and what ``calibrate`` has found of them together; None before their fits."""
         each = tuple(member.posterior for member in self.members)
-        return None if None in each else replace(self._posterior, members=each)
+        return None if None in each else replace(self._shared, members=each)
 
     def take(self, posterior: Posteriors) -> None:
         """Hold what ``calibrate`` has found from now on.
@@ -88,7 +88,7 @@ class LaplaceEnsemble(Printed, nn.Module):
         Args:
             posterior (Posteriors): The record of the same members.
         """
-        self._posterior = replace(posterior, members=())
+        self._shared = replace(posterior, members=())
 
     @property
     def likelihood(self) -> Likelihood:
@@ -166,64 +166,35 @@ class LaplaceEnsemble(Printed, nn.Module):
         ensemble.take(calibrates.calibrated_by_folds(known, unseen))
         return ensemble
 
-    def state_dict(
-        self,
-        *args: Any,
-        destination: dict[str, Tensor] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Tensor]:
-        """Return the posteriors of all members, and the numbers of ``calibrate``, as tensors.
-
-        Args:
-            destination (dict, optional): Where to add the tensors, as PyTorch passes it.
-            prefix (str): What their names start with there. Default "".
-            keep_vars (bool): Ignored: no tensor requires gradients.
-        """
-        state = stored.state_of_several(self._posterior)
-        if destination is None:
-            for i, member in enumerate(self.members):
-                state |= {f"{i}.{name}": tensor for name, tensor in member.state_dict().items()}
-            return state
-        destination.update({f"{prefix}{name}": tensor for name, tensor in state.items()})
-        self.members.state_dict(destination=destination, prefix=f"{prefix}members.")
-        return destination
-
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Load the posteriors of all members, and the numbers of ``calibrate``.
-
-        Args:
-            state (dict): The tensors that ``state_dict`` returned.
-            strict (bool): Ignored: the state is always compared with the members.
-
-        Raises:
-            ValueError: If the state has another format or number of members, or belongs to other
-                networks.
-        """
-        files.check(state, "ensemble")
-        count = len({name.partition(".")[0] for name in state if "." in name})
-        if count != len(self.members):
-            raise ValueError(
-                f"The state has {count} members, but this ensemble has {len(self.members)}."
-            )
-        for i, member in enumerate(self.members):
-            member.load_state_dict(stored.without_prefix(state, f"{i}."))
-        self._posterior = stored.several_of(state, self.members[0]._linear_model.network.device)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Add the numbers of ``calibrate`` to a state, to which the members add themselves."""
+        if not prefix:
+            required(self, surely=True)
+        own = stored.state_of_several(self._shared)
+        destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
     ) -> None:
-        """Load the tensors of this module, without its members, from those of one that contains it."""
-        own, (_, _, missing, _, _) = stored.without_prefix(state_dict, prefix), more
-        if "record" in own:
-            self._posterior = stored.several_of(own, self.members[0]._linear_model.network.device)
-        else:
+        """Load the numbers of ``calibrate`` from a state; the members load themselves."""
+        own, (_, _, missing, _, errors) = stored.without_prefix(state_dict, prefix), more
+        for name in [
+            name for name in own if name[0].isdigit()
+        ]:  # as earlier versions named members
+            state_dict[f"{prefix}members.{name}"] = state_dict.pop(f"{prefix}{name}")
+        if not prefix:
+            files.check(own, "ensemble")
+        if "record" not in own:
             missing.append(f"{prefix}record")
+            return
+        if f"{prefix}members.{len(self.members)}.record" in state_dict:
+            errors.append(f"The state has more members than this ensemble, {len(self.members)}.")
+        self._shared = stored.several_of(own, self.members[0]._linear_model.network.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
         """Move members, and what was found of them."""
         super()._apply(fn, recurse)
-        self._posterior = self._posterior.moved(fn)
+        self._shared = self._shared.moved(fn)
         return self
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -246,10 +217,12 @@ class LaplaceEnsemble(Printed, nn.Module):
                 need not be fitted.
 
         Raises:
-            ValueError: If the file is damaged or belongs to other networks.
+            ValueError: If the file is damaged.
+            RuntimeError: If it has another number of members, or belongs to other networks.
         """
         ensemble = cls(members)
         ensemble.load_state_dict(files.read(path, "ensemble"))
+        required(ensemble, surely=True)
         return ensemble
 
 

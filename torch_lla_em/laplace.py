@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,16 +90,6 @@ Task = Literal[
 ]
 
 
-class _Known(NamedTuple):
-    """The data of a fit, which copies and files leave out."""
-
-    data: Any = None
-    weights: Weights | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Known, ()
-
-
 class LinearisedLaplace(Printed, nn.Module):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
@@ -174,10 +164,9 @@ class LinearisedLaplace(Printed, nn.Module):
         # not a submodule: its weights are the user's, and not part of this state
         object.__setattr__(self, "model", model)
         self._given_likelihood = _likelihood(likelihood)
-        self._posterior: Posterior | None = None
+        self.posterior: Posterior | None = None
         if PRIORS[prior][0] and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        self._given = ["adapter"] if adapter.outputs is not None else []
         if isinstance(self._given_likelihood, BradleyTerry):
             adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
         network = Network(model, adapter.outputs, int(class_dim))
@@ -186,14 +175,15 @@ class LinearisedLaplace(Printed, nn.Module):
         self._base = _linear_model(network, parameters)
         self.prior, self.curvature, self.num_samples = prior, curvature, int(num_samples)
         self.seed, self.adapter, self.compute = int(seed), adapter, compute
-        self.trained_with = _Known()
+        self.trained_with: tuple[Any, Weights | None] = (None, None)
+        """The data of the fit and their weights, which copies and files leave out."""
 
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
     is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
     export = exports.export
     calibrate, check = calibrates.calibrate, check
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
-    state_dict, load_state_dict = stored.state_dict, stored.load_state_dict  # type: ignore[assignment]
+    _save_to_state_dict: Any = stored.save_to_state_dict
     _load_from_state_dict, save = stored.load_from_state_dict, stored.save
     load: Any = classmethod(stored.load)
     accuracy, log_marginal_likelihood = property(summary.accuracy), log_marginal_likelihood
@@ -218,27 +208,26 @@ class LinearisedLaplace(Printed, nn.Module):
     history = result("history", "A record of every EM step.", list)
     messages = result("messages", "The memory plan, then the warnings.", list)
 
-    @property
-    def posterior(self) -> Posterior | None:
-        """The record of the fit, of which ``prediction`` has functions; None before ``fit``."""
-        return self._posterior
-
     def take(self, posterior: Posterior) -> None:
         """Hold another record from now on.
 
         Args:
             posterior (Posterior): The record, as ``calibrate`` of a record returns it.
         """
-        self._posterior, self.num_samples = posterior, len(posterior.result.w_samples)
+        self.posterior, self.num_samples = posterior, len(posterior.result.w_samples)
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, with the observation noise that was learnt."""
-        return self._given_likelihood if self._posterior is None else self._posterior.likelihood
+        return self._given_likelihood if self.posterior is None else self.posterior.likelihood
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave data out of copies and pickles."""
+        return {**self.__dict__, "trained_with": (None, None)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
         """Move posterior and network together."""
-        self._base, self._posterior = stored.moved(self, fn)
+        self._base, self.posterior = stored.moved(self, fn)
         return self
 
     @property
@@ -248,7 +237,7 @@ class LinearisedLaplace(Printed, nn.Module):
 
     @property
     def _linear_model(self) -> LinearModel:
-        return self._base if self._posterior is None else self._posterior.setting.linear_model
+        return self._base if self.posterior is None else self.posterior.setting.linear_model
 
     def fit(
         self,
@@ -310,7 +299,7 @@ class LinearisedLaplace(Printed, nn.Module):
         elif validation is None and em_steps and self._parameters_asked is not None:
             found = calibrates.without_validation(found, data, weights)
         self.take(found)
-        self.trained_with = _Known(data, weights)
+        self.trained_with = data, weights
         return self
 
     def _fit(
@@ -336,7 +325,7 @@ class LinearisedLaplace(Printed, nn.Module):
             found = replace(found, messages=tuple(around.messages))
             found.require(surely=True)
             if learnt.complete:  # otherwise the checkpoint continues from the last state
-                around.keep(stored.state_of(found, self._given_likelihood, self._given))
+                around.keep(stored.state_of(self, found))
         return found
 
     def _options(self, **of_fit: Any) -> FitOptions:

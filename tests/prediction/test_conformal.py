@@ -158,7 +158,7 @@ def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     p = la.predict(x, mean="linear").functions.softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
-    (training,), found = la._posterior.at(x).training, la._posterior.training_distances
+    (training,), found = la.posterior.at(x).training, la.posterior.training_distances
     # H of the fit is an average over other draws, which matters where a leverage is near 1
     apart = (found / training.distances_without(without_itself(leverages)) - 1).abs()
     without = (found / training.distances_without(without_itself(0 * leverages)))[:, 1]

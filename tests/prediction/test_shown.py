@@ -79,7 +79,7 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
 def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     case, la = known("regression")
     la, calibrate = copy.copy(la), f"σ is too small. {summary.CALL} to learn σ."
-    la._posterior = replace(la._posterior, messages=("A plan.", calibrate, "Something else."))
+    la.posterior = replace(la.posterior, messages=("A plan.", calibrate, "Something else."))
     ensemble = LaplaceEnsemble([la, la])
     assert summary.CALL in repr(la) and "Members 0, 1 have warnings" in repr(ensemble)
     for each in (la, ensemble):
@@ -87,7 +87,7 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     assert (
         summary.CALL not in repr(la) and "Something else." in repr(la) and calibrate in la.messages
     )
-    la._posterior = replace(la._posterior, messages=("A plan.", calibrate))
+    la.posterior = replace(la.posterior, messages=("A plan.", calibrate))
     assert "have warnings" not in repr(ensemble)
 
 

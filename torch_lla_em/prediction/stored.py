@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, compare, is_named
 from torch_lla_em.prediction.calibration import restored
 from torch_lla_em.prediction.posterior import (
     NotFittedError,
@@ -31,16 +31,21 @@ State = dict[str, Tensor]
 _RESULT = "w_lin w_samples scale prior_precision sigma_noise mixture certificate constant network_noise".split()
 """Tensors of a fit's result that have the same name in files."""
 
-_NEEDED = (
-    "w_samples certificate w_lin scale prior_precision mixture effective_dim _log_evidence".split()
+_NEEDED = {"w_lin": "P", "w_samples": "KP", "scale": "P", "certificate": "K"} | dict.fromkeys(
+    ("prior_precision", "mixture", "effective_dim", "_log_evidence")
 )
-"""Tensors that every posterior has."""
+"""Tensors that every posterior has, with their shape if it is known."""
 
 _REPLACED = "fitted_mixture", "fitted_sigma_noise"
 """Tensors of a posterior as fitted that ``calibrate`` has replaced."""
 
-
-_SAME = "pass the same likelihood"
+_EARLIER = {
+    **dict.fromkeys("calibration room said_by_fit mark marks likelihood_options".split()),
+    **dict.fromkeys(("trained_on", "messages", "given"), ()),
+    "said": ("The memory plan was not saved.",),
+    "why": "accurate",
+}
+"""What records of 0.3 and 0.4 do not have, as it is without it."""
 
 
 def result(name: str, meaning: str, kind: Callable[..., Any] | None = None) -> Any:
@@ -48,78 +53,42 @@ def result(name: str, meaning: str, kind: Callable[..., Any] | None = None) -> A
     of = attrgetter(name)
 
     def value(self: Any) -> Any:
-        if self._posterior is None:
+        if self.posterior is None:
             return None if kind is None else kind()
-        return of(self._posterior) if kind is None else kind(of(self._posterior))
+        return of(self.posterior) if kind is None else kind(of(self.posterior))
 
     return property(value, doc=meaning if kind else f"{meaning} None before ``fit``.")
 
 
-def state_dict(
-    la: Any,
-    *args: Any,
-    destination: State | None = None,
-    prefix: str = "",
-    keep_vars: bool = False,
-) -> State:
-    """Return the posterior as tensors, with a format version and the network's fingerprint.
-
-    The posterior is part of the ``state_dict`` of a module that contains it once it is fitted,
-    and as long as the network does not change.
-
-    Args:
-        la (LinearisedLaplace): The posterior; ``la.state_dict()`` passes it.
-        destination (dict, optional): Where to add the tensors, as PyTorch passes it.
-        prefix (str): What their names start with there. Default "".
-        keep_vars (bool): Ignored: no tensor requires gradients.
-
-    Raises:
-        NotFittedError: Before ``fit``, or if the model has changed since.
-    """
-    if destination is None:
-        record: Any = required(la, surely=True)
-        return state_of(record, la._given_likelihood, la._given)
-    if la._posterior is not None:
-        try:
-            own = state_dict(la)
-        except NotFittedError as error:
+def save_to_state_dict(la: Any, destination: State, prefix: str, keep_vars: bool) -> None:
+    """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and the network its own."""
+    try:
+        own = state_of(la, required(la, surely=True))
+    except NotFittedError as error:
+        if not prefix:
+            raise
+        if la.posterior is not None:
             report("warn", f"The state_dict has no posterior. {error}")
-            own = {}
-        destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
-    return destination
-
-
-def load_state_dict(la: Any, state: State, strict: bool = True) -> None:
-    """Load a posterior that ``state_dict`` returned.
-
-    Args:
-        la (LinearisedLaplace): The object; ``la.load_state_dict(state)`` passes it.
-        state (dict): The tensors by name.
-        strict (bool): Ignored: the state is always compared with the network and the options.
-
-    Raises:
-        ValueError: If the state belongs to another network or likelihood.
-    """
-    model = la._linear_model
-    la.take(loaded(la, state, Setting(model, NetworkState(model.network), la.adapter.targets)))
+        return
+    destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
 
 def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any, **named: Any) -> None:
-    """Load the tensors of this module from those of the module that contains it.
+    """Load the tensors of this module from its state, or from that of the module that contains it.
 
-    The network may be loaded later, so it is compared when the posterior is used.
+    Then the network may be loaded later, so it is compared when the posterior is used.
     """
     _, _, missing, _, errors = more
-    own, model = without_prefix(state_dict, prefix), la._linear_model
-    if not own:
-        missing += [f"{prefix}w_lin"] * (la._posterior is not None)
-        return
-    try:
-        files.check(own, "posterior")
-        expected = NetworkState(model.network, own["fingerprint"].cpu())
-        la.take(loaded(la, own, Setting(model, expected, la.adapter.targets)))
-    except ValueError as error:
-        errors.append(str(error))
+    own = without_prefix(state_dict, prefix)
+    if not prefix:
+        la.take(loaded(la, own))
+    elif not own:
+        missing += [f"{prefix}w_lin"] * (la.posterior is not None)
+    else:
+        try:
+            la.take(loaded(la, own, later=True))
+        except ValueError as error:
+            errors.append(str(error))
 
 
 def save(la: Any, path: str | PathLike[str]) -> None:
@@ -135,7 +104,7 @@ def save(la: Any, path: str | PathLike[str]) -> None:
     Example:
         >>> la.save("posterior.pt")  # doctest: +SKIP
     """
-    state, model, compute = state_dict(la), la._linear_model, la.compute
+    state, model, compute = la.state_dict(), la._linear_model, la.compute
     options = {name: getattr(la, name) for name in ("prior", "num_samples", "curvature", "seed")}
     options |= {"parameters": model.layout.names, "class_dim": model.network.class_dim}
     options |= {"precision": compute.precision, "tolerance": compute.tolerance}
@@ -161,12 +130,11 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
         >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
     """
     state = files.read(path, "posterior")
-    record, saved = _upgraded(state)
-    if saved is None:
+    if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     _refuse_other_network(state, files.fingerprint(Network(model).module))
-    options = {**saved, **options}
-    needed = ["likelihood", *["adapter"] * bool(record["given"])]
+    options = {**_saved_options(state), **options}
+    needed = ["likelihood", *["adapter"] * bool(_record(state)["given"])]
     missing = [name for name in needed if name not in options]
     if missing:
         raise ValueError(
@@ -174,7 +142,7 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
             f"store. Pass {', '.join(f'{name}=...' for name in missing)} to load."
         )
     la: Own = cls(model, options.pop("likelihood"), **options)
-    la.load_state_dict(state)
+    la.take(loaded(la, state))
     return la
 
 
@@ -183,7 +151,7 @@ def moved(la: Any, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posteri
 
     A module that contains both may have moved the network before.
     """
-    posterior, network = la._posterior, la._linear_model.network
+    posterior, network = la.posterior, la._linear_model.network
     unchanged = posterior is not None and posterior.setting.state.holds(network)
     la.model._apply(fn)
     model = LinearModel(network, la._linear_model.layout)
@@ -208,16 +176,17 @@ def without_prefix(state: State, prefix: str) -> State:
     return {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
 
 
-def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> State:
-    """Return a posterior as tensors by name; ``own`` are the options that a file cannot store."""
+def state_of(la: Any, posterior: Posterior) -> State:
+    """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
     mixture, sigma, said = posterior.replaced or (None, None, None)
     names = "num_data", "room", "trained_on", "history", "calibration", "mark"
     record = {name: getattr(posterior, name) for name in names}
-    record |= {"said": posterior.messages, "said_by_fit": said, "why": result.why, "given": own}
+    record |= {"said": posterior.messages, "said_by_fit": said, "why": result.why}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
+    record["given"] = ["adapter"] * (la.adapter.outputs not in (None, compare))
     record["likelihood"] = type(posterior.likelihood).__name__
-    record["likelihood_options"] = _attributes(given)
+    record["likelihood_options"] = _attributes(la._given_likelihood)
     tensors = {
         **{name: getattr(result, name) for name in _RESULT},
         "effective_dim": result.effective_dim.value,
@@ -232,10 +201,17 @@ def state_of(posterior: Posterior, given: Likelihood, own: list[str]) -> State:
     return _written(tensors, posterior.reference, record)
 
 
-def loaded(la: Any, state: State, setting: Setting) -> Posterior:
-    """Return the record of a state with the options of an object; raise if it belongs to another one."""
+def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
+    """Return the record of a state with the options of an object; raise if it belongs to another one.
+
+    The network may be loaded ``later``: then it is compared when it is used.
+    """
     files.check(state, "posterior")
-    record, _ = _upgraded(state)
+    if setting is None:
+        model = la._linear_model
+        expected = NetworkState(model.network, *[state["fingerprint"].cpu()] * later)
+        setting = Setting(model, expected, la.adapter.targets)
+    record = _record(state)
     _refuse_others(la, state, record, setting)
     here, given = setting.linear_model.network.device, la._given_likelihood
     place = place_of_vectors(state["w_samples"].nbytes, la.compute, here, free_memory(here))
@@ -275,7 +251,7 @@ def state_of_several(found: Posteriors) -> State:
 
 def several_of(state: State, device: torch.device) -> Posteriors:
     """Return it from a state, without members."""
-    (tensor, reference), (record, _) = _read(state, device), _upgraded(state)
+    (tensor, reference), record = _read(state, device), _record(state)
     said = restored(record["calibration"]), tuple(record["messages"])
     marks = None if record["marks"] is None else tuple(record["marks"])
     return Posteriors((), tensor("table"), tensor("noise"), reference, *said, marks)
@@ -299,16 +275,16 @@ def _read(state: State, device: torch.device) -> tuple[Callable[[str], Any], Ref
     return tensor, None if reference[0] is None else Reference(*reference)
 
 
-def _upgraded(state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the record and the options in a state of this version, or of 0.3 and 0.4, which had fewer entries."""
-    names = "calibration", "room", "said_by_fit", "mark", "marks", "likelihood_options"
-    record = dict.fromkeys(names) | {"why": "accurate", "trained_on": (), "messages": ()}
-    record |= {"said": ["The memory plan was not saved."], "given": ()}
-    record |= files.from_bytes(state["record"])
+def _record(state: State) -> dict[str, Any]:
+    """Return the record in a state of this version, or of 0.3 and 0.4."""
+    record = {**_EARLIER, **files.from_bytes(state["record"])}
     # of a function that calls the network; the other options were stored under "given" without need
-    record["given"] = [name for name in record["given"] if name in ("forward_fn", "adapter")]
-    if "options" not in state:
-        return record, None
+    given = [name for name in record["given"] if name in ("forward_fn", "adapter")]
+    return {**record, "given": given}
+
+
+def _saved_options(state: State) -> dict[str, Any]:
+    """Return the options in a file of this version, or of 0.3 and 0.4."""
     options = files.from_bytes(state["options"])
     former = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
     scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in former)
@@ -319,7 +295,7 @@ def _upgraded(state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
         sigma = torch.as_tensor(sigma, dtype=torch.float64, device="cpu")
         options["likelihood"] = Regression(sigma)
     options["compute"] = Compute(precision=precision or "float32", tolerance=tolerance)
-    return record, options
+    return options
 
 
 def _refuse_other_network(state: State, fingerprint: Any) -> None:
@@ -346,26 +322,26 @@ def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setti
         (
             saved != own,
             f"{len(saved)} tensors that start with {saved[0]}, but not with {len(own)} that start with {own[0]}",
-            "pass the same `parameters`",
+            "parameters",
         ),
-        (record["given"] and not la._given, "outputs of an Adapter", "pass the same adapter"),
-        (record["likelihood"] != kind, f"{record['likelihood']}, but not with {kind}", _SAME),
+        (record["given"] and la.adapter.outputs is None, "outputs of an Adapter", "adapter"),
+        (record["likelihood"] != kind, f"{record['likelihood']}, not with {kind}", "likelihood"),
         (
             attributes not in (None, _attributes(given)),
             f"a {kind} that has other attributes, {attributes}",
-            _SAME,
+            "likelihood",
         ),
     ):
         if differs:
-            raise ValueError(f"The posterior was fitted with {saved_with}: {remedy}, or fit again.")
-    count, size = len(state.get("w_samples", ())), layout.size
-    due = {"w_samples": (count, size), "certificate": (count,), "w_lin": (size,), "scale": (size,)}
-    for name in _NEEDED:
+            raise ValueError(
+                f"The posterior was fitted with {saved_with}: pass the same {remedy}, or fit again."
+            )
+    sizes = {"K": len(state.get("w_samples", ())), "P": layout.size}
+    for name, axes in _NEEDED.items():
         shape = tuple(state[name].shape) if name in state else None
-        if shape is None or shape != due.get(name, shape):
-            words = "is missing"
-            if shape is not None:
-                words = f"has the shape {shape}, but {due[name]} is expected"
+        due = shape if axes is None else tuple(sizes[axis] for axis in axes)
+        if shape is None or shape != due:
+            words = "is missing" if shape is None else f"has the shape {shape}, not {due}"
             raise ValueError(
                 f"The tensor {name!r} of the state {words}. The state was changed or damaged after it was "
                 "saved: save the posterior again."

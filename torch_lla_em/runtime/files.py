@@ -169,7 +169,9 @@ def read(
 def check(state: Any, kind: Kind) -> None:
     """Raise an error if a state is not of this kind, or not of this version of the format."""
     names = state.keys() if isinstance(state, dict) else ()
-    found: Kind = "ensemble" if "0.record" in names else "posterior"
+    found: Kind = "posterior"
+    if {"0.record", "members.0.record"} & set(names):  # the first is that of earlier versions
+        found = "ensemble"
     if "student" in names or {"head.0.weight", "_extra_state"} <= set(names):
         found = "student"
     elif found == "posterior" and "torch_lla_em_version" not in names:

@@ -101,8 +101,7 @@ print(la)
 # %%
 generator = torch.Generator().manual_seed(0)
 prediction = la.predict(x[test])
-functions = prediction.functions
-draws = likelihood.sample(functions, generator)
+draws = prediction.sample(400, generator)
 for level in (0.5, 0.9):
     low, high = (draws.quantile(q, 0) for q in (0.5 - level / 2, 0.5 + level / 2))
     held = ((y[test] >= low) & (y[test] <= high)).float().mean()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
@@ -60,8 +59,6 @@ from torch_lla_em.runtime import (
     require,
 )
 from torch_lla_em.session import Session, log_marginal_likelihood
-
-logger = logging.getLogger("torch_lla_em")
 
 # the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
@@ -163,7 +160,10 @@ class LinearisedLaplace(Printed, nn.Module):
         super().__init__()
         # not a submodule: its weights are the user's, and not part of this state
         object.__setattr__(self, "model", model)
-        self._given_likelihood = _likelihood(likelihood)
+        if not isinstance(likelihood, Likelihood):
+            check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
+            likelihood = LIKELIHOODS[likelihood]()
+        self._given_likelihood: Likelihood = likelihood
         self.posterior: Posterior | None = None
         if PRIORS[prior][0] and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
@@ -285,14 +285,15 @@ class LinearisedLaplace(Printed, nn.Module):
         data = paired(loader, targets)
         if weights is not None:
             data, weights = with_weights(data, weights)
-        start = _start(prior_precision, em_steps)
-        options = self._options(em_steps=int(em_steps), prior_precision=start)
+        if prior_precision is not None:
+            start = torch.as_tensor(prior_precision, dtype=torch.float64, device="cpu")
+            prior_precision = start.detach().clone()
+        elif em_steps == 0:
+            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
+        options = self._options(em_steps=int(em_steps), prior_precision=prior_precision)
         unseen = None
         if validation is not None and validation is not False:
-            ranks = group_of(self.compute.shard).joined()
-            unseen = Data(
-                validation, self._linear_model.network.device, self.adapter.targets, ranks
-            ).read()
+            unseen = self._data(validation, group_of(self.compute.shard).joined()).read()
         found = self._fit(data, weights, options, self.compute, progress_bar, unseen)
         if unseen is not None:
             found = found.calibrated(*calibrates.calibrated_on(found, validation))
@@ -330,12 +331,18 @@ class LinearisedLaplace(Printed, nn.Module):
 
     def _options(self, **of_fit: Any) -> FitOptions:
         """Return the options of a fit."""
-        own = {
-            name: getattr(self, name) for name in ("num_samples", "seed", "curvature", "tolerance")
-        }
-        own |= {name: getattr(self.compute, name) for name in ("span_memory", "solver")}
         layerwise, scaling = PRIORS[self.prior]
-        return FitOptions(**own, layerwise=layerwise, g_prior=scaling, **of_fit)
+        return FitOptions(
+            num_samples=self.num_samples,
+            seed=self.seed,
+            curvature=self.curvature,
+            tolerance=self.tolerance,
+            span_memory=self.compute.span_memory,
+            solver=self.compute.solver,
+            layerwise=layerwise,
+            g_prior=scaling,
+            **of_fit,
+        )
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan`` of the time and memory of ``fit`` for these data; print it to read it.
@@ -351,36 +358,20 @@ class LinearisedLaplace(Printed, nn.Module):
         with Session(problem, {}).running() as run:
             return run.plan(self._options(), self.compute, timed=True)
 
+    def _data(self, loader: Any, group: Group, weights: Weights | None = None) -> Data:
+        device = self._linear_model.network.device
+        return Data(loader, device, self.adapter.targets, group, weights)
+
     def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
-        data, model = (
-            Data(loader, self._linear_model.network.device, self.adapter.targets, group, weights),
-            self._linear_model,
-        )
+        data, model = self._data(loader, group, weights), self._linear_model
         if self._parameters_asked == "last_layer":
             # a call is needed to see which layer is called last
-            network = model.network
-            last = called_last(network, data.first().inputs)
-            model = _linear_model(network, "last_layer", last)
+            last = called_last(model.network, data.first().inputs)
+            model = _linear_model(model.network, "last_layer", last)
         return Problem(model, self._given_likelihood, data)
 
 
 def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:
     names = select_parameters(network.module, parameters, last)
     return LinearModel(network, ParameterLayout.of(network.module, names))
-
-
-def _start(asked: float | Tensor | None, em_steps: int) -> Tensor | None:
-    """Return λ at which EM starts, or None if it is to be chosen."""
-    if asked is None:
-        if em_steps == 0:
-            raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
-        return None
-    return torch.as_tensor(asked, dtype=torch.float64, device="cpu").detach().clone()
-
-
-def _likelihood(likelihood: Task | Likelihood) -> Likelihood:
-    if isinstance(likelihood, Likelihood):
-        return likelihood
-    check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
-    return LIKELIHOODS[likelihood]()

@@ -91,7 +91,8 @@ def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp
     assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-7)
     pair = la.predict((a, b))
     assert_close(pair.mean.diff(dim=1), model(b) - model(a))
-    assert_close(la((a, b))[:, 1:], pair.functions.diff(dim=-1).sigmoid().mean(0))
+    functions, _ = pair.mixture.functions()
+    assert_close(la((a, b))[:, 1:], functions.diff(dim=-1).sigmoid().mean(0))
     # a single reward has a variance
     assert_close(la.predict(a).mean, model(a))
     assert la.predict(a).variance.shape == (30, 1)
@@ -147,7 +148,7 @@ def test_one_weight_for_all_is_a_scale_at_another_precision():
     assert_close(cold.w_lin, plain.w_lin, rtol=1e-5, atol=1e-7)
     assert_close(cold.effective_dim, plain.effective_dim)
     p = cold.predict(case.x)  # whose likelihood is as it is
-    assert_close(p.probs, p.functions.softmax(-1).mean(0))
+    assert_close(p.probs, p.mixture.functions()[0].softmax(-1).mean(0))
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "mse", "bce"])

@@ -155,7 +155,7 @@ def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     x = x[:400]
     (Jw,) = la.posterior.at(x).Jw
     assert_close(la.training_deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
-    p = la.predict(x, mean="linear").functions.softmax(-1)
+    p = la.predict(x, mean="linear").mixture.functions()[0].softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
     (training,), found = la.posterior.at(x).training, la.posterior.training_distances

@@ -19,37 +19,38 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, functions_of, redrawn
+from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, functions_of
 from torch_lla_em.prediction.mixture import FunctionMixture
 
 K, B, C = 9, 4, 3
 LABELS = torch.tensor([0, 2, 1, 1])
 
 
+def of(likelihood, centre, deviations, class_dim=-1):
+    """The prediction by a mean of f and samples minus it, classes last."""
+    parts = (likelihood,), (centre,), (deviations,)
+    return Prediction(FunctionMixture(*parts, centre.new_ones(1)), class_dim)
+
+
 def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
     deviations = draw(samples, B, *sites, outputs, seed=1)
-    return Prediction.of(likelihood, draw(B, *sites, outputs), deviations, class_dim)
-
-
-def with_certain(posterior, functions, weights=(0.5, 0.2, 0.3)):
-    """A mixture of a posterior and of functions without uncertainty."""
-    ((likelihood,), centres, (deviations,)), more = parts_of(posterior), len(functions)
-    parts = (
-        (likelihood,) * (1 + more),
-        centres + tuple(functions),
-        (deviations, *[deviations[:0]] * more),
-    )
-    mixture = FunctionMixture(*parts, torch.tensor(weights).double(), (0,) * (1 + more))
-    return replace(posterior, mixture=mixture)
+    return of(likelihood, draw(B, *sites, outputs), deviations, class_dim)
 
 
 def parts_of(p):
     return p.mixture.likelihoods, p.mixture.centres, p.mixture.deviations
 
 
-def mixture(likelihood, *sites, class_dim=-1, weights=(0.5, 0.2, 0.3)):
-    plain = prediction(likelihood, *sites, class_dim=class_dim, samples=10)
-    return with_certain(plain, draw(2, *plain.centre.shape, seed=7), weights)
+def mixture(likelihood, *sites, class_dim=-1, weights=(0.5, 0.2, 0.3), samples=10):
+    """A mixture of a posterior and of functions without uncertainty."""
+    plain = prediction(likelihood, *sites, class_dim=class_dim, samples=samples)
+    (kinds, centres, (deviations,)), functions = (
+        parts_of(plain),
+        draw(2, *plain.centre.shape, seed=7),
+    )
+    parts = kinds * 3, (*centres, *functions), (deviations, deviations[:0], deviations[:0])
+    own = FunctionMixture(*parts, torch.tensor(weights).double(), (0,) * 3)
+    return replace(plain, mixture=own)
 
 
 def together(*predictions):
@@ -60,8 +61,14 @@ def together(*predictions):
     return replace(predictions[0], mixture=FunctionMixture(*parts, weights, owners))
 
 
-def deviations_of(p):
-    return p.mixture.deviations[0]
+def functions_and_mean(p, at_least=FUNCTIONS):
+    """The functions of all components, and the mean over them by the components' weights."""
+    each = [
+        c + functions_of(d, at_least) if len(d) else c[None]
+        for c, d in zip(p.mixture.centres, p.mixture.deviations)
+    ]
+    weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in zip(p.mixture.weights, each)])
+    return torch.cat(each), lambda values: torch.tensordot(weights, values, 1)
 
 
 BOTH = pytest.mark.parametrize("make", [prediction, mixture])
@@ -71,45 +78,47 @@ BOTH = pytest.mark.parametrize("make", [prediction, mixture])
 @pytest.mark.parametrize("class_dim", [-1, 1])
 def test_classes_average_over_functions(make, class_dim):
     p = make(Classification(), 2, class_dim=class_dim)
-    functions = p.functions.movedim(class_dim if class_dim < 0 else class_dim + 1, -1)
+    functions, mean = functions_and_mean(p)
     probs = functions.softmax(-1)
-    assert_close(p.probs.movedim(class_dim, -1), probs.mean(0))
+    assert_close(p.probs.movedim(class_dim, -1), mean(probs))
     assert_close(p.log_probs, p.probs.log())
     assert_close(p.predictive_variance, p.probs - p.probs.square())
-    assert_close(p.entropy, Categorical(probs.mean(0)).entropy())
-    assert_close(p.aleatoric, Categorical(probs).entropy().mean(0))
+    assert_close(p.entropy, Categorical(mean(probs)).entropy())
+    assert_close(p.aleatoric, mean(Categorical(probs).entropy()))
     assert_close(p.epistemic, p.entropy - p.aleatoric)
-    assert_close(p.mean.movedim(class_dim, -1), functions.mean(0))
-    assert_close(p.variance.movedim(class_dim, -1), functions.var(0, correction=0))
-    apart = (p.functions - p.mean).flatten(1)
-    assert_close(p.covariance, apart.T @ apart / len(apart))
+    assert_close(p.mean.movedim(class_dim, -1), mean(functions))
+    assert_close(p.variance.movedim(class_dim, -1), mean(functions**2) - mean(functions) ** 2)
+    apart = functions - mean(functions)
+    apart = (apart if class_dim == -1 else apart.movedim(-1, 2)).flatten(1)
+    assert_close(p.covariance, mean(apart[:, :, None] * apart[:, None]))
     y = torch.tensor([[0, 2], [1, 1], [2, 0], [-100, 0]])
     index = y.clamp_min(0).expand(len(functions), B, 2)[..., None]
     each = functions.log_softmax(-1).gather(-1, index)[..., 0].where(y >= 0, 0.0).sum(-1)
-    assert_close(p.log_prob(y), each.exp().mean(0).log())
+    assert_close(p.log_prob(y), mean(each.exp()).log())
 
 
 @BOTH
 def test_labels_and_counts_average_over_functions(make):
     b, q = make(Bernoulli()), make(Poisson())
-    labels, rates = b.functions.sigmoid(), q.functions.exp()
-    assert_close(b.probs, labels.mean(0))
+    functions, mean = functions_and_mean(b)  # those of both
+    labels, rates = functions.sigmoid(), functions.exp()
+    assert_close(b.probs, mean(labels))
     assert_close(b.log_probs, b.probs.log())
     assert_close(b.entropy, distributions.Bernoulli(b.probs).entropy())
-    assert_close(b.epistemic, b.entropy - distributions.Bernoulli(labels).entropy().mean(0))
-    assert_close(q.expectation, rates.mean(0))
-    assert_close(q.aleatoric, rates.mean(0))
-    assert_close(q.epistemic, rates.var(0, correction=0))
-    assert_close(q.predictive_variance, rates.mean(0) + rates.var(0, correction=0))
+    assert_close(b.epistemic, b.entropy - mean(distributions.Bernoulli(labels).entropy()))
+    assert_close(q.expectation, mean(rates))
+    assert_close(q.aleatoric, mean(rates))
+    assert_close(q.epistemic, mean(rates**2) - mean(rates) ** 2)
+    assert_close(q.predictive_variance, q.aleatoric + q.epistemic)
     for p, values in ((b, labels), (q, rates)):
         for end, share in zip(p.credible_interval(0.8), (0.1, 0.9)):
-            below = (values <= end + 1e-9).double().mean(0)
+            below = mean((values <= end + 1e-9).double())
             assert ((below - share).abs() < 0.31).all()  # a function beside holds that much
 
 
 def test_entropies_and_log_probs_at_the_edges():
     for likelihood in (Classification(), Bernoulli()):
-        p = Prediction.of(likelihood, torch.tensor([[-500.0, 0.0]]), torch.zeros(2, 1, 2))
+        p = of(likelihood, torch.tensor([[-500.0, 0.0]]), torch.zeros(2, 1, 2))
         assert torch.isfinite(p.log_probs).all()
         assert_close(p.log_probs[0, 0].item(), -500.0)
 
@@ -121,7 +130,7 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
         sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
         p, noise = prediction(Regression(sigma), 2, class_dim=1), sigma.square()[:, None]
     else:
-        p = Prediction.of(Regression(0.5), draw(B), draw(K, B, seed=1))
+        p = of(Regression(0.5), draw(B), draw(K, B, seed=1))
         noise = torch.tensor(0.25).double()
     shape = p.mean.shape
     noise, y = noise.expand(shape), draw(*shape, seed=2)
@@ -146,7 +155,8 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
 def test_predicted_noise_splits_the_variance():
     p = prediction(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
     assert p.samples.shape == (K, B, 4, 2)
-    mu, variance = p.functions[:, :, :2], p.functions[:, :, 2:].exp()
+    functions = functions_and_mean(p)[0].movedim(-1, 2)
+    mu, variance = functions[:, :, :2], functions[:, :, 2:].exp()
     assert_close(p.expectation, p.mean[:, :2])
     assert_close(p.aleatoric, variance.mean(0))
     assert_close(p.epistemic, mu.var(0, correction=0))
@@ -157,7 +167,7 @@ def test_predicted_noise_splits_the_variance():
     y = draw(B, 2, 2, seed=3)
     densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(2).sum(2).exp()
     assert_close(p.log_prob(y), densities.mean(0).log())
-    functions = (p.centre + functions_of(deviations_of(p), JOINT)).movedim(-1, 2)
+    functions = functions_and_mean(p, JOINT)[0].movedim(-1, 2)
     mu, variance = functions[:, :, :2], functions[:, :, 2:].exp()
     densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(1).sum(1).exp()
     assert_close(p.joint_log_prob(y), densities.mean().log())
@@ -166,32 +176,32 @@ def test_predicted_noise_splits_the_variance():
 def test_intervals_of_probabilities_and_rates_are_quantiles_over_functions():
     for likelihood in (Bernoulli(), Poisson(), Classification(), Binomial()):
         p, shares = prediction(likelihood), torch.tensor([0.1, 0.9], dtype=torch.float64)
-        due = likelihood.mean(p.functions).quantile(shares, dim=0)
+        due = likelihood.mean(functions_and_mean(p)[0]).quantile(shares, dim=0)
         assert_close(torch.stack(p.credible_interval(0.8)), due)
         one = prediction(likelihood, samples=1)
-        ends = likelihood.mean(one.functions).sort(0).values
+        ends = likelihood.mean(functions_and_mean(one)[0]).sort(0).values
         due = ends[:1].lerp(ends[1:], shares.view(2, 1, 1))
         assert_close(torch.stack(one.credible_interval(0.8)), due)
 
 
 def test_joint_probabilities_are_averages_of_products():
     p, q = prediction(Classification()), prediction(Poisson())
-    functions = p.centre + functions_of(deviations_of(p), JOINT)
+    functions = functions_and_mean(p, JOINT)[0]
     products = functions.softmax(-1)[:, torch.arange(B), LABELS].prod(1)
     assert_close(p.joint_log_prob(LABELS), products.mean().log())
     counts = torch.tensor([[0.0, 1, 2]]).expand(B, 3).double()
-    functions = q.centre + functions_of(deviations_of(q), JOINT)
+    functions = functions_and_mean(q, JOINT)[0]
     densities = distributions.Poisson(functions.exp()).log_prob(counts).sum((1, 2)).exp()
     assert_close(q.joint_log_prob(counts), densities.mean().log())
     m = mixture(Classification())
-    first = Prediction.of(*(each[0] for each in parts_of(m)))
+    first = of(*(each[0] for each in parts_of(m)))
     own = first.joint_log_prob(LABELS).exp()
     one, two = (
         f.log_softmax(-1).gather(1, LABELS[:, None]).sum().exp() for f in m.mixture.centres[1:]
     )
     assert_close(m.joint_log_prob(LABELS).exp(), 0.5 * own + 0.2 * one + 0.3 * two)
     assert_close(m.standard_error, 0.5 * first.standard_error)
-    sure = Prediction.of(Classification(), p.centre, torch.zeros(1, B, C).double())
+    sure = of(Classification(), p.centre, torch.zeros(1, B, C).double())
     each = p.centre.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
     assert_close(sure.log_prob(LABELS), each)
     assert_close(sure.joint_log_prob(LABELS), each.sum())
@@ -230,33 +240,22 @@ def test_functions_keep_covariance_and_mean(count):
     assert len(functions_of(torch.zeros(4, 2, 3000))) == 8  # mirror images only
 
 
-def test_fresh_samples_keep_the_covariance():
-    p, generator = prediction(Classification()), torch.Generator().manual_seed(0)
-    many = torch.cat([redrawn(deviations_of(p), generator) for _ in range(1000)]).flatten(1)
-    products = many[:, :, None] * many[:, None]
-    error = products.std(0) / len(many) ** 0.5
-    assert ((products.mean(0) - p.covariance).abs() < 5 * error).all()
-
-
-def test_functions_of_mixtures_come_in_its_shares():
-    certain = draw(2, B, C, seed=7)
-    p = with_certain(prediction(Classification(), samples=200), certain)
+def test_samples_of_mixtures_come_in_its_shares():
+    p, other = mixture(Classification(), samples=200), mixture(Classification(), samples=50)
     for first in (20, 200):
-        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in certain]
+        counts = [
+            (p.samples[:first] == f).all(-1).all(-1).sum().item() for f in p.mixture.centres[1:]
+        ]
         assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
-    rare = mixture(Classification(), weights=(0.01, 0.49, 0.5))
-    assert_close(rare.functions.softmax(-1).mean(0), rare.probs, rtol=0, atol=0.01)
-    assert len(rare.functions) < 1100
-    p = mixture(Classification())
-    both = together(p, rare)
-    assert_close(both.functions.softmax(-1).mean(0), both.probs, rtol=0, atol=0.01)
-    assert_close(both.probs, (p.probs + rare.probs) / 2)
+    both = together(p, other)
+    assert_close(both.probs, (p.probs + other.probs) / 2)
+    assert_close(both.samples, torch.cat([p.samples, other.samples]))
 
 
 def of_root(count, root, seed):
     """A prediction of so many samples of the same posterior."""
     deviations = torch.tensordot(draw(count, 6, seed=seed), root, 1)
-    return Prediction.of(Classification(), draw(len(root[0]), 3), deviations)
+    return of(Classification(), draw(len(root[0]), 3), deviations)
 
 
 def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
@@ -278,7 +277,7 @@ def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
 
 def test_neither_chunks_nor_garbage_matter(monkeypatch):
     """Averages do not depend on the chunk size; predictions are freed without a collection."""
-    p, y = Prediction.of(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
+    p, y = of(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
 
     def everything():
         values = [p.probs, p.log_probs, p.entropy, p.epistemic, p.aleatoric, p.log_prob(y)]
@@ -290,7 +289,7 @@ def test_neither_chunks_nor_garbage_matter(monkeypatch):
     for make in (prediction, mixture):
         other = make(Classification())
         freed = weakref.ref(other)
-        assert other.probs.shape == (B, C) and len(other.functions) > K
+        assert other.probs.shape == (B, C)
         del other
         assert freed() is None
 
@@ -311,7 +310,7 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     if several:  # of which the second has another σ
         (kind,), (centre,), (deviations,) = parts_of(p)
         kind = kind if kind.observation_noise is None else Regression(0.2)
-        p = together(p, Prediction.of(kind, centre + 1, deviations[:0]))
+        p = together(p, of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
     density = p.mixture.gaussians()
@@ -335,8 +334,13 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     assert ((below - 0.3).abs() < 5 * (0.21 / 4000) ** 0.5 + 0.03).all()
 
 
-def test_samples_of_classes_are_labels():
+def test_samples_are_joint_over_inputs_and_labels_of_classes():
+    p, generator = prediction(Regression(0.5)), torch.Generator().manual_seed(0)
+    drawn = p.sample(20_000, generator).flatten(1) - p.mean.flatten()
+    products = drawn[:, :, None] * drawn[:, None]
+    due = p.covariance + 0.25 * torch.eye(B * C).double()
+    assert ((products.mean(0) - due).abs() < 5 * products.std(0) / 20_000**0.5).all()
     p = mixture(Classification())
-    drawn = p.sample(20_000, torch.Generator().manual_seed(0))
+    drawn = p.sample(20_000, generator)
     shares = torch.nn.functional.one_hot(drawn, C).double().mean(0)
     assert drawn.shape == (20_000, B) and ((shares - p.probs).abs() < 0.05).all()

@@ -33,23 +33,18 @@ _OUTPUTS, _SAMPLES = 1024, 256
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
-    """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...).
+    """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...); outside of autocast.
 
-    They are the samples, random rotations of them, and the mirror image of each. Every set has the
-    samples' covariance Σ_k d_k d_kᵀ / K, and the mean of all functions is 0, so that the error of an
-    average is mostly that of the covariance. The rotations depend on K alone. Without samples there
-    is one function, 0.
+    They are the samples, random rotations of them, and the mirror image of each. Every set has the samples' covariance
+    Σ_k d_k d_kᵀ / K, and the mean of all functions is 0, so that the error of an average is mostly that of the
+    covariance. The rotations depend on K alone.
     """
     count, _, *outputs = deviations.shape
-    if not count:
-        return deviations.new_zeros(1, *deviations.shape[1:])
     sets = max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
     if count == 1 or sets == 1 or prod(outputs) > _OUTPUTS:
         return torch.cat([deviations, -deviations])
     Q = torch.from_numpy(_rotations(count, sets - 1)).to(deviations)
-    # products in the dtype of the samples, also inside an autocast context
-    with without_autocast(deviations.device):
-        return (Q @ deviations.flatten(1)).view(len(Q), *deviations.shape[1:])
+    return (Q @ deviations.flatten(1)).view(len(Q), *deviations.shape[1:])
 
 
 @lru_cache(maxsize=8)
@@ -61,10 +56,7 @@ def _rotations(count: int, sets: int) -> np.ndarray:
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
     Q = torch.cat(
-        [
-            torch.eye(count, dtype=torch.float64, device="cpu"),
-            torch.linalg.qr(normal).Q.flatten(0, 1),
-        ]
+        [torch.eye(count, device="cpu").to(normal), torch.linalg.qr(normal).Q.flatten(0, 1)]
     )
     rotations: np.ndarray = torch.cat([Q, -Q]).numpy()
     return rotations

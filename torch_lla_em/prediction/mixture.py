@@ -74,10 +74,6 @@ class FunctionMixture:
         centres = tuple(centre[rows] for centre in self.centres)
         return replace(self, centres=centres, deviations=tuple(d[:, rows] for d in self.deviations))
 
-    def redrawn(self, generator: torch.Generator) -> FunctionMixture:
-        """Return the mixture by new samples of the same covariance."""
-        return replace(self, deviations=tuple(redrawn(d, generator) for d in self.deviations))
-
     def mean(self) -> Tensor:
         """Return the mean of f."""
         return self._averaged(self.centres)
@@ -135,26 +131,14 @@ class FunctionMixture:
 
     def functions(self, at_least: int = FUNCTIONS) -> tuple[Tensor, Tensor | None]:
         """Return S functions, (S, B, ..., C), those of the first component first, and their weights; None: equal."""
-        pairs = zip(self.centres, self.deviations)
-        each = [centre + functions_of(deviations, at_least) for centre, deviations in pairs]
+        each = [
+            centre + functions_of(d, at_least) if len(d) else centre[None]
+            for centre, d in zip(self.centres, self.deviations)
+        ]
         if len(each) == 1:
             return each[0], None
         shares = [(weight / len(f)).expand(len(f)) for weight, f in zip(self.weights, each)]
         return torch.cat(each), torch.cat(shares)
-
-    def alike(self) -> Tensor:
-        """Return functions of equal weight, (S, B, ..., C), in proportion to the weights of components."""
-        each = [c + functions_of(d) for c, d in zip(self.centres, self.deviations)]
-        counts = [len(f) if len(d) else 0 for f, d in zip(each, self.deviations)]
-        shares, found = self.weights.tolist(), []
-        total = min(n / max(share, 1e-9) for n, share in zip(counts, shares) if n)
-        total = min(total, max(JOINT, sum(counts)))
-        for f, count, share in zip(each, counts, shares):
-            if count:  # with the mirror image of each
-                found.append(f.unflatten(0, (2, -1))[:, : round(0.5 * total * share)].flatten(0, 1))
-            else:
-                found.append(f.expand(round(total * share), *f.shape[1:]))
-        return torch.cat(found)
 
     def over_rows(self, take: Take, dim: int = 0, at_least: int = FUNCTIONS) -> Tensor:
         """Apply ``take`` to all functions of a few examples at a time."""
@@ -164,7 +148,7 @@ class FunctionMixture:
         with without_autocast(f.device):
             if len(f) <= step:  # states no number of rows, so that exported programs take any
                 return take(*self.functions(at_least), slice(None))
-            parts = [slice(start, start + step) for start in range(0, len(f), step)]
+            parts = map(slice, range(0, len(f), step), range(step, len(f) + step, step))
             return torch.cat([take(*self.part(p).functions(at_least), p) for p in parts], dim)
 
     def expected(self) -> Tensor:
@@ -183,9 +167,7 @@ class FunctionMixture:
                 (mean_square(mean(d)) for d in self.deviations), map(mean, self.centres)
             )
             return self._averaged(own.variance(centre) for own, centre in pairs), spread
-        both = self.over_rows(
-            lambda f, w, _: torch.stack(likelihood.uncertainties(f, *given(w))), 1
-        )
+        both = self.over_rows(lambda f, w, _: torch.stack(likelihood.uncertainties(f, w)), 1)
         return both[0], both[1]
 
     def variance(self) -> Tensor:
@@ -210,7 +192,8 @@ class FunctionMixture:
             variances = [mean_square(mean(d)) + v for d, v in zip(self.deviations, noises)]
             means = torch.stack(list(map(mean, self.centres)))
             return GaussianTargets(self.weights, means, torch.stack(variances).sqrt())
-        f, weights = self.functions()
+        with without_autocast(self.f.device):
+            f, weights = self.functions()
         weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
         return GaussianTargets(weights, mean(f), likelihood.variance(f).sqrt())
 
@@ -251,8 +234,3 @@ class FunctionMixture:
         means = list(means)
         mean = self._averaged(means)
         return self._averaged(v + (m - mean).square() for v, m in zip([first, *others], means))
-
-
-def given(weights: Tensor | None) -> tuple[Tensor, ...]:
-    """Return weights as an argument of a likelihood's method, if there are any."""
-    return () if weights is None else (weights,)

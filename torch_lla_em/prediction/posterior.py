@@ -53,12 +53,6 @@ class Setting(NamedTuple):
         return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
 
 
-def _mark(result: FitResult) -> str:
-    """Return numbers that change where a posterior is fitted or calibrated again."""
-    parts = result.w_lin.norm(), result.prior_precision, result.mixture, result.sigma_noise
-    return " ".join(f"{n:.12g}" for p in parts if p is not None for n in p.flatten().tolist())
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
     """The result of a fit. It is replaced as a whole and never changed."""
@@ -112,24 +106,30 @@ class Posterior:
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
     ) -> Posterior:
         """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
-        device, sigma, mixture = learnt.w_lin.device, learnt.sigma_noise, learnt.mixture
-        if sigma is not None:
-            sigma = sigma.to(device)
-            given = given.with_noise(sigma)
+        sigma, mixture, examples = learnt.sigma_noise, learnt.mixture, learnt.examples
         if mixture is None:  # around the function whose residuals σ describes
             mixture = posterior_alone("network" if learnt.network_noise is None else "linear")
-        examples = learnt.examples
-        if examples is not None and not len(examples):  # a single one has too many numbers
-            examples = None
-        result = learnt._replace(sigma_noise=sigma, mixture=mixture.to(device))
-        result = result._replace(examples=examples, leverages=None)
-        facts |= {"room": setting.room(), "mark": _mark(result)}
-        if examples is not None:
+        if examples is not None and len(examples):  # a single one has too many numbers
             factors = without_itself(learnt.leverages)
             largest = variances_without(given, examples, factors).max().to(examples)
             apart = TrainingExamples(given, examples, largest).distances_without(factors)
             facts |= {"largest_variance": largest, "training_distances": apart}
-        return cls(setting, given, result, **facts)
+        else:
+            examples = None
+        result = learnt._replace(examples=examples, leverages=None)
+        device = learnt.w_lin.device
+        return cls(setting, given, result, room=setting.room(), **facts)._with(
+            mixture.to(device), sigma if sigma is None else sigma.to(device)
+        )
+
+    def _with(self, mixture: Tensor, sigma: Tensor | None) -> Posterior:
+        """Return this posterior with other components and another σ, and a mark of them."""
+        result = self.result._replace(mixture=mixture, sigma_noise=sigma)
+        likelihood = self.likelihood if sigma is None else self.likelihood.with_noise(sigma)
+        parts = result.w_lin.norm(), result.prior_precision, mixture, sigma
+        numbers = [n for part in parts if part is not None for n in part.flatten().tolist()]
+        mark = " ".join(f"{n:.12g}" for n in numbers)
+        return replace(self, result=result, likelihood=likelihood, mark=mark)
 
     @property
     def members(self) -> tuple[Posterior]:
@@ -227,29 +227,20 @@ class Posterior:
         if self.replaced is None:
             return self
         mixture, sigma, messages = self.replaced
-        result = self.result._replace(mixture=mixture, sigma_noise=sigma)
-        likelihood = self.likelihood if sigma is None else self.likelihood.with_noise(sigma)
         cleared: dict[str, Any] = dict.fromkeys(("replaced", "calibration", "reference"))
-        return replace(self, result=result, likelihood=likelihood, messages=messages, **cleared)
+        return replace(self._with(mixture, sigma), messages=messages, **cleared)
 
     def calibrated(
         self, found: CalibratedComponents, reference: Reference | None, messages: list[str]
     ) -> Posterior:
         """Return this posterior, as fitted, with what ``calibrate`` has found."""
-        result, likelihood = self.result, self.likelihood
-        before = result.mixture, result.sigma_noise, self.messages
+        mixture, sigma = before = self.result.mixture, self.result.sigma_noise
         if found.calibration.applied:
-            result = result._replace(mixture=found.table.to(self.scale))
-            if found.noise is not None:
-                sigma = result.sigma_noise * found.noise.to(result.sigma_noise)
-                result = result._replace(sigma_noise=sigma)
-                likelihood = likelihood.with_noise(sigma)
+            mixture = found.table.to(mixture)
+            sigma = sigma if found.noise is None else sigma * found.noise.to(sigma)
         return replace(
-            self,
-            result=result,
-            likelihood=likelihood,
-            mark=_mark(result),
-            replaced=before,
+            self._with(mixture, sigma),
+            replaced=(*before, self.messages),
             reference=reference,
             room=max(self.room, self.setting.room()),
             calibration=found.calibration,

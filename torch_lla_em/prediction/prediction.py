@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import comparison
 from torch_lla_em.prediction.functions import log_mean_exp, quantile
-from torch_lla_em.prediction.mixture import FunctionMixture, given
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.reference import (
     Reference,
     Scored,
@@ -61,21 +61,6 @@ class Prediction(Printed):
     room: float = 0.0
     """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
 
-    @classmethod
-    def of(
-        cls, likelihood: Likelihood, centre: Tensor, deviations: Tensor, class_dim: int = -1
-    ) -> Prediction:
-        """Return the prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C).
-
-        Args:
-            likelihood (Likelihood): The likelihood.
-            centre (Tensor): The mean, classes last.
-            deviations (Tensor): The samples minus the mean.
-            class_dim (int): The axis of the classes in the network's outputs. Default -1.
-        """
-        parts = (likelihood,), (centre,), (deviations,)
-        return cls(FunctionMixture(*parts, centre.new_ones(1)), class_dim)
-
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, of an ensemble that of the first member: they may differ in σ."""
@@ -119,15 +104,6 @@ class Prediction(Printed):
         ensemble has the samples of all members.
         """
         return self.shaped(self.mixture.samples(), 1)
-
-    @property
-    def functions(self) -> Tensor:
-        """Functions of equal weight, (S, B, ..., C), whose averages are as exact as ``probs``: S is at least 2 K.
-
-        They are the samples, random rotations of them, and the mirror image of each. Further functions of the
-        mixture are repeated in proportion to their weight.
-        """
-        return self.shaped(self.mixture.alike(), 1)
 
     # y
 
@@ -179,7 +155,7 @@ class Prediction(Printed):
         if self.likelihood.real_valued:
             return self.shaped(gaussian_entropy(self.mixture.variance()))
         entropy = self.likelihood.entropy
-        return self.shaped(self.mixture.over_rows(lambda f, w, _: entropy(f, *given(w))))
+        return self.shaped(self.mixture.over_rows(lambda f, w, _: entropy(f, w)))
 
     @property
     def aleatoric(self) -> Tensor:

@@ -42,7 +42,7 @@ class Folder:
         if self._reads:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                files.remove_temporary(self.path)
+                files.remove(self.path, ".writing-*")
                 self._check_header(header)
             except OSError as error:
                 raise OSError(
@@ -88,7 +88,7 @@ class Folder:
                 "last state that was written remains valid.",
             )
         if name == POSTERIOR and self._writes:
-            files.remove(self.path / STATE)
+            files.remove(self.path, STATE)
         self._saved = time.monotonic()
         self._took = self._saved - began
 

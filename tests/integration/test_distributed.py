@@ -27,7 +27,7 @@ from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.integrations.sklearn import LaplaceClassifier
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime.group import Group, current_group
+from torch_lla_em.runtime.group import Group, group_of
 from torch_lla_em.session import compare_ranks
 
 
@@ -112,7 +112,7 @@ LOADERS = batches, in_one_batch, in_order, shuffled, streamed, sampled
 def one_pass(loader):
     """Return this rank's inputs by the number of their example, what a pass counts, and the largest share."""
     problem = tiny("regression").problem()
-    data = Data(loader(tiny("regression")), torch.device("cpu"), group=current_group())
+    data = Data(loader(tiny("regression")), torch.device("cpu"), group=group_of())
     rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
     problem = Problem(problem.linear_model, problem.likelihood, data)
     problem.ggn_product(problem.zeros(1))
@@ -147,7 +147,7 @@ def stored_by_a_fit():
         crossed.append(total.numel())
         return add(group, total)
 
-    group, add = type(current_group()), type(current_group()).sum
+    group, add = type(group_of()), type(group_of()).sum
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 2, generator=generator, dtype=torch.float64)
     loader = list(zip(x.split(10), torch.randint(3, (400,), generator=generator).split(10)))
@@ -248,7 +248,7 @@ LABELS = {
 
 
 def every_case(rank, of_fits):
-    size = current_group().size
+    size = group_of().size
     if of_fits:
         return {name: facts_of(name) for ranks, name in EVERY_FIT if ranks == size}
     calls = {} if size == 3 else {name: call for name, (call, _) in DIFFERENCES.items()} | LABELS

@@ -37,7 +37,9 @@ class Share:
 
     def add(self, own: float, like: Tensor) -> float:
         """Return the sum of every rank's number, by way of the device of a tensor."""
-        return self.group.add(own, like.device)
+        if self.group.size == 1:
+            return own
+        return self.group.sum(torch.tensor(own, dtype=torch.float64, device=like.device)).item()
 
     def agreed(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor: what every rank computes in the same way may be rounded differently."""

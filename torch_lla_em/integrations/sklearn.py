@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, Prediction
 from torch_lla_em.integrations import needs
-from torch_lla_em.runtime import check_whole, current_group, first, report, require
+from torch_lla_em.runtime import check_whole, first, group_of, report, require
 
 with needs("sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
@@ -110,7 +110,7 @@ class _Estimator(BaseEstimator):
         x = torch.tensor(X)
         targets, outputs = self._targets(y, x)
         own = int(check_random_state(self.random_state).randint(2**31 - 1))
-        seed = current_group().meet(own, first)  # every rank trains the same network
+        seed = group_of().meet(own, first)  # every rank trains the same network
         how = {"num_samples": self.num_samples, "seed": seed, **self._options}
         count = int(share * len(x))
         if 0 < count < _LEAST_HELD_OUT:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW
-from torch_lla_em.runtime import normal
+from torch_lla_em.runtime import normals
 
 KEPT_OUTPUTS = 262_144
 """Number of outputs of all examples above which labelled sites become rows, and most outputs of these."""
@@ -54,7 +54,7 @@ class Sites(NamedTuple):
         strata = torch.arange(self.most, device=f.device)
         within = torch.zeros(1, device=f.device)
         if self.share < 1:
-            drawn = normal(self.seed, 2, 0, batch.rows, self.most).to(f.device)
+            drawn = normals(self.seed, 2, [0], batch.rows, self.most)[0].to(f.device)
             within = 0.5 * (1 + torch.erf(drawn / math.sqrt(2)))  # uniform
         place = ((strata + within) / self.share).long().expand(len(counts), -1)
         kept = place < labelled

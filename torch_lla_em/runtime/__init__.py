@@ -2,7 +2,7 @@
 
 from torch_lla_em.runtime.budget import Budget
 from torch_lla_em.runtime.files import write_atomically
-from torch_lla_em.runtime.group import Group, current_group, first, group_of
+from torch_lla_em.runtime.group import Group, first, group_of
 from torch_lla_em.runtime.memory import (
     DoesNotFit,
     free_for_each,
@@ -13,7 +13,7 @@ from torch_lla_em.runtime.memory import (
 )
 from torch_lla_em.runtime.messages import collected, or_float64, report
 from torch_lla_em.runtime.modes import tf32, without_autocast
-from torch_lla_em.runtime.noise import normal, normals
+from torch_lla_em.runtime.noise import normals
 from torch_lla_em.runtime.options import (
     PRECISION_BOUNDS,
     PRIORS,
@@ -40,12 +40,10 @@ __all__ = [
     "check_whole",
     "check_within",
     "collected",
-    "current_group",
     "first",
     "free_for_each",
     "free_memory",
     "group_of",
-    "normal",
     "normals",
     "or_float64",
     "refuse_former",

@@ -20,19 +20,14 @@ class Budget:
         if seconds is not None:
             self._end = self._stepped + seconds
 
-    def left(self) -> float:
-        """Return the seconds that are left on the slowest rank."""
-        return self._least(self._end - time.monotonic())
+    def left(self, spare: float = 0.0) -> float:
+        """Return the seconds that are left on the slowest rank, less what each rank spares."""
+        if self._end == inf:
+            return inf
+        least: float = self._group.meet(self._end - time.monotonic() - spare, min)
+        return least
 
     def ends(self) -> bool:
         """Return whether the step after the one that ends now would exceed the budget."""
-        now = time.monotonic()
-        took, self._stepped = now - self._stepped, now
-        return self._least(self._end - now - _GROWTH * took) < 0
-
-    def _least(self, seconds: float) -> float:
-        """Return the least number of all ranks."""
-        if self._end == inf:
-            return inf
-        least: float = self._group.meet(seconds, min)
-        return least
+        began, self._stepped = self._stepped, time.monotonic()
+        return self.left(_GROWTH * (self._stepped - began)) < 0

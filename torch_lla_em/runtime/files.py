@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import sys
+from contextlib import suppress
+from errno import EIO
 from functools import partial
 from inspect import getclosurevars
 from os import PathLike
@@ -24,8 +25,6 @@ from torch.utils._pytree import tree_map_only
 
 from torch_lla_em.runtime.memory import suppressed
 
-logger = logging.getLogger("torch_lla_em")
-
 VERSION = 2
 """Version of the file of a saved posterior."""
 
@@ -37,9 +36,6 @@ _SAVED_BY = {
     "student": "Student",
 }
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
-_DATA = Tensor, np.ndarray, bool, int, float, complex, str
-"""Types of the global variables that are compared with a function: notebooks have no closures."""
-_TEMPORARY = re.compile(r"\.writing-[0-9a-f]{32}")
 
 
 def contents_of(
@@ -74,27 +70,22 @@ def contents_of(
 def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> None:
     """Write contents to a temporary file and rename it, so that the file is never half written."""
     path = Path(path)  # a link is replaced, not written through
-    if path.suffix == ".safetensors":
-        raise ValueError(
-            f"{path.name!r}: files are in torch's format now. Use a name that ends with .pt."
-        )
     temporary = path.parent / f".writing-{uuid4().hex}"
     try:
         with open(temporary, "xb") as file:
-            try:
-                if isinstance(state, bytes):
-                    file.write(state)
-                else:
-                    torch.save(tree_map_only(Tensor, _own, state), file)
-            except RuntimeError as error:  # as of a full disk
-                raise OSError(f"{path.name!r} could not be written: {error}") from error
+            if isinstance(state, bytes):
+                file.write(state)
+            else:
+                torch.save(tree_map_only(Tensor, _own, state), file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        remove(temporary)
-        if isinstance(error, OSError) and error.filename == str(temporary):
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        remove(path.parent, temporary.name)
+        if isinstance(error, (OSError, RuntimeError)):  # which torch raises, as for a full disk
+            known = isinstance(error, OSError) and error.errno and error.strerror
+            number, words = (error.errno, error.strerror) if known else (EIO, f"{error}")
+            raise OSError(number, words, str(path)) from error
         raise
 
 
@@ -112,19 +103,11 @@ def _own(tensor: Tensor) -> Tensor:
     return own.clone() if own.untyped_storage().nbytes() != own.nbytes else own
 
 
-def remove(path: str | PathLike) -> None:
-    """Remove a file that is not needed any more; log it if this is not possible."""
-    try:
-        Path(path).unlink(missing_ok=True)
-    except OSError as error:
-        logger.info("%r cannot be removed (%s).", os.fspath(path), error)
-
-
-def remove_temporary(folder: Path) -> None:
-    """Remove what a killed process had half written."""
-    for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            remove(path)
+def remove(folder: Path, pattern: str) -> None:
+    """Remove files that are not needed any more, if this is possible."""
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            path.unlink()
 
 
 def fingerprint(model: nn.Module) -> Tensor:
@@ -168,21 +151,19 @@ def read(
 
 def check(state: Any, kind: Kind) -> None:
     """Raise an error if a state is not of this kind, or not of this version of the format."""
-    names = state.keys() if isinstance(state, dict) else ()
-    found: Kind = "posterior"
-    if {"0.record", "members.0.record"} & set(names):  # the first is that of earlier versions
-        found = "ensemble"
-    if "student" in names or {"head.0.weight", "_extra_state"} <= set(names):
+    names, found = {*state} if isinstance(state, dict) else set(), "posterior"
+    if "student" in names or {"head.0.weight", "_extra_state"} <= names:
         found = "student"
-    elif found == "posterior" and "torch_lla_em_version" not in names:
+    elif {"0.record", "members.0.record"} & names:  # the first is that of earlier versions
+        found = "ensemble"
+    elif "torch_lla_em_version" not in names:
         raise ValueError(
             f"This is no {kind} saved by torch_lla_em: it has no version key. Pass a file of "
             f"{_SAVED_BY[kind]}.save, or the result of state_dict()."
         )
     if found != kind:
         raise ValueError(
-            f"This state is that of {_SAVED_BY[found]}, not of {_SAVED_BY[kind]}: use "
-            f"{_SAVED_BY[found]}.load, or load_state_dict of its kind."
+            f"This state is that of {_SAVED_BY[found]}, not of {_SAVED_BY[kind]}: load it with the class that saved it."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:
@@ -207,9 +188,7 @@ def plain(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, partial):
         head, value = "partial", (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        used = getclosurevars(value)
-        data = {name: v for name, v in used.globals.items() if isinstance(v, _DATA)}
-        head, value = value.__qualname__, {**used.nonlocals, **data}
+        head, value = value.__qualname__, dict(getclosurevars(value).nonlocals)
     elif hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType):
         head, value = type(value).__qualname__, vars(value)
     if isinstance(value, (list, tuple)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,12 +70,6 @@ class Group:
             dist.all_reduce(total)
         return total
 
-    def add(self, number: float, device: torch.device) -> float:
-        """Return the sum of every rank's number, by way of a device that the group supports."""
-        if not self._is_shared:
-            return number
-        return self.sum(torch.tensor(number, dtype=torch.float64, device=device)).item()
-
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and dtype are free."""
         if not self._is_shared:
@@ -98,16 +92,6 @@ class Group:
             dist.broadcast(tensor, 0)
         return tensor
 
-    def each(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the tensor of every rank, one at a time; they may differ in shape."""
-        if not self._is_shared:
-            yield tensor
-            return
-        for rank, shape in enumerate(self.meet(tuple(tensor.shape), list)):
-            here = tensor.contiguous() if rank == self.rank else tensor.new_empty(shape)
-            dist.broadcast(here, rank)
-            yield here
-
     def joined(self) -> Group:
         """Return this group once all ranks are here; with gloo, the error names a missing rank."""
         if self._is_shared and dist.get_backend() == "gloo":
@@ -115,15 +99,10 @@ class Group:
         return self
 
 
-def current_group() -> Group:
-    """Return the initialised process group of several ranks, or this process alone."""
+def group_of(shard: str | None = "data") -> Group:
+    """Return the initialised process group of several ranks; this process alone without one, or if ``shard`` is None."""
     is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Group(is_shared)
-
-
-def group_of(shard: str | None) -> Group:
-    """Return the ranks that fit together: this process alone if ``shard`` is None."""
-    return Group() if shard is None else current_group()
+    return Group(is_shared and shard is not None)
 
 
 def first(values: list[Any]) -> Any:

@@ -73,7 +73,14 @@ def free_memory(device: torch.device) -> float:
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # not in older torch
             share = torch.cuda.get_per_process_memory_fraction(device.index)
         return max(0.0, min(free, share * total - reserved)) + cached
-    return min(_available(), container_room())
+    available = 4e9
+    with suppress(AttributeError, ValueError, OSError):  # not on Windows
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    with suppress(OSError, KeyError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known = dict(line.split(":", 1) for line in lines)
+        available = 1024.0 * int(known["MemAvailable"].split()[0])
+    return min(available, container_room())
 
 
 def container_room(
@@ -83,31 +90,18 @@ def container_room(
 
     These are the limits of this process's control group (of version 2) and of all groups that it is in.
     """
-    folder = mount
+    folder, room = mount, inf
     with suppress(OSError):
         folder = mount / groups.read_text().rpartition(":")[2].strip().lstrip("/")
-    return min(map(_group_room, (folder, *folder.parents)))
-
-
-def _group_room(folder: Path) -> float:
-    """Return the bytes left below the limit of one control group; cached files can be evicted."""
-    try:
-        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # there is no such group, or its limit is "max"
-        return inf
-    cached = int(dict(line.split() for line in lines).get("inactive_file", 0))
-    return max(0.0, limit - used + cached)
-
-
-def _available() -> float:
-    """Return the bytes available on this machine; if unknown, half of its memory."""
-    with suppress(OSError, KeyError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024.0 * int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0])
-    with suppress(AttributeError, ValueError, OSError):  # not on Windows
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    return 4e9
+    for each in (folder, *folder.parents):
+        with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
+            limit = int((each / "memory.max").read_text())
+            used = int((each / "memory.current").read_text())
+            lines = (each / "memory.stat").read_text().splitlines()
+            # cached files can be evicted
+            cached = int(dict(line.split() for line in lines).get("inactive_file", 0))
+            room = min(room, max(0.0, limit - used + cached))
+    return room
 
 
 def free_for_each(group: Group, device: torch.device) -> float:

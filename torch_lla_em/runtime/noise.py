@@ -12,23 +12,21 @@ from math import pi
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# the numbers of SplitMix64, as signed ones
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _CHUNK = 1 << 22
-
-
-def normal(seed: int, stream: int, sample: int, rows: Tensor, entries: int) -> Tensor:
-    """Return float64 noise of one sample, shape (rows, entries)."""
-    return normals(seed, stream, [sample], rows, entries)[0]
 
 
 def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entries: int) -> Tensor:
     """Return float64 noise of several samples, shape (samples, rows, entries)."""
-    stream_key = _mix_int(_mix_int(seed) + stream)
-    signed = [_signed(_mix_int(stream_key + sample)) for sample in samples]
-    keys = torch.tensor(signed, device="cpu").to(rows.device, non_blocking=True)
-    row_keys = _split_mix(_split_mix(rows.long() * _signed(_GOLDEN) + keys[:, None])).view(-1, 1)
-    counters = torch.arange((entries + 1) // 2, device=rows.device) * _signed(_GOLDEN)
+    signed = (seed + 2**63) % 2**64 - 2**63
+    key = _split_mix(torch.tensor([signed], device="cpu") + _GOLDEN)
+    key = _split_mix(key + stream + _GOLDEN) + _GOLDEN
+    keys = _split_mix(torch.tensor(samples, dtype=torch.long, device="cpu") + key)
+    keys = keys.to(rows.device, non_blocking=True)[:, None]
+    row_keys = _split_mix(_split_mix(rows.long() * _GOLDEN + keys)).view(-1, 1)
+    counters = torch.arange((entries + 1) // 2, device=rows.device) * _GOLDEN
     per_chunk = max(1, _CHUNK // max(1, len(row_keys)))
     pieces = [_gaussian_pairs(row_keys + c) for c in counters.split(per_chunk)]
     noise = torch.cat(pieces, dim=1)[:, :entries]
@@ -45,23 +43,11 @@ def _gaussian_pairs(counters: Tensor) -> Tensor:
 
 def _split_mix(x: Tensor) -> Tensor:
     """Return the finaliser of SplitMix64 of int64 numbers, whose products wrap around."""
-    x = (x ^ _shift(x, 30)) * _signed(_MULTIPLIERS[0])
-    x = (x ^ _shift(x, 27)) * _signed(_MULTIPLIERS[1])
+    x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
     """Logical right shift; torch's own keeps the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _mix_int(x: int) -> int:
-    mask = (1 << 64) - 1
-    x = (x + _GOLDEN) & mask
-    x = ((x ^ (x >> 30)) * _MULTIPLIERS[0]) & mask
-    x = ((x ^ (x >> 27)) * _MULTIPLIERS[1]) & mask
-    return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x

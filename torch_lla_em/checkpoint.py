@@ -42,7 +42,7 @@ class Folder:
         if self._reads:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                files.remove(self.path, ".writing-*")
+                files.remove(self.path, ".writing-" + 32 * "?")
                 self._check_header(header)
             except OSError as error:
                 raise OSError(

@@ -84,7 +84,9 @@ def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> Non
         remove(path.parent, temporary.name)
         if isinstance(error, (OSError, RuntimeError)):  # which torch raises, as for a full disk
             known = isinstance(error, OSError) and error.errno and error.strerror
-            number, words = (error.errno, error.strerror) if known else (EIO, f"{error}")
+            number, words = (
+                (error.errno, error.strerror) if known else (EIO, f"could not be written: {error}")
+            )
             raise OSError(number, words, str(path)) from error
         raise
 

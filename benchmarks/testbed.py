@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 from methods import markdown
+from methods.metrics import functions_of
 from methods.provenance import provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -230,7 +231,7 @@ def ours(task: Problem, generator: torch.Generator, names: dict[str, None]) -> A
     la = LinearisedLaplace(network(trained(task, 1, generator)), "classification")
     la.fit(task.x, task.y, progress_bar=False)
     seconds = time.process_time() - clock
-    yield "ours", lambda x: la.predict(x).functions, seconds
+    yield "ours", lambda x: functions_of(la.predict(x)), seconds
 
 
 FAMILIES: tuple[tuple[Callable[..., Agents], dict], ...] = (

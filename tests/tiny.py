@@ -9,7 +9,7 @@ from direct import rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em import Compute, LinearisedLaplace, Prediction
 from torch_lla_em.data.loader import Data
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.stochastic_prior import StochasticPrior
@@ -17,6 +17,7 @@ from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
+from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.problem.problem import Problem
 
 
@@ -138,6 +139,14 @@ def fitted(
 def known(name: str = "classification", **options) -> tuple[Tiny, LinearisedLaplace]:
     """Return a posterior for all tests of a process: they work on copies, whose network they leave alone."""
     return fitted(name, **{"num_samples": 6, "em_steps": 2, **options})
+
+
+def prediction_of(
+    likelihood: Likelihood, centre: Tensor, deviations: Tensor, class_dim: int = -1
+) -> Prediction:
+    """The prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C)."""
+    parts = (likelihood,), (centre,), (deviations,)
+    return Prediction(FunctionMixture(*parts, centre.new_ones(1)), class_dim)
 
 
 class Basis(StochasticPrior):

@@ -15,12 +15,23 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
+from torch_lla_em import Prediction
+
 _LABELS, _BATCHES = 10, 500
 _NINETY = 1.6449
 """Standard deviations on either side of the mean that hold 90 % of a Gaussian."""
 
 Groups = dict[str, Tensor]
 """Name of a joint score -> the rows that are scored together."""
+
+
+def functions_of(prediction: Prediction) -> Tensor:
+    """Return functions of equal weight, (S, B, ..., C), whose averages are as exact as the prediction's own."""
+    found, weights = prediction.mixture.functions()
+    if weights is None:
+        return found
+    counts = (weights / weights[0]).round().clamp_max(1024).long()
+    return found.repeat_interleave(counts, 0)
 
 
 @dataclass(frozen=True)

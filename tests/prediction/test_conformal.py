@@ -7,11 +7,11 @@ import tiny
 import torch
 from daily import daily
 from models import trained
-from tiny import draw
+from tiny import draw, prediction_of
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, Prediction, compare
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
 from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.prediction.neighbours import output_variance, without_itself
 from torch_lla_em.prediction.pushforward import Pushforward
@@ -331,8 +331,8 @@ def test_what_does_not_fit_is_refused_with_the_remedy(blobs, several):
     def calibrate(**given):
         return by(None, **given)
 
-    pixels = Prediction.of(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
-    plain = Prediction.of(Regression(1.0), torch.zeros(2, 1), torch.zeros(2, 2, 1))
+    pixels = prediction_of(Classification(), torch.zeros(2, 5, 5, 3), torch.zeros(2, 2, 5, 5, 3), 1)
+    plain = prediction_of(Regression(1.0), torch.zeros(2, 1), torch.zeros(2, 2, 1))
     case, real = tiny.known("regression")
     known = copy.copy(several[0]).calibrate(several[1][:100], several[2][:100])
     for error, words, call in (

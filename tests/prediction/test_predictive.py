@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import Binomial, draw
+from tiny import Binomial, draw, prediction_of
 from torch import distributions
 from torch.distributions import Categorical, MultivariateNormal, Normal
 from torch.testing import assert_close
 
-from torch_lla_em import Prediction
 from torch_lla_em.likelihoods import (
     Bernoulli,
     Classification,
@@ -26,15 +25,9 @@ K, B, C = 9, 4, 3
 LABELS = torch.tensor([0, 2, 1, 1])
 
 
-def of(likelihood, centre, deviations, class_dim=-1):
-    """The prediction by a mean of f and samples minus it, classes last."""
-    parts = (likelihood,), (centre,), (deviations,)
-    return Prediction(FunctionMixture(*parts, centre.new_ones(1)), class_dim)
-
-
 def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
     deviations = draw(samples, B, *sites, outputs, seed=1)
-    return of(likelihood, draw(B, *sites, outputs), deviations, class_dim)
+    return prediction_of(likelihood, draw(B, *sites, outputs), deviations, class_dim)
 
 
 def parts_of(p):
@@ -118,7 +111,7 @@ def test_labels_and_counts_average_over_functions(make):
 
 def test_entropies_and_log_probs_at_the_edges():
     for likelihood in (Classification(), Bernoulli()):
-        p = of(likelihood, torch.tensor([[-500.0, 0.0]]), torch.zeros(2, 1, 2))
+        p = prediction_of(likelihood, torch.tensor([[-500.0, 0.0]]), torch.zeros(2, 1, 2))
         assert torch.isfinite(p.log_probs).all()
         assert_close(p.log_probs[0, 0].item(), -500.0)
 
@@ -130,7 +123,7 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
         sigma = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
         p, noise = prediction(Regression(sigma), 2, class_dim=1), sigma.square()[:, None]
     else:
-        p = of(Regression(0.5), draw(B), draw(K, B, seed=1))
+        p = prediction_of(Regression(0.5), draw(B), draw(K, B, seed=1))
         noise = torch.tensor(0.25).double()
     shape = p.mean.shape
     noise, y = noise.expand(shape), draw(*shape, seed=2)
@@ -194,14 +187,14 @@ def test_joint_probabilities_are_averages_of_products():
     densities = distributions.Poisson(functions.exp()).log_prob(counts).sum((1, 2)).exp()
     assert_close(q.joint_log_prob(counts), densities.mean().log())
     m = mixture(Classification())
-    first = of(*(each[0] for each in parts_of(m)))
+    first = prediction_of(*(each[0] for each in parts_of(m)))
     own = first.joint_log_prob(LABELS).exp()
     one, two = (
         f.log_softmax(-1).gather(1, LABELS[:, None]).sum().exp() for f in m.mixture.centres[1:]
     )
     assert_close(m.joint_log_prob(LABELS).exp(), 0.5 * own + 0.2 * one + 0.3 * two)
     assert_close(m.standard_error, 0.5 * first.standard_error)
-    sure = of(Classification(), p.centre, torch.zeros(1, B, C).double())
+    sure = prediction_of(Classification(), p.centre, torch.zeros(1, B, C).double())
     each = p.centre.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
     assert_close(sure.log_prob(LABELS), each)
     assert_close(sure.joint_log_prob(LABELS), each.sum())
@@ -255,7 +248,7 @@ def test_samples_of_mixtures_come_in_its_shares():
 def of_root(count, root, seed):
     """A prediction of so many samples of the same posterior."""
     deviations = torch.tensordot(draw(count, 6, seed=seed), root, 1)
-    return of(Classification(), draw(len(root[0]), 3), deviations)
+    return prediction_of(Classification(), draw(len(root[0]), 3), deviations)
 
 
 def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
@@ -277,7 +270,7 @@ def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
 
 def test_neither_chunks_nor_garbage_matter(monkeypatch):
     """Averages do not depend on the chunk size; predictions are freed without a collection."""
-    p, y = of(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
+    p, y = prediction_of(Classification(), draw(7, 3), draw(4, 7, 3, seed=1)), torch.arange(7) % 3
 
     def everything():
         values = [p.probs, p.log_probs, p.entropy, p.epistemic, p.aleatoric, p.log_prob(y)]
@@ -310,7 +303,7 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     if several:  # of which the second has another σ
         (kind,), (centre,), (deviations,) = parts_of(p)
         kind = kind if kind.observation_noise is None else Regression(0.2)
-        p = together(p, of(kind, centre + 1, deviations[:0]))
+        p = together(p, prediction_of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
     density = p.mixture.gaussians()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from daily import daily
 from models import trained
-from tiny import LOG_PROBS, draw, fitted, known, likelihood_of, tiny
+from tiny import LOG_PROBS, draw, fitted, known, likelihood_of, prediction_of, tiny
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.testing import assert_close
@@ -20,7 +20,6 @@ from torch_lla_em import (
     LaplaceEnsemble,
     LinearisedLaplace,
     NotFittedError,
-    Prediction,
     compare,
 )
 from torch_lla_em.inference import Estimate
@@ -57,9 +56,9 @@ def test_fits_and_predictions_are_printed(name):
 
 @pytest.mark.parametrize("likelihood", [Classification(), Regression()])
 def test_predictions_of_sites_and_of_nothing_are_shown_by_their_shape(likelihood):
-    shown = repr(Prediction.of(likelihood, draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1)))
+    shown = repr(prediction_of(likelihood, draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1)))
     assert "of shape (8, 5, 4, 3)" in shown
-    assert "(0, 3)" in repr(Prediction.of(likelihood, torch.zeros(0, 3), torch.zeros(2, 0, 3)))
+    assert "(0, 3)" in repr(prediction_of(likelihood, torch.zeros(0, 3), torch.zeros(2, 0, 3)))
 
 
 def test_the_verdict_of_accuracy_is_that_of_the_fit():
@@ -94,7 +93,7 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
 def warned(prediction=None, y=None, **changed):
     """The warnings of a fit of which all is well but for what is changed."""
     if prediction is None:
-        prediction = Prediction.of(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3))
+        prediction = prediction_of(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3))
     well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0, "scale": 2.0}
     found = {name: torch.tensor(value) for name, value in (well | changed).items()}
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))

@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace, compare, plot
+from torch_lla_em import LinearisedLaplace, compare
 
 K = 32
 x, y = load_breast_cancer(return_X_y=True)
@@ -50,13 +50,15 @@ for name, prior in priors.items():
 
 # %% [markdown]
 # With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor
-# from the posterior; `fit` warns if this happens. `plot.em_path` plots the precisions at
-# each EM step: here those of three of the four tensors grow.
+# from the posterior; `fit` warns if this happens. `la.history` has the precisions of each EM step: here those of
+# three of the four tensors grow.
 
 # %%
 layerwise = LinearisedLaplace(model, "classification", num_samples=K, prior="layerwise g")
-axes = plot.em_path(layerwise.fit(x[train], y[train], progress_bar=False))
-axes.figure.set_size_inches(8, 3.2)
+layerwise.fit(x[train], y[train], progress_bar=False)
+steps = [layerwise.history[0]["prior_precision"], layerwise.history[-1]["prior_precision"]]
+for (name, _), first, last in zip(model.named_parameters(), *steps):
+    print(f"{name:12}λ after the first step {first:8.3g}, after the last {last:8.3g}")
 
 # %% [markdown]
 # ## Comparing networks on a validation set

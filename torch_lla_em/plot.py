@@ -32,9 +32,6 @@ Axes = Any  # matplotlib's, an optional dependency
 Examples = Iterable[Any] | PredictedData
 
 _COLOURS = {"network": "0.6", "posterior": "C0"}
-_DIAGONAL = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
-_MOST = 500  # points of a plot; more are thinned evenly
-_SURE = 10  # examples from which the accuracy of a bin is shown as known
 
 
 def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int = 15) -> Axes:
@@ -43,46 +40,23 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
-        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
-        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
+        la, loader, axes: Posterior, held-out data and axes, as above.
         bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small data sets.
 
     Example:
         >>> axes = plot.reliability(la, loader)
     """
-    rows, axes = _rows(la, loader, real=False), _axes(axes, "confidence", "accuracy")
-    axes.plot([0, 1], [0, 1], **_DIAGONAL)
+    rows, axes = _rows(la, loader, real=False), _axes(axes, "confidence", "accuracy", True)
     for name, colour in _COLOURS.items():
         stated, right = stated_and_right(getattr(rows, name), rows.targets)
-        counts, sums, right_sums = (_array(v) for v in binned(stated, right, bins))
-        some = counts > 0
-        count, x, y = counts[some], sums[some] / counts[some], right_sums[some] / counts[some]
-        sure = count >= _SURE
+        count, *sums = (_array(v) for v in binned(stated, right, bins))
+        x, y = (each[count > 0] / count[count > 0] for each in sums)
+        sure = count[count > 0] >= 10
         label = f"{name}: ECE {calibration_error(stated, right, bins):.3f}"
         axes.plot(x[sure], y[sure], color=colour, linewidth=1, marker="o", label=label)
         axes.plot(x[~sure], y[~sure], "o", color=colour, markerfacecolor="none")
-    axes.plot([], [], "o", color="black", markerfacecolor="none", label=f"under {_SURE} examples")
+    axes.plot([], [], "o", color="black", markerfacecolor="none", label="under 10 examples")
     axes.legend(frameon=False)
-    return axes
-
-
-def em_path(la: Any, axes: Axes | None = None) -> Axes:
-    """Plot the prior precision at each EM step, of an ensemble that of each member.
-
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
-        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
-
-    Example:
-        >>> axes = plot.em_path(la)
-    """
-    members, axes = required(la).members, _axes(axes, "EM step", "prior precision λ")
-    for posterior in members:
-        path = [record["prior_precision"] for record in posterior.history]
-        axes.plot(range(1, len(path) + 1), path, marker=".")
-    axes.set_yscale("log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
     return axes
 
 
@@ -90,9 +64,7 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     """Plot a regression with 90 % prediction intervals over its input, which is one number.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
-        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
-        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
+        la, loader, axes: Posterior, held-out data and axes, as above.
         output (int): The output to plot. Default 0.
 
     Example:
@@ -107,11 +79,11 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     predicted = la.predict(grid.view(-1, *x.shape[1:]))
     values = predicted.expectation, *predicted.credible_interval(0.9), rows.targets
     mean, low, high, y = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
-    at, places = _array(grid), _array(x.flatten())
-    kept = places.argsort()[np.linspace(0, len(y) - 1, min(len(y), _MOST)).round().astype(int)]
-    axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
-    axes.plot(at, mean, color="C0")
-    axes.scatter(places[kept], y[kept], 4, color="black", label="data", zorder=3)
+    places = _array(x.flatten())
+    some = places.argsort()[:: -(-len(y) // 500)]  # more points are thinned evenly
+    axes.fill_between(_array(grid), low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
+    axes.plot(_array(grid), mean, color="C0")
+    axes.scatter(places[some], y[some], 4, color="black", label="data", zorder=3)
     axes.legend(frameon=False)
     return axes
 
@@ -120,18 +92,18 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
-        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
-        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
+        la, loader, axes: Posterior, held-out data and axes, as above.
 
     Example:
         >>> axes = plot.coverage(regression, [(regression_x, regression_y)])
     """
-    rows, axes = _rows(la, loader, real=True), _axes(axes, "level of the interval", "coverage")
+    rows, axes = (
+        _rows(la, loader, real=True),
+        _axes(axes, "level of the interval", "coverage", True),
+    )
     levels = np.linspace(0.02, 0.98, 49).tolist()
-    axes.plot([0, 1], [0, 1], **_DIAGONAL)
     for name, colour in _COLOURS.items():
-        inside = [covered(getattr(rows, name), rows.targets, level) for level in levels]
+        inside = (covered(getattr(rows, name), rows.targets, level) for level in levels)
         shares = [each.double().mean().item() for each in inside]
         label = "noise alone" if name == "network" else name
         axes.plot(levels, shares, color=colour, label=label)
@@ -145,16 +117,14 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
     Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The fitted posterior.
-        loader (DataLoader, Dataset, list of batches or PredictedData): Held-out data.
+        la, loader, axes: Posterior, held-out data and axes, as above.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
-        axes (Axes, optional): Matplotlib's. Default None: those of a new figure.
 
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    known = required(la).compared
-    by_rank = known is not None and known.errors is not None and known.groups is None
+    known = required(la).reference
+    by_rank = known is not None and known.groups is None
     axes = _axes(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 
     def unusual(data: Any) -> Tensor:
@@ -187,12 +157,14 @@ def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
     return loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
 
 
-def _axes(axes: Axes | None, x: str, y: str) -> Axes:
+def _axes(axes: Axes | None, x: str, y: str, diagonal: bool = False) -> Axes:
     """Return the axes, or those of a new figure, with these labels."""
     import matplotlib.pyplot as plt
 
     axes = plt.subplots(layout="constrained")[1] if axes is None else axes
     axes.set(xlabel=x, ylabel=y)
+    if diagonal:
+        axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     return axes
 
 

@@ -40,10 +40,7 @@ figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85
 
 
 def report(
-    la: Any,
-    loader: Any,
-    path: str | PathLike[str] = "report.html",
-    other: Any = None,
+    la: Any, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
 ) -> None:
     """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
 
@@ -57,59 +54,51 @@ def report(
         >>> la.report(validation_loader)  # doctest: +SKIP
     """
     rows, (title, known) = predicted_data(la, loader), la._table()
-    items = "".join(f"<li>{escape(words)}</li>" for words in to_do_for(la, rows))
-    parts = [la._repr_html_(), _scored(rows)._repr_html_()]
-    parts.append(
-        f"<h2>What to do</h2><ul>{items or '<li>Nothing: no problem was found.</li>'}</ul>"
+    network, posterior = (scores(p, rows.targets) for p in (rows.network, rows.posterior))
+    cells = [(key, f"{network[key]:.4g}", f"{posterior[key]:.4g}") for key in network]
+    name = "networks" if len(rows.network.members) > 1 else "network"
+    of_scores = Table(
+        f"Scores on {len(rows.targets):,} examples", [("", name, "posterior"), *cells]
     )
+    to_do = "".join(f"<li>{escape(words)}</li>" for words in to_do_for(la, rows))
+    to_do = f"<h2>What to do</h2><ul>{to_do or '<li>Nothing: no problem was found.</li>'}</ul>"
+    parts = [la._repr_html_(), of_scores._repr_html_(), to_do]
     if la.reference is not None:
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
             parts.append(la.check(loader)._repr_html_())
     parts.append(f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>")
     numbers = Table("All numbers of the fit", la.details().rows[len(known) :])
-    parts.append(numbers._repr_html_())
-    page = _PAGE.format(title=escape(title), body="".join(parts))
+    page = _PAGE.format(title=escape(title), body="".join([*parts, numbers._repr_html_()]))
     Path(path).write_text(page, encoding="utf-8")
 
 
-def to_do_for(la: Any, rows: PredictedData) -> Iterator[str]:
-    """Yield what to do about a fit, one sentence at a time; nothing if all is well."""
+def to_do_for(la: Any, rows: PredictedData) -> list[str]:
+    """Return what to do about a fit; nothing if all is well."""
     loss, error = mean_and_error(-rows.gain())
     to_do = [words for kind, words in advice(la) if kind == "to do"]
     if loss > 2 * error:
-        remedy = "calibrate with other held-out data, or predict by the network."
+        remedy = "Calibrate with other held-out data, or predict by the network."
         if la.calibration is None or la.calibration.length is not None:
-            remedy = f"{CALL[0].lower()}{CALL[1:]}."
-            to_do = [words for words in to_do if CALL not in words]
-        yield (
-            f"The NLL of the posterior is higher than that of the network alone, by {loss:.2g} "
-            f"± {error:.1g} per example: {remedy}"
+            remedy, to_do = f"{CALL}.", [words for words in to_do if CALL not in words]
+        to_do.insert(
+            0,
+            "The NLL of the posterior is higher than that of the network alone, by "
+            f"{loss:.2g} ± {error:.1g} per example. {remedy}",
         )
-    yield from to_do
-
-
-def _scored(rows: PredictedData) -> Table:
-    """Return the scores of the network and the posterior, the heading first."""
-    name = "networks" if len(rows.network.members) > 1 else "network"
-    of_network, of_posterior = (scores(p, rows.targets) for p in (rows.network, rows.posterior))
-    values = [(key, f"{of_network[key]:.4g}", f"{of_posterior[key]:.4g}") for key in of_network]
-    return Table(f"Scores on {len(rows.targets):,} examples", [("", name, "posterior"), *values])
+    return to_do
 
 
 def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
     """Yield the plots that these predictions allow."""
     from matplotlib.figure import Figure
 
-    likelihood, p = la.likelihood, rows.posterior
-    real = likelihood.real_valued and p.expectation.shape == rows.targets.shape
+    real = la.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
     is_line = rows.inputs is not None and rows.inputs[0].numel() == 1
-    fitted = any(member.history for member in la.posterior.members)
     wanted: list[tuple[bool, Any, tuple[Any, ...], str]] = [
-        (likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
+        (la.likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
         (real and is_line, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
-        (fitted, plot.em_path, (), "Prior precision over EM steps"),
     ]
     for is_possible, draw, data, words in wanted:
         if is_possible:

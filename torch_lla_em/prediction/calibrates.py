@@ -14,15 +14,14 @@ from torch_lla_em.data import Data, Weights, paired, tensors_in
 from torch_lla_em.prediction.calibration import (
     CalibratedComponents,
     calibrated,
-    folds_as_reference,
     half_as_reference,
+    reference_of,
     temperature_of,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
 from torch_lla_em.prediction.passes import pushed, under_all
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.reference import Reference, Stated
-from torch_lla_em.prediction.summary import CALL
 from torch_lla_em.runtime import Group, collected, first, group_of, report
 
 
@@ -39,54 +38,52 @@ def calibrate(
     Without arguments they are fitted to the training examples of ``fit``, moved so that a network that has memorised
     them is as wrong as at new inputs. No guarantee follows: p-values, sets and intervals stay as fitted.
 
-    For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
-    network: the numbers are a scale of the posterior's variance, factors of the logits of the
-    latter two (temperature scaling), and the weights. For regression they are the scale, the
-    observation noise σ, and the share of the linear mode in the mean. If the validation NLL does
-    not improve, predictions are kept as they were. The members of an ensemble share these
-    numbers, and are not changed.
+    For classes and labels the prediction is a mixture of the posterior, its mean alone, and the network: the numbers are
+    a scale of the posterior's variance, factors of the logits of the latter two (temperature scaling), and the weights.
+    For regression they are the scale, the observation noise σ, and the share of the linear mode in the mean. If the
+    validation NLL does not improve, predictions are kept as they were. The members of an ensemble share these numbers,
+    and are not changed.
 
-    The numbers are fitted to all examples. For ``p_value``, ``is_ood``, ``prediction_set`` and
-    ``interval`` they are fitted a second time, to every other example; the others are the
-    reference. Their guarantees hold on average over all inputs, or for each group.
+    For ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` the numbers are fitted a second time, to every other
+    example; the others are the reference. Guarantees hold on average over all inputs, or for each group.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.calibrate(...)`` passes it.
         loader (DataLoader, Dataset, list of batches, or inputs, optional): The validation set. It must
             not have been used in training. Default None: moved training examples.
         targets (Tensor, optional): The targets, if ``loader`` are inputs.
-        groups ("classes" or integers, optional): "classes": prediction sets contain the label with
-            the stated probability for each class, and false alarms of ``is_ood`` are below their rate
-            for each class. Or an integer for each validation example, in the order of the
-            dataset: sets, intervals and p-values hold for each group, and
-            ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many
-            examples as a validation set without groups. Default None: one group.
-        weights (sequence, optional): A weight for each validation example, if the distribution of
-            new inputs differs from that of the validation set: the ratio of their densities, up to a
-            factor. Guarantees then hold for the new inputs. The numbers are fitted without
-            weights. Default None: no shift.
+        groups ("classes" or integers, optional): "classes": guarantees of sets and of ``is_ood`` hold for each class. Or
+            an integer for each validation example, in the order of the dataset: they hold for each group, and
+            ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many examples as a validation set
+            without groups. Default None: one group.
+        weights (sequence, optional): A weight for each validation example, if new inputs have another distribution: the
+            ratio of the densities, up to a factor. Guarantees then hold for the new inputs. The numbers are fitted
+            without weights. Default None: no shift.
 
     Returns:
         The object itself, or of a record the calibrated one; ``la.calibration`` holds the improvement. In a
         distributed run all ranks have to call this method; an ensemble is calibrated by each process on its own.
 
     Raises:
-        ValueError: If no example has a label, if most are training examples, or if groups or
-            weights do not fit the examples. Without arguments, if the training data are not known, as after
-            ``load``, or if their inputs have no distances.
+        ValueError: If no example has a label, if most are training examples, or if groups or weights do not fit them.
+            Without arguments, if the training data are not known, as after ``load``, or their inputs have no distances.
         NotFittedError: Before ``fit``, or if the model has changed since.
 
     Example:
         >>> improvement = str(la.calibrate(x, y).calibration)
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
-    known = required(la, None).as_fitted()  # all ranks check the network together
-    found: Any = known
-    stated = Stated(groups, weights)
-    if loader is None:
-        found = _calibrated_without_data(la, known, stated)
-    else:
+    known, stated = required(la, None).as_fitted(), Stated(groups, weights)
+    found: Any
+    if loader is not None:  # all ranks check the network together
         found = known.calibrated(*calibrated_on(known, paired(loader, targets), stated))
+    else:
+        data, of_data = getattr(la, "trained_with", (None, None))
+        if data is None or groups is not None or weights is not None:
+            raise NoDistance(
+                "it needs the training data of fit, which files, copies and ensembles do not hold, and no groups or weights"
+            )
+        found = calibrated_on_moved(known, data, of_data)
     if isinstance(la, type(found)):
         return found
     la.take(found)
@@ -119,21 +116,6 @@ def _of_first_rank(found: CalibratedComponents, group: Group) -> CalibratedCompo
     return found._replace(table=table, noise=noise, calibration=calibration)
 
 
-def _calibrated_without_data(la: Any, known: Any, stated: Stated) -> Posterior:
-    """Return the record, calibrated on moved training examples of the last ``fit``."""
-    data, weights = getattr(la, "trained_with", (None, None))
-    try:
-        if data is None or any(each is not None for each in stated):
-            raise NoDistance(
-                "it needs the training data of fit, which files, copies and ensembles do not hold, and no groups or weights"
-            )
-        return calibrated_on_moved(known, data, weights)
-    except NoDistance as error:
-        raise ValueError(
-            f"calibrate() without a validation set is not possible: {error}. Pass a validation set: la.calibrate(x, y)."
-        ) from error
-
-
 def calibrated_on_moved(
     posterior: Posterior, loader: Any, weights: Weights | None, asked: bool = True
 ) -> Posterior:
@@ -142,9 +124,8 @@ def calibrated_on_moved(
     Raises:
         NoDistance: If training examples cannot be moved, or if that was not ``asked`` and inputs are not columns.
     """
-    posterior, setting = posterior.as_fitted(), posterior.setting
+    posterior, setting, messages = posterior.as_fitted(), posterior.setting, list[str]()
     network, group = setting.linear_model.network, group_of(setting.shard)
-    messages: list[str] = []
     with collected(messages), torch.inference_mode(False), torch.no_grad():
         group.agree(partial(posterior.require, surely=True))
         data = Data(loader, network.device, setting.target_fn, weights=weights)
@@ -174,8 +155,8 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
         return calibrated_on_moved(posterior, loader, weights, asked=False)
     except NoDistance as error:
         words = (
-            "This posterior of some parameters is as confident as the network where it has overfitted, and its "
-            f"training examples cannot be moved to correct that: {error}. {CALL}."
+            "This posterior of some parameters is as confident as the network where it has overfitted. "
+            f"{error}"
         )
         report("log", words)
         return replace(posterior, messages=(*posterior.messages, words))
@@ -188,5 +169,5 @@ def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
         each = zip(known.members, unseen)
         parts = [pushed(*pair)[1] for pair in each]
         found = calibrated(parts, known.tables)
-        reference = folds_as_reference(parts, found)
+        reference = reference_of(parts, found.table, found.noise, folds=True)
     return known.calibrated(found, reference, messages)

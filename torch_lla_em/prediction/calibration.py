@@ -6,7 +6,6 @@ density under weak priors, by L-BFGS on outputs that one pass has stored.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,13 +25,9 @@ from torch_lla_em.prediction.reference import (
 )
 from torch_lla_em.prediction.scores import NUMBERS, has_classes, mean_and_error
 
-logger = logging.getLogger("torch_lla_em")
-
 _OF_FACTOR = 0.5
-"""Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1."""
-
-_ERRORS = 2.0
-"""Standard errors above which a difference of NLLs counts as measurable."""
+"""Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1. Of 1, test
+NLLs on ten tables are .5 % higher in the mean, and up to 3 %."""
 
 
 class Calibration(NamedTuple):
@@ -74,14 +69,9 @@ class Calibration(NamedTuple):
     distance to their nearest neighbours."""
 
     @property
-    def kept(self) -> float:
-        """The NLL of the predictions that are in use."""
-        return self.after if self.applied else self.before
-
-    @property
     def is_measurable(self) -> bool:
         """Whether the NLL has improved by more than two standard errors."""
-        return self.applied and self.before - self.after > _ERRORS * self.standard_error
+        return self.applied and self.before - self.after > 2 * self.standard_error
 
     @property
     def source(self) -> str:
@@ -109,16 +99,16 @@ def restored(stored: list[Any] | None) -> Calibration | None:
     """Return the calibration of a file; release 0.3.0 stored coverages before the fifth field."""
     if stored is None:
         return None
-    found = Calibration(
-        *(stored if isinstance(stored[4], bool) else [*stored[:4], stored[-1]])[:10]
-    )
+    stored = stored if isinstance(stored[4], bool) else [*stored[:4], stored[-1]]
+    found = Calibration(*stored[:10])
     return found if found.rmse is None else found._replace(rmse=(found.rmse[0], found.rmse[1]))
 
 
 class Numbers(NamedTuple):
-    """The numbers that are fitted: from θ (zeros at the start) to a table of components and a factor of σ."""
+    """The numbers that are fitted."""
 
     at: Callable[[Tensor], tuple[Rows, Tensor | None]]
+    """From θ, which is 0 at the start, to a table of components and a factor of σ."""
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
@@ -148,11 +138,11 @@ def calibrated(
     numbers = numbers_of(likelihood)
     theta = most_probable(numbers, parts, length is None)
     errors = _squared_errors(parts, before)
-    kept = _mean_of(before) if likelihood.observation_noise is not None else None
+    kept = None if likelihood.observation_noise is None else _mean_of(before)
     if errors is not None and kept is not None:
         after = _squared_errors(parts, [numbers.at(theta)[0]] * len(parts))
         fall, error = mean_and_error(errors - after)
-        if not fall > _ERRORS * error:
+        if not fall > 2 * error:
             numbers = numbers_of(likelihood, kept)
             theta = most_probable(numbers, parts)
     table, noise = numbers.at(theta)
@@ -160,8 +150,8 @@ def calibrated(
     new, optimism = _log_probs(parts, table, noise), _determined(numbers, theta, parts) / count
     nll, (gain, error) = -old.mean().item(), mean_and_error(new - old)
     networks, (own, scaled) = [part.without_samples() for part in parts], _temperature(parts)
-    alone = _log_probs(networks, posterior_alone(scale=0.0))
-    network, temperature, applied, rmse = -alone.mean().item(), None, gain > optimism, None
+    network = -_log_probs(networks, posterior_alone(scale=0.0)).mean().item()
+    temperature, applied, rmse = None, gain > optimism, None
     if own is not None and len(scaled):
         temperature = -_log_probs(networks, *own.at(scaled)).mean().item()
         applied = applied or (length is None and gain > 0 and temperature + 1 / count < nll)
@@ -172,8 +162,6 @@ def calibrated(
     labels = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks) / count
     compared = rmse, network, temperature, labels, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
-    source = f"{calibration.source.capitalize()} NLL " if applied else "Calibration "
-    logger.info("%s%s%s.", source, calibration, "; calibration applied" * applied)
     return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
 
 
@@ -199,25 +187,22 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     second = is_second(labels if weights is None else 2 * labels + (weights > 0).long())
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
     own, weights = (each if each is None else each[second] for each in (groups, weights))
-    found = _reference([data.part(second)], _table(table, data.f.double()), noise)
+    found = reference_of([data.part(second)], _table(table, data.f.double()), noise)
     return found._replace(**{"classes" if by_class else "groups": own}, weights=weights)
 
 
-def folds_as_reference(parts: Sequence[Pushforward], found: CalibratedComponents) -> Reference:
-    """Return scores of the examples that each member of an ensemble was not trained on."""
-    labelled = [part.part(part.likelihood.labelled(part.y)) for part in parts]
-    counts = torch.tensor([len(part.y) for part in labelled], device="cpu")
-    return _reference(labelled, found.table, found.noise)._replace(folds=counts)
-
-
-def _reference(parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None) -> Reference:
-    """Return the scores of labelled examples, to which these numbers were not fitted."""
+def reference_of(
+    parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None, folds: bool = False
+) -> Reference:
+    """Return the scores of examples to which these numbers were not fitted, ``folds`` if each member has its own."""
+    parts = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     each = [(part.mixture(table, noise), part) for part in parts]
     return Reference(
         table,
         each[0][0].likelihood.observation_noise,
         torch.cat([ood_scores(judged, *part.distances()).values for judged, part in each]),
         torch.cat([errors_of(judged, part.y) for judged, part in each]),
+        torch.tensor([len(part.y) for part in parts], device="cpu") if folds else None,
     )
 
 
@@ -290,8 +275,8 @@ def most_probable(numbers: Numbers, parts: Sequence[Pushforward], held_out: bool
     """Return θ at the maximum of log p(y | x, θ) + log p(θ).
 
     If the network alone, with a temperature, is more likely by more than a number is worth, another search starts near
-    it (on a network that was trained for 400 epochs the first ended at 1.18 times its NLL); for ``held_out`` examples
-    with the prior of that temperature.
+    it (on a network that was trained for 400 epochs the first ended at 1.18 times its NLL). If ``held_out`` examples
+    show that the network is too sure, both searches have the prior of that temperature.
     """
     (theta, _), (alone, own) = _searched(numbers, parts), _temperature(parts)
     if alone is None:
@@ -302,7 +287,7 @@ def most_probable(numbers: Numbers, parts: Sequence[Pushforward], held_out: bool
         return theta
     start = torch.zeros_like(theta)  # with most of the weight on the network
     start[1 : 1 + len(own)], start[-3:] = own, start.new_tensor([-1.0, -1.0, 2.0])
-    if held_out:
+    if held_out and own.sum() < 0:
         numbers = numbers._replace(deviations=(1.0,) * len(theta))
     found = (_searched(numbers, parts, each) for each in (theta, start))
     return min(found, key=lambda each: each[1])[0]

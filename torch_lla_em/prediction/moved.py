@@ -3,14 +3,15 @@
 An example is moved by the difference between another one and its nearest neighbour, scaled to its own distance d from
 its nearest neighbour, and keeps its target: x_i + s (x_near(k) - x_k) d_i / d_k. A network that has memorised its
 training set is wrong on many of these. It should be wrong as often as a simple model is without the example, kernel ridge
-regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that. If it
-errs more often, since labels change on the way, some of its errors are left out, or all targets but single labels are
-moved less far.
+regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that, in
+steps of a quarter (with shorter ones, NLLs of networks with wrong labels are up to 10 % higher; with 1 alone, up to 60 %).
+If it errs more often, since labels change on the way, some of its errors are left out, or all targets but single labels
+are moved less far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import nan
 from typing import Any, NamedTuple
 
@@ -22,13 +23,11 @@ from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.calibration import temperature_of
 from torch_lla_em.prediction.scores import aligned
+from torch_lla_em.prediction.summary import CALL
 from torch_lla_em.runtime import Adapter
 
 _MOST, _BYTES, _LEAST = 2_000, 2**28, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different examples."""
-
-_LENGTHS = 1.0, 1.25, 1.5, 1.75, 2.0
-"""The lengths s. With shorter ones, NLLs of networks with wrong labels are up to 10 % higher; with 1 alone, up to 60 %."""
 
 _AT_ONCE, _COLUMNS, _SEARCHED = 250, 64, 500
 """Examples that the network predicts at once, targets of an example that the simple model predicts, and examples by
@@ -38,7 +37,10 @@ Batches = list[tuple[Any, Tensor]]
 
 
 class NoDistance(ValueError):
-    """Training examples cannot be moved; the text is a reason without a remedy."""
+    """Training examples cannot be moved."""
+
+    def __init__(self, why: str):
+        super().__init__(f"Training examples cannot be moved: {why}. {CALL}.")
 
 
 class Moves(NamedTuple):
@@ -125,79 +127,67 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
     return found
 
 
-class _Judge:
-    """Mean errors of a network at moved examples, and of a simple model: shares of wrong labels, or squared errors."""
+def _outputs(
+    network: Network, likelihood: Likelihood, batches: Iterable[tuple[Any, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return f(x) and y, classes last; raise if outputs are not finite."""
+    each = []
+    for x, y in batches:
+        with network.guarded():
+            f = network.function(x)({})
+        if not f.isfinite().all():
+            raise NoDistance("outputs at moved inputs are not finite")
+        each.append((f, aligned(likelihood, y, f, network.class_dim)))
+    f, y = map(torch.cat, zip(*each))
+    return f, y
 
-    def __init__(self, network: Network, likelihood: Likelihood):
-        self._network, self._likelihood = network, likelihood
-        self._has_classes = likelihood.gives_probabilities and not likelihood.elementwise
 
-    def outputs(self, batches: Iterator[tuple[Any, Tensor]] | Batches) -> tuple[Tensor, Tensor]:
-        """Return f(x) and y, classes last; raise if outputs are not finite."""
-        each = []
-        for x, y in batches:
-            with self._network.guarded():
-                f = self._network.function(x)({})
-            if not f.isfinite().all():
-                raise NoDistance("outputs at moved inputs are not finite")
-            each.append((f, aligned(self._likelihood, y, f, self._network.class_dim)))
-        f, y = map(torch.cat, zip(*each))
-        return f, y
+def _errors(likelihood: Likelihood, mean: Tensor, y: Tensor) -> Tensor:
+    """Return whether each label is wrong, or squared errors, NaN where targets are not known."""
+    wrong = (mean - y).square() if mean.shape == y.shape else mean.argmax(-1) != y
+    if likelihood.gives_probabilities and likelihood.elementwise:
+        wrong = (mean > 0.5) != (y > 0.5)
+    mask = likelihood.mask(y)
+    wrong = wrong.double()
+    return wrong if mask is None else wrong.where((mask > 0).expand(wrong.shape), nan)
 
-    def errors(self, batches: Iterator[tuple[Any, Tensor]]) -> Tensor:
-        """Return the errors of the network, NaN where targets are not known."""
-        f, y = self.outputs(batches)
-        return self._errors(self._likelihood.mean(f), y)
 
-    def due(self, moves: Moves) -> Tensor:
-        """Return the mean error of the simple model, each example without itself; raise if all targets are equal."""
-        f, y = self.outputs(moves.batches(0.0))
-        if not self._has_classes and y.shape != self._likelihood.mean(f).shape:
-            raise NoDistance("their targets do not have the form of the predictions")
-        y = y.reshape(len(y), -1)
-        y = y[:, :: -(-y.shape[1] // _COLUMNS)]
-        table = y.double()
-        if self._has_classes:
-            table = nn.functional.one_hot(y.clamp_min(0), f.shape[-1]).double()
-        if not self._errors(table.mean(0).expand(table.shape), y).nanmean() > 0:
-            raise NoDistance("all targets are equal")
-        found = without_itself(moves.squares, table.flatten(1).to(moves.squares.device))
-        return self._errors(found.view(table.shape).to(y.device), y).nanmean()
-
-    def _errors(self, mean: Tensor, y: Tensor) -> Tensor:
-        if self._has_classes:
-            wrong = (mean.argmax(-1) != y).double()
-        elif self._likelihood.gives_probabilities:
-            wrong = ((mean > 0.5) != (y > 0.5)).double()
-        else:
-            wrong = (mean - y).double().square()
-        mask = self._likelihood.mask(y)
-        return wrong if mask is None else wrong.where((mask > 0).expand(wrong.shape), nan)
+def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tensor:
+    """Return the mean error of the simple model, each example without itself; raise if all targets are equal."""
+    has_classes = likelihood.gives_probabilities and not likelihood.elementwise
+    if not has_classes and y.shape != mean.shape:
+        raise NoDistance("their targets do not have the form of the predictions")
+    y = y.reshape(len(y), -1)
+    y = y[:, :: -(-y.shape[1] // _COLUMNS)]
+    table = nn.functional.one_hot(y.clamp_min(0), mean.shape[-1]) if has_classes else y
+    table = table.double()
+    if not _errors(likelihood, table.mean(0).expand(table.shape), y).nanmean() > 0:
+        raise NoDistance("all targets are equal")
+    found = without_itself(moves.squares, table.flatten(1).to(moves.squares.device))
+    return _errors(likelihood, found.view(table.shape).to(y.device), y).nanmean()
 
 
 def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches, float]:
     """Return batches of moved training examples, and the length by which they are moved."""
-    moves, judge = moves_of(data), _Judge(network, likelihood)
-    still = judge.errors(moves.batches(0.0)).nanmean()
-    due = max(still, judge.due(moves))  # no network errs less often at new inputs than in training
-    for length in _LENGTHS:
-        errors = judge.errors(moves.batches(length))
+    moves = moves_of(data)
+    f, y = _outputs(network, likelihood, moves.batches(0.0))
+    still = _errors(likelihood, likelihood.mean(f), y).nanmean()
+    # no network errs less often at new inputs than in training
+    due = max(still, _due(likelihood, moves, likelihood.mean(f), y))
+    for length in torch.linspace(1, 2, 5, device="cpu").tolist():
+        f, y = _outputs(network, likelihood, moves.batches(length))
+        errors = _errors(likelihood, likelihood.mean(f), y)
         if errors.nanmean() >= due:
             break
     if errors.nanmean() <= due:
         return list(moves.batches(length)), length
-    if (
-        errors.dim() > 1 or not likelihood.gives_probabilities
-    ):  # squared errors grow with the square
+    if errors.dim() > 1 or not likelihood.gives_probabilities:
+        # squared errors grow with the square
         length *= ((due - still) / (errors.nanmean() - still)).sqrt().item()
         return list(moves.batches(length)), length
     most = (due / (1 - due) * (errors == 0).sum()).clamp_min(1)
-    kept = (
-        ((errors == 0) | (errors.nan_to_num().cumsum(0) <= most))
-        .nonzero()[:, 0]
-        .to(moves.scale.device)
-    )
-    return list(moves.batches(length, kept)), length
+    kept = (errors == 0) | (errors.nan_to_num().cumsum(0) <= most)
+    return list(moves.batches(length, kept.nonzero()[:, 0].to(moves.scale.device))), length
 
 
 def temperature_of_neighbours(
@@ -232,14 +222,8 @@ def temperature_of_neighbours(
     """
     network, likelihood = Network(model, adapter.outputs, class_dim), Classification()
     data = Data(paired(loader, targets), network.device, adapter.targets)
-    try:
-        batches, _ = moved(network, data, likelihood)
-    except NoDistance as error:
-        raise ValueError(
-            f"These training examples cannot be moved towards neighbours: {error}. Fit a temperature to a "
-            "validation set instead."
-        ) from error
-    return temperature_of(likelihood, *_Judge(network, likelihood).outputs(batches))
+    batches, _ = moved(network, data, likelihood)
+    return temperature_of(likelihood, *_outputs(network, likelihood, batches))
 
 
 def _examples(data: Data) -> tuple[Any, Tensor]:

@@ -6,5 +6,5 @@ RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/wh
 COPY setup.cfg setup.py README.md LICENSE ./
 COPY torch_lla_em torch_lla_em
 RUN pip install --no-cache-dir ".[demo]"
-COPY benchmarks benchmarks
-CMD ["python", "benchmarks/digits.py"]
+COPY examples examples
+CMD ["python", "examples/five_minutes.py"]

@@ -53,77 +53,63 @@ def mlp(*extra):
 
 
 def pooled(**options):
-    return Model(
-        lambda m, x: m.b(m.a(x).tanh().mean(1)), nn.Embedding(6, 4, **options), nn.Linear(4, 2)
-    )
+    embedding = nn.Embedding(6, 4, **options)
+    return Model(lambda m, x: m.b(m.a(x).tanh().mean(1)), embedding, nn.Linear(4, 2))
 
 
-def tied(model):
+def tied():
+    model = pooled()
     model.b = nn.Linear(4, 6)
     model.b.weight = model.a.weight
     return model
 
 
+def recurrent():
+    lstm = nn.LSTM(4, 3, 2, batch_first=True)
+    return Model(lambda m, x: m.b(m.a(x)[0][:, -1]), lstm, nn.Linear(3, 2))
+
+
+def attention():
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Model(lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1), layer)
+
+
 def encoder():
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    return Model(
-        lambda m, x, mask=None: m.a(x, src_key_padding_mask=mask).mean(1),
-        nn.TransformerEncoder(layer, 2),
-    )
+    return Model(lambda m, x: m.a(x).mean(1), nn.TransformerEncoder(layer, 2))
 
 
 def convolutional(*layers):
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2),
-        *layers,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 2),
-    )
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers, *end)
 
 
 def checkpointed(reentrant):
-    return Model(
-        lambda m, x: m.b(torch.utils.checkpoint.checkpoint(m.a, x, use_reentrant=reentrant)),
-        mlp(),
-        nn.Linear(4, 2),
-    )
+    run = torch.utils.checkpoint.checkpoint
+    return Model(lambda m, x: m.b(run(m.a, x, use_reentrant=reentrant)), mlp(), nn.Linear(4, 2))
+
+
+def normed():
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), mlp())
 
 
 LAYERS = {
     "MLP": lambda: (mlp(), ROWS),
-    "LSTM": lambda: (
-        Model(
-            lambda m, x: m.b(m.a(x)[0][:, -1]),
-            nn.LSTM(4, 3, 2, batch_first=True),
-            nn.Linear(3, 2),
-        ),
-        SEQUENCE,
-    ),
-    "MultiheadAttention": lambda: (
-        Model(
-            lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1),
-            nn.MultiheadAttention(4, 2, batch_first=True),
-        ),
-        SEQUENCE,
-    ),
+    "LSTM": lambda: (recurrent(), SEQUENCE),
+    "MultiheadAttention": lambda: (attention(), SEQUENCE),
     "TransformerEncoder": lambda: (encoder(), SEQUENCE),
     "Embedding": lambda: (pooled(), IDS),
     "Embedding, padding_idx": lambda: (pooled(padding_idx=0), IDS),
-    "Embedding tied to the head": lambda: (tied(pooled()), IDS),
+    "Embedding tied to the head": lambda: (tied(), IDS),
     "BatchNorm": lambda: (convolutional(nn.BatchNorm2d(4), nn.ReLU()), IMAGE),
     "GroupNorm": lambda: (convolutional(nn.GroupNorm(2, 4), nn.ReLU()), IMAGE),
     "Activations in place": lambda: (convolutional(nn.SiLU(True), nn.ReLU(True)), IMAGE),
-    "weight_norm": lambda: (
-        nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), mlp()),
-        ROWS,
-    ),
+    "weight_norm": lambda: (normed(), ROWS),
     "Dropout": lambda: (mlp(nn.Dropout(), nn.Linear(4, 2)), ROWS),
     "Checkpointing, not reentrant": lambda: (checkpointed(False), ROWS),
     "torch.compile": lambda: (torch.compile(mlp()), ROWS),
     "DataParallel": lambda: (nn.DataParallel(mlp()), ROWS),
 }
-
 REFUSED = {
     "Checkpointing, reentrant": lambda: (checkpointed(True), ROWS),
     "EmbeddingBag": lambda: (nn.Sequential(nn.EmbeddingBag(6, 4), mlp()), IDS),
@@ -211,13 +197,11 @@ def row(name, make):
     double, single = probe(make, torch.float64), probe(make, torch.float32)
     if isinstance(double, Exception):
         return f"| {name} | {double} |"
-    direction = {True: "forward", False: "reverse"}[double.forward]
-    single_direction = {True: "forward", False: "reverse"}[single.forward]
-    note = "by factors" if double.names else ""
-    if direction != single_direction:
-        note = f"{single_direction} in float32"
+    ways = ["forward" if found.forward else "reverse" for found in (double, single)]
+    note = "By factors" if double.names else ""
+    note = f"{ways[1].capitalize()} in float32" if ways[0] != ways[1] else note
     errors = f"{double.adjoint_error:.0e} | {single.adjoint_error:.0e}"
-    return f"| {name} | {direction} | {errors} | {note[:1].upper()}{note[1:]} |"
+    return f"| {name} | {ways[0]} | {errors} | {note} |"
 
 
 def main():
@@ -228,19 +212,16 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    lines = [
-        "Measured on a CPU with Python "
-        f"{platform.python_version()}, torch {torch.__version__.split('+')[0]}, torchvision "
-        f"{torchvision.__version__.split('+')[0]}, transformers {transformers.__version__} and "
-        f"peft {peft.__version__}.",
-    ]
-    sections = {
-        "Layers": LAYERS,
-        "torchvision": VISION,
-        "transformers and peft": LANGUAGE,
-        "Not supported": REFUSED,
+    measured = {
+        "torch": torch,
+        "torchvision": torchvision,
+        "transformers": transformers,
+        "peft": peft,
     }
-    for title, cases in sections.items():
+    versions = [f"{name} {of.__version__.split('+')[0]}" for name, of in measured.items()]
+    lines = [f"Measured on a CPU with Python {platform.python_version()}, {', '.join(versions)}."]
+    sections = {"Layers": LAYERS, "torchvision": VISION, "transformers and peft": LANGUAGE}
+    for title, cases in (sections | {"Not supported": REFUSED}).items():
         columns = ["architecture", "J w", "error, float64", "error, float32", "note"]
         if cases is REFUSED:
             columns = ["architecture", "error message"]

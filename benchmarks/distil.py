@@ -1,7 +1,6 @@
 """What a student of one forward pass keeps of its posterior, and what it costs.
 
     python benchmarks/distil.py                 # half an hour on one core
-    python benchmarks/distil.py --tasks letter --methods "ensemble of five"
     python benchmarks/distil.py --tasks wdbc --quick
 
 Networks are trained on tables that no option was chosen by, on digits and for regression,
@@ -16,22 +15,17 @@ averages the probabilities of five networks, without temperature scaling (for re
 Expected: on tables the student's NLL is within 3 % of the posterior's.
 """
 
-import argparse
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from math import exp, log
-from pathlib import Path
 from statistics import mean
 
 import torch
 from methods import families, markdown, tasks
 from methods.learning import best_temperature, train
-from methods.metrics import auroc
-from methods.provenance import provenance
+from methods.metrics import Classes, auroc
+from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from torch_lla_em import LinearisedLaplace
 
@@ -52,28 +46,19 @@ SHOWN = {
     "trainings": "distilling / training",
     "epochs": "distilling, epochs",
 }
-METHODS = ["network", "temperature scaling", "ensemble of five", "posterior", "student"]
 LEVEL, RATE = 0.9, 0.05
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__, "distil")
     parser.add_argument("--tasks", nargs="*", default=[*TABLES, *REGRESSION, *IMAGES])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("results/distil.jsonl"))
-    given = parser.parse_args(arguments)
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    records = []
-    for name in given.tasks:
-        for record in run(name, given.seed, given.methods, given.quick):
+    given = begin(parser, arguments)
+    for name in () if given.report else given.tasks:
+        for record in run(name, given.seed, given.quick):
             markdown.append(given.out, [record], provenance(("torch",)))
-            records.append(record)
-            print(record, flush=True)
-    print(summary(records))
+    print(summary(markdown.read(given.out)))
 
 
 def summary(records: list[dict]) -> str:
@@ -95,7 +80,7 @@ def summary(records: list[dict]) -> str:
     return markdown.table(found, {"kind": "", "method": ""}, SHOWN, decimals=3)
 
 
-def run(name: str, seed: int, methods: list[str], quick: bool) -> Iterator[dict]:
+def run(name: str, seed: int, quick: bool) -> Iterator[dict]:
     """Yield a record of each method on both networks of a task."""
     kind = "images" if name in IMAGES else "tables"
     task = (families.images if kind == "images" else tasks.task)(name, seed)
@@ -104,19 +89,19 @@ def run(name: str, seed: int, methods: list[str], quick: bool) -> Iterator[dict]
     clock = time.process_time()
     networks = train(task, 1000 * seed, epochs)
     training = time.process_time() - clock
-    if task.classes and "ensemble of five" in methods:
+    if task.classes:
         others = [train(task, 1000 * seed + number, epochs) for number in range(1, 5)]
     for at, (stage, network) in enumerate(zip(("early", "on"), networks)):
         several = [network.eval(), *(pair[at].eval() for pair in others)]
         common = {"task": name, "kind": kind, "network": stage}
-        for method, record in compared(task, several, methods, quick):
+        for method, record in compared(task, several, quick):
             if taken := record.pop("distilling", None):
                 record |= {"trainings": taken / training, "epochs": taken / training * epochs}
             yield common | {"method": method} | record
 
 
 def compared(
-    task: tasks.Task, networks: list[nn.Module], methods: list[str], quick: bool
+    task: tasks.Task, networks: list[nn.Module], quick: bool
 ) -> Iterator[tuple[str, dict]]:
     """Yield the scores of each method, and what it takes; the first network is that of the posterior."""
     network = networks[0]
@@ -143,22 +128,18 @@ def compared(
                 ("temperature scaling", lambda x: (network(x) / T).log_softmax(-1)),
                 ("ensemble of five", averaged),
             ):
-                if name in methods:
-                    found = plain(of, x, y, shifted)
-                    yield name, relative(found) | milliseconds(of, x)
-    if "posterior" in methods:
-        yield "posterior", relative(posterior) | milliseconds(la, x)
+                yield name, relative(plain(of, x, y, shifted)) | milliseconds(of, x)
+    yield "posterior", relative(posterior) | milliseconds(la, x)
     inputs = torch.cat([task.train.x, task.held_out.x])
     options = {"steps": 20, "num_inputs": 100} if quick else {}
-    if "student" in methods:
-        torch.manual_seed(0)
-        clock = time.process_time()
-        student = la.distil(inputs, progress_bar=False, **options)
-        seconds = time.process_time() - clock
-        student.calibrate(*task.held_out)
-        found = relative(scored(student, x, y, shifted)) | milliseconds(student, x)
-        found |= {"predict, ms": milliseconds(student.predict, x)["1, ms"]}
-        yield "student", found | {"distilling": seconds}
+    torch.manual_seed(0)
+    clock = time.process_time()
+    student = la.distil(inputs, progress_bar=False, **options)
+    seconds = time.process_time() - clock
+    student.calibrate(*task.held_out)
+    found = relative(scored(student, x, y, shifted)) | milliseconds(student, x)
+    found |= {"predict, ms": milliseconds(student.predict, x)["1, ms"]}
+    yield "student", found | {"distilling": seconds}
 
 
 def scored(la: nn.Module, x: Tensor, y: Tensor, shifted: Tensor) -> dict:
@@ -174,7 +155,7 @@ def scored(la: nn.Module, x: Tensor, y: Tensor, shifted: Tensor) -> dict:
             inside = (lower <= y) & (y <= upper)
         else:
             inside = at.prediction_set(LEVEL).gather(1, y[:, None])
-            record["ece"] = ece(at.log_probs, y)
+            record["ece"] = Classes(at.log_probs, tuple).scores(y, {})["ece"]
         record["coverage"] = inside.double().mean().item()
         record["false alarms"] = at.is_ood(RATE).double().mean().item()
     return record
@@ -182,18 +163,10 @@ def scored(la: nn.Module, x: Tensor, y: Tensor, shifted: Tensor) -> dict:
 
 def plain(log_probs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, shifted: Tensor) -> dict:
     """Return the scores of a network, whose uncertainty is the entropy."""
-    at, away = log_probs(x), log_probs(shifted)
-    entropy = [torch.special.entr(p.exp()).sum(-1) for p in (at, away)]
-    return {
-        "nll": -at.gather(1, y[:, None]).mean().item(),
-        "ece": ece(at, y),
-        "auroc, epistemic": auroc(*entropy),
-    }
-
-
-def ece(log_probs: Tensor, y: Tensor) -> float:
-    p = log_probs.exp().clamp_max(1)
-    return multiclass_calibration_error(p, y, p.shape[-1], n_bins=15).item()
+    at, away = (Classes.of(log_probs(rows)[None]) for rows in (x, shifted))
+    scores = at.scores(y, {})
+    found = {key: scores[key] for key in ("nll", "ece")}
+    return found | {"auroc, epistemic": auroc(at.unfamiliarity, away.unfamiliarity)}
 
 
 def milliseconds(predict: Callable[[Tensor], object], x: Tensor) -> dict:

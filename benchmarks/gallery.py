@@ -2,17 +2,13 @@
 
     python benchmarks/gallery.py --out docs/images/gallery
 
-takes half a minute. The charts of the benchmark pages are drawn by ``benchmarks/report.py``.
+takes half a minute.
 """
 
 import argparse
 import logging
 from collections.abc import Callable
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import torch
@@ -26,6 +22,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 def main() -> None:
+    plt.switch_backend("Agg")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("results/gallery"))
     parser.add_argument("--tiny", action="store_true", help="train for a few steps only")
@@ -76,9 +73,7 @@ def digits(steps: int) -> tuple[LinearisedLaplace, Rows, Tensor]:
     x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
     x = x.float().div(16).view(-1, 1, 8, 8)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    fit, held_out, test = (
-        order[rows] for rows in (slice(900), slice(900, 1200), slice(1200, None))
-    )
+    fit, held_out, test = order.tensor_split([900, 1200])
     torch.manual_seed(0)
     layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
     network = nn.Sequential(nn.Flatten(), *layers)

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --steps "fit resnet18" cost  # those whose names begin so
     python benchmarks/gpu.py --tiny --device cpu          # every step at a tiny size, as a test
 
-runs the tests marked cuda; whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to an
+runs whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to an
 error of 1e-3; products with G, against (1 + 4 K) forward passes, in float32,
 TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU; and the cost of fits of small networks (cost.py). Every step adds its lines to
 results/gpu.jsonl; one that failed says so there. ``report.py results/gpu.jsonl`` writes the tables of the
@@ -12,19 +12,15 @@ documentation.
 """
 
 import argparse
-import logging
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import cost
 import torch
 from methods import markdown, networks
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from torch import nn
 
 from torch_lla_em import Compute, LinearisedLaplace
@@ -33,7 +29,6 @@ from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import prepare
 from torch_lla_em.problem.problem import Problem
 
-ROOT = Path(__file__).parents[1]
 NETWORKS = {
     "lenet": (partial(networks.lenet, nn.Tanh, nn.AvgPool2d), (1, 28, 28), 8192, 8192),
     "resnet18": (networks.resnet18, (3, 32, 32), 1024, 2000),
@@ -46,18 +41,6 @@ and the examples of a whole fit."""
 PRECISIONS = "float32", "tf32", "bfloat16"
 SMALL = "mlp", "cnn", "bert", "last layer, 50000 x 512 x 10"
 Lines = list[dict]
-
-
-def tests(args: argparse.Namespace) -> Lines:
-    """Run the tests marked cuda, and return how they ended."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [*command, "tests"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
-    return [{"ended": ended.stdout.strip().splitlines()[-1:], "rc": ended.returncode}] + [
-        {"failed": line} for line in failed
-    ]
 
 
 def products(name: str, precision: str, args: argparse.Namespace) -> Lines:
@@ -91,8 +74,8 @@ def products(name: str, precision: str, args: argparse.Namespace) -> Lines:
     return lines
 
 
-def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
-    """Return a trained network with its data, and the seconds of an epoch."""
+def fit(name: str, args: argparse.Namespace) -> Lines:
+    """Return what a whole fit of a trained network costs, to an error of 1e-3."""
     torch.manual_seed(0)
     make, (channels, size, _), _, rows = NETWORKS[name]
     rows = 24 if args.tiny else rows
@@ -100,13 +83,7 @@ def trained(name: str, args: argparse.Namespace) -> tuple[cost.Problem, float]:
     options = {"compute": Compute(tolerance=1e-3), "curvature": "network"}
     problem = cost.Problem(make(), x, y, 1 + 4000 * (not args.tiny) // rows, options)
     problem = problem.on(args.device)
-    return problem, cost.train(problem)
-
-
-def fit(name: str, args: argparse.Namespace) -> Lines:
-    """Return what a whole fit costs, to a certificate of 1e-3."""
-    problem, epoch = trained(name, args)
-    return [{"network": name} | cost.line(problem, epoch, 2 if args.tiny else 8, 64)]
+    return [{"network": name} | cost.line(problem, cost.train(problem), 2 if args.tiny else 8, 64)]
 
 
 def costs(name: str, args: argparse.Namespace) -> Lines:
@@ -125,20 +102,18 @@ def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], 
             found[f"product {name}, {precision}"] = partial(products, name, precision)
     for name in SMALL[:1] if args.tiny else SMALL:
         found[f"cost {name}"] = partial(costs, name)
-    return found if args.tiny else {"tests": tests} | found
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, "gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the script")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", nargs="*", default=[""], help="beginnings of the names of steps")
     parser.add_argument("--minutes", type=float, default=28.0, help="after which no step begins")
-    parser.add_argument("--out", type=Path, default=Path("results/gpu.jsonl"))
-    args = parser.parse_args(arguments)
+    args = begin(parser, arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("No CUDA device is available. Use --device cpu --tiny to test the script.")
-    logging.getLogger("torch_lla_em").setLevel(logging.INFO)
     origin = provenance(("torch", "torchvision"))
     if args.device == "cuda":
         origin["machine"] = torch.cuda.get_device_name()
@@ -154,7 +129,6 @@ def main(arguments: list[str] | None = None) -> None:
             lines = [{"failed": f"{type(error).__name__}: {error}"[:300]}]
         lines = [line | {"step": name, "part": name.split()[0]} for line in lines]
         markdown.append(args.out, lines, origin)
-        print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

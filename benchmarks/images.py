@@ -15,9 +15,8 @@ of its scores above the 95th percentile of the validation set; ours is flagged w
 """
 
 import argparse
-import logging
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from methods.learning import descend
 from methods.metrics import auroc
 from methods.networks import lenet
 from methods.peers import METHODS, Case
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from methods.tasks import Rows, Task, perceptron
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -216,52 +215,40 @@ def means(records: list[dict], *keys: str) -> dict[tuple, dict[str, float]]:
 
 
 def report(records: list[dict]) -> str:
-    """Return the tables of probabilities, and those of AUROC and share of flagged inputs."""
-    titles = {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}
-    best, parts = {"nll": "min", "ece": "min", "accuracy": "max"}, []
-    found = {part: [r for r in records if r["part"] == part] for part in ("probabilities", "ood")}
-    for case in dict.fromkeys(r["case"] for r in found["probabilities"]):
-        of = means([r for r in found["probabilities"] if r["case"] == case], "row")
-        lines = [{"row": row} | line for (row,), line in of.items()]
-        parts.append(markdown.table(lines, {"row": case}, titles, best, 3))
-    for case in dict.fromkeys(r["case"] for r in found["ood"]):
-        of = means([r for r in found["ood"] if r["case"] == case], "row", "shift")
-        lines, shifts = (
-            [],
-            [shift for shift in dict.fromkeys(at[1] for at in of) if shift != "none"],
-        )
-        for row in dict.fromkeys(at[0] for at in of):
-            areas = [of[row, shift]["auroc"] for shift in shifts]
-            line = {"row": row, "none": of[row, "none"]["flagged"], "mean": sum(areas) / len(areas)}
-            for shift, area in zip(shifts, areas, strict=True):
-                line[shift] = f"{area:.3f} / {of[row, shift]['flagged']:.2f}"
-            lines.append(line)
+    """Return the table of probabilities, and those of AUROC and share of flagged inputs."""
+    of = means([r for r in records if r["part"] == "probabilities"], "row", "case")
+    lines: dict[str, dict] = {}
+    for (row, case), x in of.items():
+        cell = f"{x['nll']:.3f} / {x['ece']:.3f} / {x['accuracy']:.3f}"
+        lines.setdefault(row, {"row": row})[case] = cell
+    cases, parts = [*dict.fromkeys(case for _, case in of)], []
+    if lines:
+        parts.append(markdown.table(lines.values(), {"row": "NLL / ECE / accuracy"}, cases))
+    found = [r for r in records if r["part"] == "ood"]
+    for case in dict.fromkeys(r["case"] for r in found):
+        of = means([r for r in found if r["case"] == case], "row", "shift")
+        shifts, lines = [*dict.fromkeys(shift for _, shift in of if shift != "none")], {}
+        for row in dict.fromkeys(row for row, _ in of):
+            areas = {shift: of[row, shift]["auroc"] for shift in shifts}
+            cells = {s: f"{a:.3f} / {of[row, s]['flagged']:.2f}" for s, a in areas.items()}
+            lines[row] = {"row": row, "none": of[row, "none"]["flagged"]} | cells
+            lines[row]["mean"] = sum(areas.values()) / len(areas)
         columns = {"none": "false alarms"} | {s: s for s in shifts} | {"mean": "mean AUROC"}
         title = {"row": f"{case}: AUROC / flagged"}
-        parts.append(markdown.table(lines, title, columns, {"mean": "max"}, 3))
+        parts.append(markdown.table(lines.values(), title, columns, {"mean": "max"}, 3))
     return "\n\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, "images")
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--features", type=Path, default=Path("results/cells.pt"))
-    parser.add_argument("--out", type=Path, default=Path("results/images.jsonl"))
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    args = begin(parser, argv)
     cases = [{"case": name, "seed": seed} for seed in args.seeds for name in args.cases]
     origin = provenance(("torch", "mlxtend", "pytorch-ood"))
-
-    def measure(case: str, seed: int) -> Iterator[dict]:
-        return measured(args, case, seed)
-
+    measure = partial(measured, args)
     print(report(markdown.resume(args.out, [] if args.report else cases, measure, origin)))
 
 

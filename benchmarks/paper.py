@@ -7,31 +7,25 @@ K posterior samples solve (G + λ) w = λ w0 + Jᵀ S ε, at the λ of a default
 ``torch.func`` alone. A pass multiplies K columns by G. The error is that of the functions J w on the data,
 √(Σ ‖J (w - w*)‖²_H / Σ ‖J w*‖²_H), against a solution w* to 1e-5. CG solves each system by itself. SGD is that
 of the paper, with Nesterov momentum and a step for each batch of 100; its step size is the best of a grid for each
-number of epochs, and the search is not counted. "whole fit" has the passes of EM with default options and with
-``Compute(solver=BlockCG())``. Lines go to results/paper.jsonl.
+number of epochs, and the search is not counted. Lines go to results/paper.jsonl.
 
 Expected: 1 % by block CG after about 5 passes, by CG after 15, by SGD after 80.
 """
 
 import argparse
-import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from methods import markdown
 from methods.learning import descend
 from methods.networks import convolutional
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
-from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, LinearisedLaplace
 from torch_lla_em.solvers import DivergenceError, Operator, Product
-
-Point = tuple[float, float]
-"""Passes and error."""
 
 TARGETS = {"10 %": 0.1, "3 %": 0.03, "1 %": 0.01}
 RATES = 0.05, 0.1, 0.2, 0.5, 1.0, 1.5
@@ -105,7 +99,7 @@ class Race:
         self.truth = BlockCG(1e-5).solve(system, self.b).x
         self.size = self._squared(self.truth)
 
-    def trace(self, solver: str) -> Iterator[Point]:
+    def trace(self, solver: str) -> Iterator[tuple[float, float]]:
         """Yield passes and errors, up to the first error below 1 %."""
         for passes, x in {"block CG": self.block_cg, "CG": self.cg, "SGD": self.sgd}[solver]():
             error = self.error(x)
@@ -155,7 +149,7 @@ class Race:
         return (x * self.system(x)).double().sum().item()
 
 
-def reached(points: list[Point], target: float) -> str:
+def reached(points: list[tuple[float, float]], target: float) -> str:
     """Return the passes at the first error below the target, or a dash and the last error."""
     for passes, error in points:
         if error <= target:
@@ -164,7 +158,7 @@ def reached(points: list[Point], target: float) -> str:
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield a line of each whole fit and of each solver."""
+    """Yield a line of each solver."""
     digits = load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32)[: args.rows, None] / 16
     y = torch.tensor(digits.target)[: args.rows]
@@ -172,36 +166,27 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     network = convolutional([1, 12, 24], [96, 32, 10])
     optimiser = torch.optim.Adam(network.parameters(), 2e-3, weight_decay=1e-4)
     descend(network, (x, y), args.epochs, optimiser, 50)
-    batches, K, precision = list(zip(x.split(100), y.split(100))), args.num_samples, None
-    for name, solver in {"default": None, "block CG": BlockCG()}.items():
-        la = LinearisedLaplace(
-            network, "classification", num_samples=K, compute=Compute(solver=solver)
-        )
-        la.fit(batches, progress_bar=False)
-        precision = precision or la.prior_precision.item()
-        line = {"part": "whole fit", "solver": name, "passes": la.history[-1]["columns"] / K}
-        yield line | {"precision": la.prior_precision.item(), "gamma": la.effective_dim.item()}
+    batches, K = list(zip(x.split(100), y.split(100))), args.num_samples
+    la = LinearisedLaplace(network, "classification", num_samples=K)
+    precision = la.fit(batches, progress_bar=False).prior_precision.item()
     race = Race(System(network, batches, precision), K)
     for solver in args.solvers:
         points = list(race.trace(solver))
-        line = {"part": "samples", "solver": solver, "parameters": race.b.shape[1], "K": K}
+        line = {"solver": solver, "parameters": race.b.shape[1], "K": K}
         yield line | {name: reached(points, target) for name, target in TARGETS.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, "paper")
     solvers = "block CG", "CG", "SGD"
     parser.add_argument("--solvers", nargs="+", choices=solvers, default=solvers)
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--epochs", type=int, default=40, help="of training")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
-    for line in measured(args):
-        print(line, flush=True)
-        markdown.append(args.out / "paper.jsonl", [line], provenance(("torch",)))
+    args = begin(parser, arguments)
+    for line in () if args.report else measured(args):
+        markdown.append(args.out, [line], provenance(("torch",)))
+    print(markdown.table(markdown.read(args.out), ("solver",), (*TARGETS,)))
 
 
 if __name__ == "__main__":

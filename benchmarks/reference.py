@@ -3,7 +3,7 @@
     python benchmarks/reference.py                     # about ten minutes; compares with results/reference.jsonl
     python benchmarks/reference.py --groups tables --only vowel pima
     python benchmarks/reference.py --out results/reference.jsonl --store    # freeze the present code
-    python benchmarks/reference.py --lines new.jsonl   # compare lines that were measured earlier
+    python benchmarks/reference.py --report --out new.jsonl   # compare lines that were measured earlier
 
 One thread, processor seconds. Each line is a fit with default options: the ten tuning tables (networks with early
 stopping, and after 100 epochs; two seeds), networks and last layers of cost.py, two regressions in their natural
@@ -14,11 +14,8 @@ within .5 %, no table is worse by 3 %, no λ collapses, and no fit takes more th
 Expected: ratios of 1.000, but for seconds, which differ by up to a quarter between two runs of the same code.
 """
 
-import argparse
-import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +25,7 @@ from cost import PROBLEMS, Problem, made
 from cost import train as train_problem
 from methods import markdown, tasks
 from methods.learning import train
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from segmentation import batches, nll, scenes, trained
 from torch import Tensor, nn
 
@@ -65,9 +62,9 @@ def timed(la: LinearisedLaplace, data: tuple) -> dict:
 def scored(la: LinearisedLaplace, x: Tensor, y: Tensor) -> dict:
     """Return the NLL of the linear model alone, and of the default prediction."""
     found = {}
-    for name, options in (("nll_q", {"mean": "linear"}), ("nll", {})):
+    for name, mean in (("nll_q", {"mean": "linear"}), ("nll", {})):
         parts = zip(x.split(500), y.split(500))
-        sums = [la.predict(a, **options).log_prob(b).sum().item() for a, b in parts]
+        sums = [la.predict(a, **mean).log_prob(b).sum().item() for a, b in parts]
         found[name] = -sum(sums) / y.shape[0]
     return found
 
@@ -185,28 +182,20 @@ def compared(before: list[dict], after: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, "reference")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="parts of names")
-    parser.add_argument("--out", type=Path, default=Path("results/reference.jsonl"))
     parser.add_argument("--before", type=Path, default=STORED, help="lines to compare with")
-    parser.add_argument("--lines", type=Path, help="compare these lines, and measure nothing")
     parser.add_argument("--store", action="store_true", help="do not compare")
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    if args.lines:
-        print(compared(markdown.read(args.before), markdown.read(args.lines)))
+    args = begin(parser, arguments)
+    if args.report:
+        print(compared(markdown.read(args.before), markdown.read(args.out)))
         return
     lines, origin = [], provenance(("torch",))
     wanted = lambda name: not args.only or any(part in name for part in args.only)  # noqa: E731
     for group in args.groups:
         for line in GROUPS[group](wanted):
             lines.append(line)
-            print(
-                {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}, flush=True
-            )
             markdown.append(args.out, [line], origin)
     if not args.store:
         print(compared(markdown.read(args.before), lines))

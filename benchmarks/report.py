@@ -1,4 +1,4 @@
-"""Writes the tables and draws the charts of the documentation, from benchmarks/results/*.jsonl.
+"""Writes the tables of the documentation, from benchmarks/results/*.jsonl.
 
     python benchmarks/report.py                          # update the pages
     python benchmarks/report.py results/tables.jsonl     # first replace the stored results by a run's
@@ -11,19 +11,16 @@ made of tables.jsonl alone.
 import argparse
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import distil
 import images
-import matplotlib
 import tables
 import testbed
 import uci
 from methods import markdown
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -34,7 +31,6 @@ NAMES = {
     "ensemble of 5": "ensemble of five",
     "ensemble of 5, temperature": "ensemble of five, temperature scaling",
     "laplace-torch, last layer, grid search": "laplace-torch, last layer, tuned on validation set",
-    "laplace-torch, grid search, all layers": "laplace-torch, all layers, tuned on validation set",
     "ours": "torch_lla_em, all layers",
     "ours, last layer": "torch_lla_em, last layer",
     "ours, as fitted": "torch_lla_em, as fitted",
@@ -61,17 +57,16 @@ NAMES = {
 STAGES = {"early": "early stopping", "on": "100 epochs", "late": "400 epochs"}
 HEADED = {"dyadic": "joint NLL", "accuracy": "accuracy", "gain": "OOD AUROC"}
 """What the headline has beside the NLL."""
-CHARTED = (
+METHODS = (
     *("network", "temperature", "ensemble of 5", "ensemble of 5, temperature"),
-    *(
-        "laplace-torch, last layer",
-        "laplace-torch, last layer, grid search",
-        "laplace-torch, all layers",
-    ),
+    *("laplace-torch, last layer", "laplace-torch, last layer, Monte Carlo"),
+    "laplace-torch, last layer, grid search",
+    *("laplace-torch, all layers", "laplace-torch, all layers, Monte Carlo"),
     *("ours, as fitted", "ours, calibrated"),
     *("ours, last layer (validation=False), as fitted", "ours, last layer, as fitted"),
     "ours, last layer, calibrated",
 )
+"""Rows of tables.jsonl, in the order of the pages."""
 
 
 class Shown(NamedTuple):
@@ -97,18 +92,14 @@ class Shown(NamedTuple):
 
 
 BENCHMARKS, COST = "docs/benchmarks.md", "docs/cost.md"
-METHOD = {"row": "method"}
-RELATIVE = {
-    "nll": "NLL",
-    "worst": "worst NLL",
+STAGED = {
     "near": "joint NLL, neighbours",
     "dyadic": "joint NLL, dyadic",
     "ece": "ECE",
     "accuracy": "accuracy",
     "gain": "OOD AUROC",
 }
-LEAST = dict.fromkeys(("nll", "worst", "near", "dyadic", "ece"), "min")
-RELATIVE_BEST = LEAST | {"accuracy": "max", "gain": "max"}
+"""Scores that the benchmarks have at every stage."""
 PROMISED = {"coverage": "coverage of 90 %", "flagged": "false alarms at 5 %"}
 OF_NETWORK = {"problem": "network", "weights": "parameters", "rows": "examples", "K": "samples"}
 FIT = {"seconds": "fit, s", "trainings": "fit / training"}
@@ -150,22 +141,12 @@ LARGE = {
     "fit_seconds": "fit, CPU s",
 }
 TABLES = {
-    "large": Shown(
-        BENCHMARKS,
-        "large",
-        {"rows": "examples", "row": "method"},
-        LARGE,
-        decimals=3,
-    ),
+    "large": Shown(BENCHMARKS, "large", {"rows": "examples", "row": "method"}, LARGE, decimals=3),
     "segmentation": Shown(
         BENCHMARKS, "segmentation", {"images": "images", "layers": "posterior over"}, SEGMENTED
     ),
     "passes": Shown(
-        BENCHMARKS,
-        "paper",
-        {"solver": "solver"},
-        {name: name for name in ("10 %", "3 %", "1 %")},
-        {"part": "samples"},
+        BENCHMARKS, "paper", {"solver": "solver"}, {s: s for s in ("10 %", "3 %", "1 %")}
     ),
     "promises": Shown(
         "docs/calibration.md",
@@ -182,23 +163,18 @@ TABLES = {
     "gpu fits": Shown(COST, "gpu", GPU_NETWORK, GPU_FITS, {"part": "fit"}),
     "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),
 }
-for stage in STAGES:
-    where = {"set": "unseen", "network": stage}
-    TABLES[f"unseen {stage}"] = Shown(
-        BENCHMARKS, "tables", METHOD, RELATIVE, where, RELATIVE_BEST, 3
-    )
 
 
-def headline(lines: list[dict]) -> str:
+def headline(lines: list[dict], sampled: bool = False) -> str:
     """Return mean and worst ratio of the NLL at each stage, and other scores after 100 epochs, a row for each method."""
     known = {(ln["row"], ln["network"]): ln for ln in lines if ln["set"] == "unseen"}
     columns = STAGES | HEADED
-    charted = [row for row in CHARTED if (row, "on") in known]
-    rows = [{"row": NAMES.get(row, row)} for row in charted]
+    chosen = [r for r in METHODS if (r, "on") in known and (sampled or "Carlo" not in r)]
+    rows = [{"row": NAMES.get(row, row)} for row in chosen]
     for key in columns:
         score, stage, best = ("nll", key, min) if key in STAGES else (key, "on", max)
         best = min if score == "dyadic" else best
-        found = [known[row, stage] for row in charted]
+        found = [known[row, stage] for row in chosen]
         shown = [markdown.number(line[score], 2 + (score == "accuracy")) for line in found]
         top = best(shown, key=float)
         for cells, line, text in zip(rows, found, shown, strict=True):
@@ -207,9 +183,24 @@ def headline(lines: list[dict]) -> str:
     return markdown.table(rows, {"row": "test NLL / temperature scaling's: mean (worst)"}, columns)
 
 
+def staged(lines: list[dict]) -> str:
+    """Return the other scores at the three stages, a row for each method."""
+    known = {(ln["row"], ln["network"]): ln for ln in lines if ln["set"] == "unseen"}
+    rows = []
+    for row in METHODS:
+        found = [known[row, stage] for stage in STAGES if (row, stage) in known]
+        places = {key: 3 if key in ("ece", "accuracy") else 2 for key in STAGED}
+        cells = {
+            k: " / ".join(markdown.number(ln[k], n) for ln in found) for k, n in places.items()
+        }
+        rows.append({"row": NAMES.get(row, row)} | cells)
+    return markdown.table(rows, {"row": " / ".join(STAGES.values())}, STAGED)
+
+
 TEXTS = {
     "headline": ("README.md", "tables", headline),
-    "headline of the benchmarks": (BENCHMARKS, "tables", headline),
+    "headline of the benchmarks": (BENCHMARKS, "tables", partial(headline, sampled=True)),
+    "stages": (BENCHMARKS, "tables", staged),
     "headline of the paper": ("paper/paper.md", "tables", headline),
     "images": (
         BENCHMARKS,
@@ -279,37 +270,6 @@ def _is(value: object, asked: object) -> bool:
     return value in asked if isinstance(asked, tuple) else value == asked
 
 
-def draw(results: Path, out: Path) -> None:
-    """Draw dots for means over the new tables, and lines to the worst table."""
-    out.mkdir(parents=True, exist_ok=True)
-    lines = markdown.read(results / "tables.jsonl")
-    figure, columns = plt.subplots(1, 3, figsize=(9, 4), sharey=True, layout="constrained")
-    for axes, (stage, title) in zip(columns, STAGES.items(), strict=True):
-        found = {ln["row"]: ln for ln in lines if ln["network"] == stage}
-        rows = [row for row in CHARTED if row in found]
-        best = min(found[row]["nll"] for row in rows)
-        for height, row in enumerate(reversed(rows)):
-            colour = "C0" if row.startswith("ours") else "0.55"
-            value, worst = found[row]["nll"], found[row]["worst"]
-            axes.plot([value, worst], [height, height], color=colour, linewidth=1, alpha=0.6)
-            axes.plot(worst, height, "|", color=colour, markersize=8)
-            axes.plot(value, height, "o", color=colour)
-            weight = "bold" if round(value, 2) == round(best, 2) else "normal"
-            place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(
-                f"{value:.2f}", (value, height), color=colour, size=8, weight=weight, **place
-            )
-        axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(rows)), [NAMES.get(row, row) for row in reversed(rows)])
-        axes.set(title=title, ylim=(-0.6, len(rows) - 0.3), xlim=(0.8, 8), xscale="log")
-        axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"], minor=False)
-        axes.minorticks_off()
-    figure.supxlabel("test NLL / that of temperature scaling", fontsize=10)
-    # without the version of matplotlib, equal charts are equal files
-    figure.savefig(out / "classification.png", dpi=100, metadata={"Software": None})
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="results to store: JSON lines of runs")
@@ -321,7 +281,6 @@ def main(arguments: list[str] | None = None) -> None:
         text = "".join(json.dumps(line) + "\n" for line in replaced(stored, kept(path)))
         (results / path.name).write_text(text)
     fill(results, args.root)
-    draw(results, args.root / "docs" / "images" / "charts")
 
 
 if __name__ == "__main__":

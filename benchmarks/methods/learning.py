@@ -39,20 +39,16 @@ def train(task: Task, seed: int, epochs: int, further: int = 0) -> list[nn.Modul
         torch.manual_seed(seed)
         network, least = task.network(), inf
         optimiser = torch.optim.Adam(network.parameters(), 2e-3)
-        for _ in range(epochs):
+        for epoch in range(1, epochs + further + 1):
             descend(network, task.train, 1, optimiser, 64, loss)
-            with torch.no_grad():
-                now = loss(network(task.held_out.x), task.held_out.y).item()
-            if now < least:
-                least, early = now, copy.deepcopy(network)
-        found = [early, network]
-        if further:
-            found.append(copy.deepcopy(network))
-            optimiser_state = optimiser.state_dict()
-            optimiser = torch.optim.Adam(found[-1].parameters(), 2e-3)
-            optimiser.load_state_dict(optimiser_state)
-            descend(found[-1], task.train, further, optimiser, 64, loss)
-    return found
+            if epoch <= epochs:
+                with torch.no_grad():
+                    now = loss(network(task.held_out.x), task.held_out.y).item()
+                if now < least:
+                    least, early = now, copy.deepcopy(network)
+            if epoch == epochs:
+                found = [early, copy.deepcopy(network)]
+    return [*found, network] if further else found
 
 
 def best_temperature(f: Tensor, y: Tensor) -> float:

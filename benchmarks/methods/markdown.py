@@ -13,10 +13,13 @@ def read(*paths: Path) -> list[dict]:
 
 
 def append(path: Path, records: Iterable[dict], origin: dict | None = None) -> None:
-    """Add JSON lines to a file, each with where it comes from."""
+    """Print records, and add them to a file of JSON lines, each with where it comes from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(record | (origin or {})) + "\n" for record in records)
+        for record in records:
+            shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
+            print(*(f"{key}={value}" for key, value in shown.items()), flush=True)
+            file.write(json.dumps(record | (origin or {})) + "\n")
 
 
 def resume(
@@ -30,7 +33,6 @@ def resume(
     for case in cases:
         if not any(case.items() <= record.items() for record in done):
             append(path, [case | record for record in measure(**case)], origin)
-            print(*case.values(), flush=True)
     return read(path)
 
 

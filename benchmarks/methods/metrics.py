@@ -63,10 +63,6 @@ class Classes:
         entropy = torch.special.entr(p.mean(0)).sum(-1)
         return entropy - torch.special.entr(p).sum(-1).mean(0)
 
-    def nll(self, y: Tensor) -> float:
-        """Return the mean NLL of single labels."""
-        return F.nll_loss(self.log_probs, y).item()
-
     def joint(self, y: Tensor, groups: Tensor) -> float:
         """Return the joint NLL per label of groups of rows, (G, labels)."""
         index = y.expand(len(self.samples), -1)[..., None]
@@ -82,7 +78,7 @@ class Classes:
             groups = {"joint_dyadic": dyadic(len(y))}
         return {
             "accuracy": multiclass_accuracy(p, y, classes, average="micro").item(),
-            "nll": self.nll(y),
+            "nll": F.nll_loss(self.log_probs, y).item(),
             "ece": multiclass_calibration_error(p, y, classes, n_bins=15).item(),
             "brier": (p - F.one_hot(y, classes)).square().sum(-1).mean().item(),
             **{name: self.joint(y, rows) for name, rows in groups.items()},

@@ -46,13 +46,11 @@ def vit_s() -> nn.Module:
 resnet50 = torchvision.models.resnet50
 
 
-def lenet(activation: type = nn.ReLU, pool: type = nn.MaxPool2d, norm: bool = False) -> nn.Module:
+def lenet(activation: type = nn.ReLU, pool: type = nn.MaxPool2d) -> nn.Module:
     """Return LeNet-5 for images of 28 x 28."""
     layers: list[nn.Module] = []
     for inputs, outputs, padding in ((1, 6, 2), (6, 16, 0)):
-        layers.append(nn.Conv2d(inputs, outputs, 5, padding=padding))
-        layers += [nn.BatchNorm2d(outputs)] if norm else []
-        layers += [activation(), pool(2)]
+        layers += [nn.Conv2d(inputs, outputs, 5, padding=padding), activation(), pool(2)]
     layers += [nn.Flatten(), nn.Linear(400, 120), activation(), nn.Linear(120, 84), activation()]
     return nn.Sequential(*layers, nn.Linear(84, 10))
 

@@ -93,8 +93,7 @@ def laplace_torch(name: str, form: dict, case: Case) -> Found:
     """laplace-torch with KFAC, as its README and examples use it, in double precision, which its factors need.
 
     The prior is tuned by the marginal likelihood (for regression together with the noise, as in its example), or
-    ("grid search") on the validation set by its own search over 21 values (all layers: 9), with the
-    probit predictive.
+    ("grid search") on the validation set by its own search over 21 values, with the probit predictive.
     """
     from laplace import Laplace
 
@@ -114,9 +113,7 @@ def laplace_torch(name: str, form: dict, case: Case) -> Found:
         tune_with_noise(la, steps)
     elif grid:
         rows = loader(*case.task.held_out)
-        la.optimize_prior_precision(
-            **probit, method="gridsearch", val_loader=rows, grid_size=9 if everything else 21
-        )
+        la.optimize_prior_precision(**probit, method="gridsearch", val_loader=rows, grid_size=21)
     else:
         la.optimize_prior_precision(pred_type="glm", method="marglik", n_steps=steps)
     yield f"laplace-torch, {name}", _of_laplace_torch(case, la, everything, probit)
@@ -201,7 +198,8 @@ class Ours(Classes):
         return -self.found.p_value if self.calibrated else self.found.epistemic
 
     def joint(self, y: Tensor, groups: Tensor) -> float:
-        values = [_at(self.found, rows).joint_log_prob(y[rows]).item() for rows in groups]
+        parts = ((replace(self.found, mixture=self.found.mixture.part(r)), y[r]) for r in groups)
+        values = [part.joint_log_prob(labels).item() for part, labels in parts]
         return -mean(values) / groups.shape[-1]
 
     def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
@@ -240,11 +238,6 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = F
     return predict
 
 
-def _at(found: Prediction, rows: Tensor) -> Prediction:
-    """Return the prediction at some of its inputs."""
-    return replace(found, mixture=found.mixture.part(rows))
-
-
 METHODS: dict[str, Callable[[Case], Found]] = {
     "network": network,
     "temperature": temperature,
@@ -255,7 +248,6 @@ METHODS: dict[str, Callable[[Case], Found]] = {
             "last layer": {},
             "last layer, grid search": {},
             "all layers": {"subset_of_weights": "all"},
-            "grid search, all layers": {"subset_of_weights": "all"},
         }.items()
     },
     "ours": partial(ours, "ours", {}),

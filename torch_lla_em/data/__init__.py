@@ -9,12 +9,11 @@ from torch_lla_em.data.batch import (
     inputs_of,
     next_tokens,
 )
-from torch_lla_em.data.forms import as_loader, paired
+from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data, in_order
 from torch_lla_em.data.share import Share
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
-from torch_lla_em.data.weights import Weights, with_weights
 
 __all__ = [
     "Batch",

@@ -102,12 +102,11 @@ def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
         if waiting and (form is None or form != key or rows > size):
             yield _concatenated(waiting)
             waiting = []
+        key = form
         if form is None:
             yield batch
-            continue
-        key = form
-        # a loader may overwrite the memory of a batch before the batch is used
-        waiting.append(batch.copied())
+        else:  # a loader may overwrite the memory of a batch before the batch is used
+            waiting.append(batch.copied())
     if waiting:
         yield _concatenated(waiting)
 
@@ -121,7 +120,6 @@ def form_of(batch: Batch) -> Any:
 
 
 def _concatenated(batches: list[Batch]) -> Batch:
-    """Concatenate batches of the same form."""
     first, last = batches[0], batches[-1]
     if first is last:
         return first
@@ -151,8 +149,15 @@ def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
 def default_targets(batch: Any) -> Any:
     """Return the targets of a batch (inputs, targets), (..., targets) or {"labels": ...}."""
     if isinstance(batch, Mapping) and "labels" in batch:
-        _refuse_unshifted(batch["labels"], batch.get("input_ids"))
-        return batch["labels"]
+        labels, tokens = batch["labels"], batch.get("input_ids")
+        if isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.dim() == 2:
+            kept = labels != _IGNORED
+            if labels.shape == tokens.shape and kept.any() and labels[kept].equal(tokens[kept]):
+                raise ValueError(
+                    'The "labels" are the "input_ids" themselves: a causal language model shifts them inside its loss, '
+                    "which is not called here. Pass adapter=Adapter(targets=next_tokens), from torch_lla_em.data."
+                )
+        return labels
     if is_sequence(batch) and len(batch) >= 2:
         return batch[-1]
     raise TypeError(
@@ -185,19 +190,6 @@ def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-
-
-def _refuse_unshifted(labels: Any, tokens: Any) -> None:
-    """Raise an error for the labels of a causal language model, which shifts them inside its loss."""
-    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
-        return
-    if labels.dim() == 2 and labels.shape == tokens.shape:
-        kept = labels != _IGNORED
-        if kept.any() and torch.equal(labels[kept], tokens[kept]):
-            raise ValueError(
-                'The "labels" are the "input_ids" themselves: a causal language model shifts them inside its loss, '
-                "which is not called here. Pass adapter=Adapter(targets=next_tokens), from torch_lla_em.data."
-            )
 
 
 def default_forward(module: nn.Module, inputs: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -48,16 +48,20 @@ class Identity:
         each = [leaf for leaf in leaves if is_rows(leaf, size)]
         examples = [*zip(*map(_bytes, each))]
         hashes = [*map(_hash, examples)]
-        if len(each) == len(leaves):
-            self.least = _least([*self.least, *hashes])
+        least = (*hashes,) if len(each) == len(leaves) else ()
         if w is not None:
             hashes = [_hash([*known, own]) for known, own in zip(examples, _bytes(w))]
-        places = zip(batch.rows.tolist(), hashes)
-        self.num_rows += size
-        self.num_targets += batch.targets.numel()
-        self.total = (self.total + sum(hashes)) % _SIZE
-        self.ordered = (self.ordered + sum(number * value for number, value in places)) % _SIZE
-        self.shapes = (*sorted({*self.shapes, str([tuple(part.shape[1:]) for part in each])}),)
+        ordered = sum(number * value for number, value in zip(batch.rows.tolist(), hashes))
+        shapes = (str([tuple(part.shape[1:]) for part in each]),)
+        self._include(Identity(size, batch.targets.numel(), sum(hashes), ordered, least, shapes))
+
+    def _include(self, part: Identity) -> None:
+        self.num_rows += part.num_rows
+        self.num_targets += part.num_targets
+        self.total = (self.total + part.total) % _SIZE
+        self.ordered = (self.ordered + part.ordered) % _SIZE
+        self.least = (*nsmallest(_SAMPLED, {*self.least, *part.least}),)
+        self.shapes = (*sorted({*self.shapes, *part.shapes}),)
 
     def agrees(self, other: Identity) -> bool:
         """Whether both can belong to the same examples."""
@@ -75,12 +79,7 @@ class Identity:
         """Return the identity of the examples of all ranks."""
         whole = cls()
         for part in parts:
-            whole.num_rows += part.num_rows
-            whole.num_targets += part.num_targets
-            whole.total = (whole.total + part.total) % _SIZE
-            whole.ordered = (whole.ordered + part.ordered) % _SIZE
-            whole.least = _least([*whole.least, *part.least])
-            whole.shapes = (*sorted({*whole.shapes, *part.shapes}),)
+            whole._include(part)
         return whole
 
 
@@ -89,10 +88,6 @@ def distinct(least: Sequence[int], num_rows: int) -> float:
     if len(least) < _SAMPLED:
         return len(least) / max(1, num_rows)
     return min(1.0, len(least) / max(least) * _SIZE / num_rows)
-
-
-def _least(hashes: Iterable[int]) -> tuple[int, ...]:
-    return tuple(nsmallest(_SAMPLED, {*hashes}))
 
 
 def _bytes(tensor: Tensor) -> list[bytes]:

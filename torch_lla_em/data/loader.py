@@ -22,10 +22,15 @@ from torch_lla_em.data.batch import (
     inputs_of,
     joined,
 )
-from torch_lla_em.data.forms import as_loader, order_of
+from torch_lla_em.data.forms import (
+    Weights,
+    as_loader,
+    checked_weights,
+    order_of,
+    without_weights,
+)
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.trees import is_opaque, leaves_of, map_tensors, tensors_in, to_device
-from torch_lla_em.data.weights import Weights, checked_weights, without_weights
 from torch_lla_em.runtime import Group
 
 _OTHER_COUNT = (
@@ -46,14 +51,6 @@ _OTHER_THAN_SAVED = (
     "The checkpoint belongs to other data: its fit read {} examples, and this loader yields {} "
     "examples with other content. Delete its folder, or pass another one."
 )
-_OTHER_SIZE = (
-    "Batch {} has {} examples, but was collated from {} of the dataset. If the loader shuffles or several ranks share "
-    "it, its collate_fn must keep the number of examples. Pass a list of batches instead."
-)
-
-# batches that are read to find one with two examples or more
-_BATCHES_AHEAD = 32
-
 # arguments of a DataLoader that it stores as attributes of the same name
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -119,21 +116,13 @@ class Data:
             )
             self._choose(0, 1)
         self.identity: Identity | None = None
-        """The examples of a pass; None before the first."""
-
         self._is_restored = False
-        """Whether only an earlier run has read these examples."""
+        """The examples of a pass, None before the first; and whether only an earlier run has read them."""
 
         self.keeps_order = True
         """Whether every pass so far had the same order."""
 
-        self.facts = Facts()
-        """What the first pass has found."""
-
-        self.num_passes = 0
-        self._may_keep = False
-        """Whether this pass keeps its batches: those of a list, or that are the same when they are read again."""
-
+        self.facts, self.num_passes = Facts(), 0
         self.num_steps: int | None = None
         """Number of batches per rank of the last pass in steps."""
 
@@ -144,8 +133,9 @@ class Data:
         self.cache: list[Batch] | None = None
         """All batches, once a pass has kept them."""
 
-        self._others_wait = False
-        """Whether the other ranks wait for this one at the end of a pass."""
+        self._may_keep = self._others_wait = False
+        """Whether this pass keeps its batches: those of a list, or that are the same when they are read again; and
+        whether the other ranks wait for this one at its end."""
 
     def store(self, room: float, merge_rows: int) -> None:
         """Set the bytes that batches may take to be kept, and the size up to which they are joined."""
@@ -154,7 +144,7 @@ class Data:
     def first(self) -> Batch:
         """Return the first batch, or small ones joined to it, with two examples if there are two."""
         if self._first is None:
-            for batch in islice(joined(self._read(0, 1), 2), _BATCHES_AHEAD):
+            for batch in islice(joined(self._read(0, 1), 2), 32):
                 if self._first is None or len(batch.rows) > 1:
                     # others may write to the same memory again
                     self._first = batch if self._is_list else batch.copied()
@@ -256,7 +246,10 @@ class Data:
             numbers = torch.arange(seen, seen + len(targets), device="cpu")
             seen += len(targets)
             if parts is not None and len(parts[count]) != len(numbers):
-                raise ValueError(_OTHER_SIZE.format(place, len(numbers), len(parts[count])))
+                raise ValueError(
+                    f"Batch {place} has {len(numbers)} examples, but was collated from {len(parts[count])} of the "
+                    "dataset: its collate_fn must keep their number. Pass a list of batches instead."
+                )
             numbers = numbers if parts is None else parts[count]
             batch = Batch(place, numbers, inputs, targets, weights=weights)
             if self._by_examples and step > 1:

@@ -20,7 +20,8 @@ FIXED = {"progress_bar": False, "em_steps": 0, "prior_precision": 2.0}
 def several(name="classification"):
     case, la = known(name)
     la = copy.copy(la).calibrate(case.x + 0.1, case.y)
-    return case, (la, LaplaceEnsemble([la, la]).calibrate(case.x + 0.1, case.y))
+    loader = DataLoader(TensorDataset(case.x, case.y), 7)
+    return case, loader, (la, LaplaceEnsemble([la, la]).calibrate(case.x + 0.1, case.y))
 
 
 class Streamed(IterableDataset):
@@ -35,8 +36,7 @@ class Streamed(IterableDataset):
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_loaders_are_predicted_as_all_inputs_at_once(name):
-    case, models = several(name)
-    loader = DataLoader(TensorDataset(case.x, case.y), 7)
+    case, loader, models = several(name)
     for la in models:
         each, whole = list(la.predictions(loader)), la.predict(case.x)
         assert [len(prediction.mean) for prediction in each] == [7, 7, 7, 7, 2]
@@ -51,8 +51,35 @@ def test_loaders_are_predicted_as_all_inputs_at_once(name):
             assert_close(la(data), la(case.x))
         few = torch.cat([p.mean for p in la.predictions([case.x], "linear", num_samples=2)])
         assert_close(few, la.predict(case.x, "linear", num_samples=2).mean)
-        with pytest.raises(ValueError, match="num_samples=99"):  # before the first batch
-            la.predictions(loader, num_samples=99)
+        empty = DataLoader(TensorDataset(case.x[:0]))
+        for words, call in (  # before the first batch
+            ("num_samples=99", lambda: la.predictions(loader, num_samples=99)),
+            ("num_samples must be a whole number", lambda: la.predict(case.x, num_samples=1.5)),
+            ("loader is empty", lambda: la(empty)),
+            ("loader is empty", lambda: la.predict(empty)),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_predictions_depend_on_the_values_of_inputs_alone(name):
+    """Not on how many there are, their memory format, or the mode of the module; none have none."""
+    case, _, models = several(name)
+    for la in models:
+        whole, x = la.predict(case.x), case.x[:5]
+        wide = torch.cat([x, x], 1)[:, :2]  # with other strides
+        for inputs in (x, x.T.contiguous().T, wide, x.clone().requires_grad_()):
+            assert_close(la.predict(inputs).variance.detach(), whole.variance[:5])
+        assert_close(la.predict(x[:1].expand(3, 2)).mean, whole.mean[:1].expand(3, 3))
+        none = la.predict(case.x[:0])
+        assert none.mean.shape == (0, 3) and none.samples.shape[1:] == (0, 3)
+        assert len(none.epistemic) == len(none.p_value) == len(none.sample(2)[0]) == 0
+        with pytest.raises(ValueError, match=r"for a single example pass x\[None\]"):
+            la(case.x[0])
+        for mode in (False, True):
+            models[0].model.train(mode)
+            assert_close(la.predict(case.x).variance, whole.variance)
 
 
 def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():
@@ -62,20 +89,12 @@ def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():
         la.calibrate(case.x + 0.1, case.y, **{name: of})
         shuffled = DataLoader(TensorDataset(case.x), 16, shuffle=True)
         found = la.predict(shuffled, **{name: of}).interval(0.6)
-        for end, due in zip(found, la.predict(case.x, **{name: of}).interval(0.6)):
-            assert_close(end, due)
+        assert_close(tuple(found), tuple(la.predict(case.x, **{name: of}).interval(0.6)))
 
 
-CALLS = {
-    "call": lambda la, case, loader: la(loader),
-    "flags": lambda la, case, loader: la.is_ood(loader, 0.3),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_one_batch_is_in_memory_at_a_time(name, monkeypatch):
-    case, (la, _) = several()
-    loader, alive = DataLoader(TensorDataset(case.x, case.y), 7), []
+def test_one_batch_is_in_memory_at_a_time_and_all_only_if_they_fit(monkeypatch):
+    _, loader, (la, _) = several()
+    alive, numbers = [], (1 + len(la.w_samples)) * 7 * 3 * 8
 
     def at(*args, own=posterior.Posterior.at):
         pushed = own(*args)
@@ -83,15 +102,11 @@ def test_one_batch_is_in_memory_at_a_time(name, monkeypatch):
         assert sum(each() is not None for each in alive) <= 2
         return pushed
 
-    monkeypatch.setattr(posterior.Posterior, "at", at)
-    CALLS[name](la, case, loader)
-    assert len(alive) >= 5
-
-
-def test_functions_that_do_not_fit_into_memory_are_refused_after_the_first_batch(monkeypatch):
-    case, (la, _) = several()
-    loader = DataLoader(TensorDataset(case.x, case.y), 7)
-    numbers = (1 + len(la.w_samples)) * 7 * 3 * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(posterior.Posterior, "at", at)
+        la(loader)
+        la.is_ood(loader, 0.3)
+        assert len(alive) >= 10
     monkeypatch.setattr(predictor, "free_memory", lambda _: numbers * 9 + 1)
     la.predict(loader)
     monkeypatch.setattr(predictor, "free_memory", lambda _: numbers * 9 - 1)
@@ -119,17 +134,14 @@ def test_loaders_are_read_by_the_target_fn(kind):
     torch.manual_seed(0)
     case, scale = tiny.tiny("classification"), 1 + draw(30, 1).abs()
     entries = (case.x, case.y, scale) if kind == "entry" else (case.x, scale, case.y + 1)
-    loader = DataLoader(TensorDataset(*entries), 7)
-    la = LinearisedLaplace(
-        Scaled(), "classification", num_samples=4, adapter=Adapter(targets=TARGETS[kind])
-    )
+    loader, own = DataLoader(TensorDataset(*entries), 7), Adapter(targets=TARGETS[kind])
+    la = LinearisedLaplace(Scaled(), "classification", num_samples=4, adapter=own)
     la.fit(loader, progress_bar=False, em_steps=1)
     expected = la((case.x, scale))
     for each in (la, LaplaceEnsemble([la])):
         assert_close(each.predict(loader).probs, expected)
         assert_close(each.predict(loader.dataset).probs, expected)
-    epistemic = torch.cat([prediction.epistemic for prediction in la.predictions(loader)])
-    assert_close(epistemic, la.predict((case.x, scale)).epistemic)
+        assert_close(each(loader), expected)
 
 
 def test_batches_without_targets_are_inputs_and_inputs_have_names():
@@ -147,7 +159,7 @@ def test_batches_without_targets_are_inputs_and_inputs_have_names():
     batch = {"tokens": case.x, "scale": 1 + draw(30, 1).abs()}
     la = LinearisedLaplace(Scaled(), "classification", num_samples=2)
     la.fit([{**batch, "labels": case.y}], **FIXED)
-    assert_close(la(**batch), la(batch))
+    assert_close(la(**batch), la({**batch, "labels": case.y}))
     assert_close(la.predict(**batch).probs, la(batch))
     with pytest.raises(TypeError, match="by name"):
         la(case.x, scale=batch["scale"])
@@ -197,9 +209,10 @@ def test_outputs_of_several_lengths_are_predicted_batch_by_batch():
     batches = [(x, x[..., 0].gt(0).long()) for x in (draw(8, 3, 2), draw(8, 5, 2))]
     la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", num_samples=4)
     la.fit(batches, **FIXED)
-    with pytest.raises(ValueError, match=r"shapes.*pad"):
-        la.calibrate(batches)
     loader = DataLoader([x for x, _ in batches], batch_size=None)
+    for call in (lambda: la.calibrate(batches), lambda: la.predict(loader)):
+        with pytest.raises(ValueError, match=r"shapes.*pad"):
+            call()
     with pytest.raises(ValueError, match=r"la.predictions\(loader\)"):
         la(loader)
     assert [len(part.expectation[0]) for part in la.predictions(loader)] == [3, 5]

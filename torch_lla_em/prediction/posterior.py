@@ -26,6 +26,7 @@ from torch_lla_em.prediction.pushforward import (
 )
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.scores import rounding
+from torch_lla_em.runtime import check_choice, check_whole
 
 
 class NotFittedError(RuntimeError):
@@ -171,10 +172,12 @@ class Posterior:
 
     def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posterior:
         """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"; or with its first samples."""
+        check_choice("mean", mean, (None, "network", "linear"))
         result = self.result
         if num_samples is not None:
             known, examples = len(result.w_samples), result.examples
-            if not 1 <= num_samples <= known:
+            check_whole(1, num_samples=num_samples)
+            if num_samples > known:
                 raise ValueError(f"num_samples={num_samples}, but there are {known} samples.")
             examples = examples if examples is None else examples[:, :num_samples]
             result = result._replace(w_samples=result.w_samples[:num_samples], examples=examples)
@@ -187,7 +190,8 @@ class Posterior:
         """Return inputs with their products, differentiable in x if it requires gradients."""
         model, w_lin, samples = self.setting.linear_model, self.result.w_lin, self.result.w_samples
         network = model.network
-        x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
+        if not isinstance(x, Tensor) or x.device != network.device:
+            x = to_device(inputs_of(x) if isinstance(x, Mapping) else x, network.device)
         tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
         differentiate = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])

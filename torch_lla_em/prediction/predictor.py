@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from operator import length_hint
 from typing import Any, Literal
 
 import torch
@@ -21,10 +22,11 @@ from torch_lla_em.prediction.pushforward import (
     stack_members,
 )
 from torch_lla_em.prediction.reference import Score, Stated
-from torch_lla_em.runtime import check_choice, free_memory
+from torch_lla_em.runtime import free_memory
 
 Mean = Literal["network", "linear"]
 _LOADERS = DataLoader, Dataset
+_BATCHES = "predict batch by batch, with la.predictions(loader)."
 
 
 def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -46,19 +48,16 @@ def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Ten
         >>> probabilities = la(x)
         >>> mean, variance = regression(x)
     """
-    each: Iterable[Prediction]
     if inputs or not isinstance(x, _LOADERS):
-        each = [predict(la, x, **inputs)]
+        each: Iterable[Prediction] = [predict(la, x, **inputs)]
     else:
         each = predictions(la, x)
-    means, variances = [], []
-    for prediction in each:
-        means.append(prediction.expectation)
-        if prediction.mixture.likelihoods[0].real_valued:
-            variances.append(prediction.predictive_variance)
-    if len(means) > 1:
-        require_one_shape(means, "predict batch by batch, with la.predictions(loader).")
-    mean, *more = (torch.cat(v) if len(v) > 1 else v[0] for v in (means, variances) if v)
+    found = [
+        (p.expectation, p.predictive_variance) if p.likelihood.real_valued else (p.expectation,)
+        for p in each
+    ]
+    require_one_shape((mean for mean, *_ in found), _BATCHES)
+    mean, *more = (torch.cat(v) if len(v) > 1 else v[0] for v in zip(*found))
     return (mean, more[0]) if more else mean
 
 
@@ -111,7 +110,6 @@ def predict(
         x = inputs
     known = required(la)
     if mean is not None or num_samples is not None:
-        check_choice("mean", mean, (None, "network", "linear"))
         known = known.asked(mean, num_samples)
     is_stated = groups is not None or weights is not None
     if isinstance(x, _LOADERS):
@@ -152,7 +150,6 @@ def predictions(
         >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
     """
     known = required(la)
-    check_choice("mean", mean, (None, "network", "linear"))
     if mean is not None or num_samples is not None:
         known = known.asked(mean, num_samples)
     return (predicted(known, data) for data in _in_batches(known, as_loader(loader)))
@@ -211,28 +208,25 @@ def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
 
 def _whole(known: Posterior | Posteriors, x: Any) -> Pushforward:
     """Return all batches of a loader with their products."""
-    loader: Any = as_loader(x)
-    found, size = [], 0
-    for part in _in_batches(known, loader):
-        found.append(part)
-        size += sum(Jw.nbytes for Jw in part.Jw)
-        batches = len(found)
-        with suppress(TypeError):  # of an iterable dataset
-            batches = len(loader)
-        # joined, they take as much memory again
-        if len(found) == 1 and size * (2 * batches - 1) > free_memory(part.f.device):
-            raise MemoryError(
-                f"The samples of all outputs of {batches} batches take {size * batches / 1e9:.3g} GB, "
-                "and twice as much when they are joined. Use la(loader) for probabilities, or the "
-                "predictions of one batch at a time: la.predictions(loader)."
-            )
-    return joined(found)
+    loader = as_loader(x)
+    parts = _in_batches(known, loader)
+    part = next(parts)
+    size, batches = sum(Jw.nbytes for Jw in part.Jw), length_hint(loader, 1)
+    # joined, they take as much memory again
+    if size * (2 * batches - 1) > free_memory(part.f.device):
+        raise MemoryError(
+            f"The samples of all outputs of {batches} batches take {size * batches / 1e9:.3g} GB, "
+            "and twice as much when they are joined. Use la(loader) for probabilities, or the "
+            "predictions of one batch at a time: la.predictions(loader)."
+        )
+    return joined([part, *parts])
 
 
 def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:
     """Yield the batches of a loader, which may have no targets, with their products."""
+    is_empty = True
     for batch in loader:
-        each = []
+        each, is_empty = [], False
         for member in known.members:
             target_fn, own = member.setting.target_fn, batch
             more: tuple[Tensor, ...] = ()
@@ -242,3 +236,5 @@ def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterato
                     more = (target_fn(own),)
             each.append(member.at(inputs_of(own, *more)))
         yield stack_members(each)
+    if is_empty:
+        raise ValueError("The loader is empty: it yielded no examples.")

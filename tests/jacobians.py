@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian.carried import carried
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network, default_forward
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
@@ -63,14 +62,7 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
     w = torch.randn(3, len(J[0]), generator=generator, dtype=torch.float64)
     u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
     with linear.network.guarded():
-        along = carried(linear.network, linear.layout, x, w)
-        if along is not None:
-            assert_close(
-                [each.double() for each in along],
-                [f.double(), (w @ J.T).view(-1, *f.shape)],
-                **near,
-            )
-        ways = [linear.by_autodiff(x)]
+        ways = [model.by_autodiff(x) for model in (linear, linear.steady(x))]
         if linear.factored:
             factors = linear.at(x, inf, keep=True)
             ways.append(factors)

@@ -240,7 +240,6 @@ ACTIVATIONS = [
 CONVS = {
     "1d": (nn.Conv1d(2, 3, 3, stride=2, padding=1), 4, 2, 9),
     "2d": (nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0)), 4, 2, 7, 5),
-    "3d": (nn.Conv3d(2, 3, (3, 2, 1), dilation=(2, 1, 1)), 4, 2, 6, 3, 2),
     "grouped": (nn.Conv2d(4, 6, 3, groups=2, bias=False), 4, 4, 5, 5),
     "depthwise": (nn.Conv1d(3, 6, 3, groups=3), 4, 3, 5),
     "dilated": (nn.Conv2d(2, 3, 3, dilation=2, padding=2), 4, 2, 6, 6),
@@ -317,6 +316,7 @@ FORWARD = {
     },
     **{f"{n}, all": lambda n=n: (normalised(n), draw(2, 1, 3, 3), "all") for n in NORMS},
     "rows that depend on each other": lambda: (prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), X),
+    "convolution, 3d": lambda: convolution(nn.Conv3d(2, 3, (3, 2, 1), dilation=(2, 1, 1)), 4, 2, 6, 3, 2),
     "a single row": lambda: (net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), X[:1]),
     "many outputs before the last": lambda: (net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 520), nn.Tanh()), X[:2]),
     "many gradients": lambda: (net(*NARROW), draw(2, 6, 10)),

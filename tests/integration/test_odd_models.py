@@ -145,11 +145,9 @@ def test_products_and_fits_use_the_weights(name):
     if name.startswith("regression"):
         exact = dense(replace(case, y=case.exact().centred(w).y), w)
     mode, gamma = exact.mode(PRECISION), exact.effective_dims(PRECISION).sum()
-    for curvature in ("network", "linear"):
-        la = fit(case, (case.x, case.y), weights=w, la={"curvature": curvature})
-        assert_close(la.w_lin, mode, rtol=1e-5, atol=1e-6)
-        if curvature == "network":
-            assert abs(la.effective_dim - gamma) < 5 * la.effective_dim_error
+    la = fit(case, (case.x, case.y), weights=w)
+    assert_close(la.w_lin, mode, rtol=1e-5, atol=1e-6)
+    assert abs(la.effective_dim - gamma) < 5 * la.effective_dim_error
 
 
 OPTIONS = [{"prior": "isotropic"}, {"prior": "g"}]

@@ -46,7 +46,7 @@ def test_what_is_kept_holds_no_other_memory():
 @pytest.mark.parametrize("kind", ["rows", "kernel"])
 def test_squares_of_single_rows_in_pieces(kind, monkeypatch):
     """The same with the gradients of one row at a time."""
-    monkeypatch.setitem(factors._NUMBERS, "cpu", 1)
+    monkeypatch.setattr(factors, "_NUMBERS", 1)
     layer = nn.Linear(3, 2) if kind == "rows" else nn.Conv1d(3, 30, 3)
     x = draw(4, 2, 3) if kind == "rows" else draw(4, 3, 3)
     assert kept(net(layer, nn.Tanh(), nn.Flatten()), x)
@@ -77,9 +77,7 @@ def test_a_steady_model_takes_all_columns_for_any_batch():
         known = linear.by_autodiff(x), linear.report
         assert known[0].columns < linear.by_autodiff(x[:1]).columns
         assert linear.at(x, 4).columns < linear.at(x[:1], 4).columns
-        for by in (True, False):
-            steady = linear.steady(x, by_factors=by)
-            for some in (x, x[:1]):
-                rows = steady.at(some, 4)
-                assert type(rows) is (ByFactors if by else ByAutodiff) and rows.columns is None
+        for some in (x, x[:1]):
+            rows = linear.steady(x).at(some, 4)
+            assert type(rows) is ByAutodiff and rows.columns is None
     assert linear.report == known[1]

@@ -279,7 +279,7 @@ def test_forward_fn_and_class_dim():
     check(model, {"image": x}, forward_fn=lambda m, d: m(d["image"]), class_dim=1)
     network = Network(model, class_dim=1)
     with network.guarded():
-        assert network.function(x)({}).shape == (2, 2, 2, 3)
+        assert network.outputs(x).shape == (2, 2, 2, 3)
 
 
 def test_last_layer_is_the_last_called():

@@ -20,7 +20,7 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
     f, reached = _traced(network, names, x)
     again, reached_again = _traced(network, names, x)
-    _check_outputs(network, f)
+    _check_outputs(f)
     if reached - reached_again:
         raise RuntimeError(
             f"The parameter {min(reached - reached_again)!r} is used in the first forward pass only: the "
@@ -48,7 +48,7 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they should "
             "matter, what depends on them is cached, for example in an attribute: clear that.",
         )
-    return f.movedim(network.class_dim, -1)
+    return f
 
 
 def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, set[str]]:
@@ -81,11 +81,10 @@ def nodes_of(f: Tensor) -> Iterator[Any]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def _check_outputs(network: Network, f: Tensor) -> None:
-    if not -f.ndim <= network.class_dim < f.ndim:
+def _check_outputs(f: Tensor) -> None:
+    if not f.ndim:
         raise ValueError(
-            f"The outputs have shape {tuple(f.shape)}, so they have no axis "
-            f"class_dim={network.class_dim}. Pass a class_dim from {-f.ndim} to {f.ndim - 1}."
+            "The model returns a single number. Outputs are (B, ..., C): for every example its logits."
         )
     if not f.is_floating_point():
         raise TypeError(

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows
 
-# numbers in the gradients of single rows that are held at once; on a CPU, few enough for its cache
-_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 24}
+# numbers in the gradients of single rows that are held at once, few enough for the cache of a CPU
+_NUMBERS = 1e6
 
 
 class Outer(NamedTuple):
@@ -164,11 +164,14 @@ class ByFactors(Rows):
         columns: int | None = None,
     ):
         """``multiplications``: by weights in a forward pass; ``columns``: the most at once, None: all."""
-        super().__init__(layout, columns)
+        self.layout, self.columns = layout, columns
         self.f, self.parts, self.multiplications = f, parts, multiplications
-        held = [entry for term in parts for entry in term if isinstance(entry, Tensor)]
-        self.nbytes = f.nbytes + sum(tensor.nbytes for tensor in held)
-        self.features = self._features()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Memory in bytes for storing this between passes."""
+        held = [entry for term in self.parts for entry in term if isinstance(entry, Tensor)]
+        return self.f.nbytes + sum(tensor.nbytes for tensor in held)
 
     @property
     def gradients(self) -> int:
@@ -176,9 +179,11 @@ class ByFactors(Rows):
         held = [term.J if isinstance(term, Dense) else term.b for term in self.parts]
         return sum(tensor.numel() for tensor in held if tensor is not None)
 
-    def _features(self) -> Tensor | None:
+    @property
+    def features(self) -> Tensor | None:  # type: ignore[override]
+        """The features of a last linear layer, if its weights are all parameters."""
         term = self.parts[0]
-        whole = len(self.parts) == 1 and term.names == self._layout.names
+        whole = len(self.parts) == 1 and term.names == self.layout.names
         if not whole or not isinstance(term, Outer) or term.b is not None:
             return None
         if term.a.dim() > 2 and term.a.shape[1] > 1:  # groups
@@ -191,7 +196,7 @@ class ByFactors(Rows):
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
         u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)
         names = {name for term in self.parts for name in term.names}
-        shapes = dict(zip(self._layout.names, self._layout.shapes))
+        shapes = dict(zip(self.layout.names, self.layout.shapes))
         return {name: self._squares(name, u).view(shapes[name]) for name in names}
 
     def _squares(self, name: str, u: Tensor) -> Tensor:
@@ -201,9 +206,8 @@ class ByFactors(Rows):
             # J_nᵀu_n is the outer product d aᵀ, so its square is the product of the squares
             d = _wide(first.signals(u)).square().sum(1)
             return d.sum(0) if name != first.names[0] else d.mT @ _wide(first.a).square()
-        size = self._layout.sizes[self._layout.names.index(name)]
-        most = _NUMBERS.get(u.device.type, _NUMBERS["cpu"])
-        step = max(1, most // max(1, u.shape[1] * size))
+        size = self.layout.sizes[self.layout.names.index(name)]
+        step = max(1, int(_NUMBERS / max(1, u.shape[1] * size)))
         for start in range(0, len(u), step):
             rows = slice(start, start + step)
             each = [_part(term, rows).gradient(name, u[rows]).flatten(2) for term in terms]

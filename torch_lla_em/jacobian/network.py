@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
@@ -17,10 +17,9 @@ from torch.nn.utils import parametrize
 
 from torch_lla_em.data import copied, default_forward
 from torch_lla_em.jacobian.state import ONE_AT_A_TIME
-from torch_lla_em.runtime import tf32
+from torch_lla_em.runtime import tf32, without_autocast
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
-WeightFunction = Callable[[dict[str, Tensor]], Tensor]
 
 
 class Network:
@@ -58,7 +57,6 @@ class Network:
 
     def _leave(self) -> None:
         """Forget the tensors, by name and those that a call may write to, their places, and attributes."""
-        self._held = False
         self._tensors: dict[str, Tensor] = {}
         self._written: list[str] = []
         self._places: dict[str, str] = {}
@@ -70,21 +68,13 @@ class Network:
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters, detached."""
-        if self._held:
-            return {name: self._tensors[name] for name in names}
         with ONE_AT_A_TIME:
-            parameters = dict(self.module.named_parameters())
-            return {name: parameters[name].detach() for name in names}
-
-    def function(self, x: Any) -> WeightFunction:
-        """Return the map from named weights to f(x), shape (B, ..., C)."""
-        return lambda weights: self.outputs(x, weights).movedim(self.class_dim, -1)
+            known = self._tensors or dict(self.module.named_parameters())
+            return {name: known[name].detach() for name in names}
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
-        """Return the outputs with some weights replaced, in the module's own shape."""
-        if not self._held:
-            with self._at_rest():
-                return self.outputs(x, weights)
+        """Return f(x), shape (B, ..., C), with some weights replaced; call it inside ``guarded()``."""
+        assert self._noted, "outside of guarded()"
         placed = {**self._tensors, **(weights or {})}
         for name in self._written:
             placed[name] = placed[name].clone()
@@ -93,10 +83,17 @@ class Network:
             # tensors for each place of tied weights, as torch.func looks for these each time, and does
             # not restore a module with two names (pytorch#164759); a copy of the inputs, since a layer
             # that works in place writes to them
-            outputs = functional_call(self._called, tensors, (copied(x),), tie_weights=False)
+            f = functional_call(self._called, tensors, (copied(x),), tie_weights=False)
         finally:
             self._restore()
-        return outputs.float() if self.precision == "bfloat16" else outputs
+        if self.class_dim != -1:
+            if not -f.ndim <= self.class_dim < f.ndim:
+                raise ValueError(
+                    f"The outputs have shape {tuple(f.shape)}, so they have no axis class_dim="
+                    f"{self.class_dim}. Pass a class_dim from {-f.ndim} to {f.ndim - 1}."
+                )
+            f = f.movedim(self.class_dim, -1)
+        return f.float() if self.precision == "bfloat16" else f
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -105,61 +102,34 @@ class Network:
         Attributes that a forward pass sets on its modules are restored too. Only one thread at a time
         can enter, because flags of the module and of the process are changed.
         """
-        with ExitStack() as stack:
-            stack.enter_context(ONE_AT_A_TIME)
-            if not self._held and torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            if not self._held:
-                stack.enter_context(self._at_rest())
-                stack.enter_context(self._flags())
-            yield
-
-    @contextmanager
-    def _flags(self) -> Iterator[None]:
-        """Set flags of the process: fused kernels have no second derivative or no forward mode."""
-        mha, flags = torch.backends.mha, [(parametrize, "_cache_enabled", 0)]
-        # inside parametrize.cached(), weights computed elsewhere would be taken
-        if any(isinstance(layer, nn.RNNBase) for layer in self.module.modules()):
-            flags += [(b, "enabled", False) for b in (torch.backends.mkldnn, torch.backends.cudnn)]
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-            mha.set_fastpath_enabled(False)
-            stack.enter_context(self.computing(self.precision))
-            if "torch._dynamo" in sys.modules:  # a compiled layer has no second derivative
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for holder, name, value in flags:
-                stack.callback(setattr, holder, name, getattr(holder, name))
-                setattr(holder, name, value)
-            yield
-
-    @contextmanager
-    def _at_rest(self) -> Iterator[None]:
-        """Set eval mode and plain gradients, and note the tensors and attributes of the layers."""
-        layers = dict(self.module.named_modules())  # each once, whatever its names
-        modes = [(layer, "training") for layer in layers.values() if layer.training]
-        tables = [layer for layer in layers.values() if isinstance(layer, nn.Embedding)]
-        others = "sparse", "scale_grad_by_freq"  # of which gradients are no derivatives
-        modes += [(table, name) for table in tables for name in others if getattr(table, name)]
-        try:
-            for layer, name in modes:
-                setattr(layer, name, False)
-            self._note(layers)
-            self._held = True
-            yield
-        finally:
-            self._restore()
-            self._leave()
-            for layer, name in modes:
-                setattr(layer, name, True)
+        with ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad():
+            if self._noted:
+                yield
+                return
+            layers = dict(self.module.named_modules())  # each once, whatever its names
+            values = _flags(list(layers.values()))
+            compiles = "torch._dynamo" in sys.modules
+            # a compiled layer has no second derivative, a fused kernel none or no forward mode
+            with (
+                _exchanged(values),
+                torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
+                sdpa_kernel(SDPBackend.MATH),
+                self.computing(self.precision),
+            ):
+                try:
+                    self._note(layers)
+                    yield
+                finally:
+                    self._restore()
+                    self._leave()
 
     def _note(self, layers: dict[str, nn.Module]) -> None:
+        """Note the tensors and the attributes of the layers."""
         names: dict[int, str] = {}
         for path, layer in layers.items():
             if isinstance(layer, torch.jit.ScriptModule):  # whose tensors cannot be replaced
                 continue
-            self._noted += [(vars(layer), vars(layer).copy())]
+            self._noted.append((vars(layer), vars(layer).copy()))
             # a lookup with max_norm shrinks the rows it reads, in the weights themselves
             is_written = getattr(layer, "max_norm", None) is not None
             for holder in (layer._parameters, layer._buffers):
@@ -183,21 +153,41 @@ class Network:
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
         """Compute matrix products in the chosen precision, independent of global settings."""
-        here = self.device.type
-        with ExitStack() as stack:
-            if here == "cuda":
-                stack.enter_context(tf32(self.device, precision == "tf32"))
-            for device_type in {"cpu", here}:
-                if not torch.amp.is_autocast_available(device_type):
-                    continue
-                low = precision == "bfloat16" and device_type == here
-                if low or torch.is_autocast_enabled(device_type):
-                    autocast = torch.autocast(device_type, torch.bfloat16, low, cache_enabled=False)
-                    stack.enter_context(autocast)
+        here, own = self.device, without_autocast(self.device)
+        if precision == "bfloat16":
+            own = torch.autocast(here.type, torch.bfloat16, cache_enabled=False)
+        with tf32(here, precision == "tf32"), without_autocast(torch.device("cpu")), own:
             yield
 
     @property
     def device(self) -> torch.device:
         """The device of the weights; the CPU for a network without any."""
-        weights = self._tensors.values() if self._held else self.module.parameters()
-        return next((weight.device for weight in weights), torch.device("cpu"))
+        return next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
+
+
+def _flags(layers: list[nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Return attributes of layers and of the process with the values that they need during a call."""
+    # inside parametrize.cached(), weights computed elsewhere would be taken
+    flags: list[tuple[Any, str, Any]] = [(parametrize, "_cache_enabled", 0)]
+    flags += [(torch.backends.mha, "_is_fastpath_enabled", False)]
+    if any(isinstance(layer, nn.RNNBase) for layer in layers):
+        flags += [(b, "enabled", False) for b in (torch.backends.mkldnn, torch.backends.cudnn)]
+    # with sparse gradients or scaled ones, a table's are no derivatives
+    of_tables = "sparse", "scale_grad_by_freq"
+    for layer in layers:
+        names = ("training", *(of_tables if isinstance(layer, nn.Embedding) else ()))
+        flags += [(layer, name, False) for name in names if getattr(layer, name)]
+    return flags
+
+
+@contextmanager
+def _exchanged(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of objects, and set them back on exit."""
+    before = [getattr(holder, name) for holder, name, _ in values]
+    try:
+        for holder, name, value in values:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for (holder, name, _), value in zip(values, before):
+            setattr(holder, name, value)

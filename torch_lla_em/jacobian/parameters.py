@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import prod
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,10 @@ class ParameterLayout:
         parameters = dict(module.named_parameters())
         return cls(tuple(names), tuple(parameters[name].shape for name in names))
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Number of weights of each block."""
-        return [prod(shape) for shape in self.shapes]
+        return [shape.numel() for shape in self.shapes]
 
     @property
     def size(self) -> int:
@@ -85,11 +85,7 @@ def select_parameters(
     with ONE_AT_A_TIME:
         parameters = dict(module.named_parameters())
         names = _selected(module, parameters, selection, last_layer)
-    chosen = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if name in names and parameter.numel()
-    }
+    chosen = {n: p for n, p in parameters.items() if n in names and p.numel()}
     for name, parameter in chosen.items():
         if parameter.is_complex():
             raise TypeError(

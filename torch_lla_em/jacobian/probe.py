@@ -1,4 +1,4 @@
-"""Compares J w and Jᵀu with ``backward`` at the first batch: factors if they agree, else ``torch.func``."""
+"""Compares J w and Jᵀu with ``backward`` at the first batch: by factors if they agree, and by ``torch.func``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ _SMALL = 1e-3
 # is not a product with a weight; factors take twice the multiplications by weights and gradients
 _MOST_GRADIENTS = 5
 
+_FAULT = (
+    "The Jacobian of the model is not available ({}). Replace that layer by one made of "
+    "differentiable operations (nn.EmbeddingBag: nn.Embedding and a mean; an autograd.Function: "
+    'add a `jvp`), or choose `parameters` after it, such as "last_layer".'
+)
 
-def probe(
-    network: Network, layout: ParameterLayout, x: Any, known: Report | None = None
-) -> Report | None:
-    """Return the way of computing J that agrees with ``backward``; raise an error if none does.
 
-    Returns None if J is zero at these inputs. A report that is ``known`` lacks ``torch.func``'s way alone.
-    The module, its buffers and the random state are not changed.
+def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
+    """Return the ways of computing J that agree with ``backward``; raise an error if none does.
+
+    Returns None if J is zero at these inputs. The module, its buffers and the random state are not changed.
     """
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        report = _measured(network, layout, x) if known is None else known
-        plain, values = ByAutodiff(network, layout, x), network.weights(layout.names)
-        f, generator = plain.f, torch.Generator("cpu").manual_seed(0)
+        plain = ByAutodiff(network, layout, x)
+        report, generator = _measured(network, plain, x), torch.Generator("cpu").manual_seed(0)
+        f, values = plain.f, network.weights(layout.names)
         w = layout.flatten(values)
         draw = partial(torch.randn, generator=generator, device="cpu")
         u = draw((2, *f.shape), dtype=f.dtype).to(f.device)
@@ -52,20 +55,23 @@ def probe(
         if not JTu[0].any():
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
-        error = partial(_error, plain, layout, (u, v, JTu), eps)
-        found = None
-        if known is None and network.precision != "bfloat16":
+        error = partial(_error, plain, (u, v, JTu), eps)
+        ways = {way: ByAutodiff(network, layout, x, None, way, way) for way in (True, False)}
+        report = _with_torch_func(ways, report, error, eps**0.5)
+        if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
+                # torch warns of a backward pass that vmap takes output by output, which is slow
+                warnings.filterwarnings("error", "There is a performance drop")
                 found = _with_factors(network, layout, x, report, error)
-        if found is not None and found.adjoint_error <= math.sqrt(eps):
-            return found
-        ways = {way: ByAutodiff(network, layout, x, None, way) for way in (True, False)}
-        return _with_torch_func(ways, report, error, math.sqrt(eps))
+                report = found if found and found.adjoint_error <= eps**0.5 else report
+    if report.fault and not report.names:
+        raise NotImplementedError(report.fault)
+    return report
 
 
-def _measured(network: Network, layout: ParameterLayout, x: Any) -> Report:
+def _measured(network: Network, plain: ByAutodiff, x: Any) -> Report:
     """Check the outputs, and return their sizes and those of what a forward pass keeps of an example."""
-    f, sizes = checked_outputs(network, layout.names, x), dict[int, int]()
+    f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
 
     def see(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided and type(tensor) is Tensor:
@@ -75,15 +81,13 @@ def _measured(network: Network, layout: ParameterLayout, x: Any) -> Report:
 
     # torch.func inside a network allows no hooks: then it is not known
     with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
-        rows = ByAutodiff(network, layout, x)
-        rows.f  # noqa: B018
+        plain.f  # noqa: B018
     for parameter in network.module.parameters():  # are in memory in any case
         if parameter.layout == torch.strided:
             sizes.pop(parameter.untyped_storage().data_ptr(), None)
     count, is_near = num_examples(x), network.device.type == "cpu"
     return Report(
         example_bytes=-(-max([f.nbytes, *sizes.values()]) // count) if is_near else None,
-        examples=len(f) if f.dim() > 1 else 1,
         outputs=f[0].numel(),
         classes=f.shape[-1] if f.dim() > 1 else 1,
         activations=sum(sizes.values()) / count,
@@ -91,18 +95,14 @@ def _measured(network: Network, layout: ParameterLayout, x: Any) -> Report:
 
 
 def _error(
-    plain: ByAutodiff,
-    layout: ParameterLayout,
-    known: tuple[Tensor, Tensor, Tensor],
-    eps: float,
-    rows: Rows,
+    plain: ByAutodiff, known: tuple[Tensor, Tensor, Tensor], eps: float, rows: Rows
 ) -> float:
     """Return the relative error of J w and of Jᵀu for random u, v and Jᵀu by ``backward``.
 
     It does not depend on the number of outputs: w = Jᵀu, of blocks of one size, shows what J lacks,
     and u = J v what it has too much.
     """
-    u, v, JTu = known
+    (u, v, JTu), layout = known, plain.layout
     truth = JTu.double()
     squares = layout.block_sums(truth[0].square())
     norms = squares.clamp_min(_SMALL**2 * squares.max()).clamp_min(1e-300)
@@ -132,8 +132,6 @@ def _with_factors(
     found = find(network, layout, x)
     if found is None:
         return None
-    # torch warns of a backward pass that vmap takes output by output, which is slow
-    warnings.filterwarnings("error", "There is a performance drop")
     report = report._replace(names=found[0], shared=found[1])
     rows = by_factors(network, layout, x, report)
     if rows is None or rows.gradients > _MOST_GRADIENTS * rows.multiplications:
@@ -151,7 +149,7 @@ def _with_torch_func(
     error: Callable[[Rows], float],
     tolerance: float,
 ) -> Report:
-    """Return forward mode, or two reverse passes, whose error is rounding."""
+    """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
     errors, reasons = dict[bool, float](), list[str]()
     for forward, rows in ways.items():
         failures: list[Exception] = []
@@ -164,10 +162,8 @@ def _with_torch_func(
         )
         reasons.append(f"{'forward mode' if forward else 'two reverse passes'}: {words}")
     if min(errors.values(), default=math.inf) > max(tolerance, _ROUNDING):
-        raise NotImplementedError(
-            f"The Jacobian of the model is not available ({'; '.join(reasons)}). Replace that layer by one made of "
-            "differentiable operations (nn.EmbeddingBag: nn.Embedding and a mean; an autograd.Function: "
-            'add a `jvp`), or choose `parameters` after it, such as "last_layer".'
-        )
-    forward = min(errors, key=lambda way: (errors[way] > tolerance, errors[way]))
-    return report._replace(forward=forward, adjoint_error=errors[forward])
+        return report._replace(fault=_FAULT.format("; ".join(reasons)))
+    way = min(errors, key=lambda way: (errors[way] > tolerance, errors[way]))
+    return report._replace(
+        forward=way, carries=way and ways[way].carries, adjoint_error=errors[way]
+    )

@@ -13,16 +13,17 @@ from torch.nn import functional as F
 
 from torch_lla_em.jacobian.checks import nodes_of
 from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
+from torch_lla_em.jacobian.intercepted import Intercepted
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.rows import Intercepted, Report, num_examples
+from torch_lla_em.jacobian.rows import Report, num_examples
 
 # number of outputs per example above which the backward passes cost more than they save
 _MOST_OUTPUTS = 512
 # what a network may do to its last layer's outputs without changing them
 _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
 
-_CONVS = F.conv1d, F.conv2d, F.conv3d
+_CONVS = F.conv1d, F.conv2d
 _OF_CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
 _OF_EMBEDDING = "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"
 _ARGUMENTS: dict[Callable, tuple[str, ...]] = {
@@ -85,17 +86,14 @@ class Call(NamedTuple):
         kernel, n = self.weight_shape[2:], len(self.weight_shape) - 2
         if padding == "same":
             totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
-            sides = [(total // 2, total - total // 2) for total in totals]
-        else:
-            sides = [(0, 0)] * n if padding == "valid" else [(p, p) for p in padding]
-        if any(map(any, sides)):
-            a = F.pad(a, [p for side in reversed(sides) for p in side])
-        for d, size in enumerate(kernel):
-            a = a.unfold(2 + d, (size - 1) * dilation[d] + 1, stride[d])[..., :: dilation[d]]
-        a = a.reshape(rows, -1, groups, a.shape[1] // groups, *a.shape[2:])
-        # rows, groups, channels, kernel, repeats, places
-        a = a.permute(0, 2, 3, *range(4 + n, 4 + 2 * n), 1, *range(4, 4 + n))
-        return a.flatten(2, 2 + n).flatten(3)
+            a = F.pad(a, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
+        padding = (0,) * n if isinstance(padding, str) else padding
+        if n == 1:  # as images with one line
+            a, kernel, dilation = a.unsqueeze(2), (1, *kernel), (1, *dilation)
+            padding, stride = (0, *padding), (1, *stride)
+        a = F.unfold(a, kernel, dilation, padding, stride)
+        a = a.view(rows, -1, groups, a.shape[1] // groups, a.shape[2])  # with repeats
+        return a.permute(0, 2, 3, 1, 4).flatten(3)
 
     def is_output(self, f: Tensor) -> bool:
         """Whether f is what was returned, but for a view whose last axis has all channels."""
@@ -139,8 +137,8 @@ def _recorded(
     A lookup in one of the ``shared`` tables serves all rows, such as that of positions. Here it is
     repeated for each row.
     """
-    weights = network.weights(layout.names)
-    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    weights = network.weights(layout.names).items()
+    leaves = {name: w.detach().requires_grad_() for name, w in weights}
     names = {id(leaf): name for name, leaf in leaves.items()}
     calls: list[Call] = []
 
@@ -174,7 +172,7 @@ def _recorded(
 
     rows = num_examples(x)
     with torch.enable_grad(), Intercepted(see):
-        f = network.function(x)(leaves)
+        f = network.outputs(x, leaves)
     reached = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
     return f, calls, not reached.isdisjoint(names)
 
@@ -213,12 +211,17 @@ def find(
 
 
 def by_factors(
-    network: Network, layout: ParameterLayout, x: Any, known: Report, keep: bool = False
+    network: Network,
+    layout: ParameterLayout,
+    x: Any,
+    known: Report,
+    keep: bool = False,
+    at_once: int | None = None,
 ) -> ByFactors | None:
     """Return the linear model at x by one backward pass for each output.
 
     None if a weight acts in another way than before. Factors that are stored (``keep``) share no memory
-    with other tensors.
+    with other tensors. ``at_once`` is the number of columns that fit into memory.
     """
     f, calls, others = _recorded(network, layout, x, known.shared)
     as_before = all(
@@ -227,7 +230,7 @@ def by_factors(
     )
     if others or not f.requires_grad or not as_before:
         return None
-    B, D, best = len(f), f[0].numel(), known.at_once(len(f))
+    B, D, best = len(f), f[0].numel(), known.columns(x, at_once)
     given = [call.inputs(B) for call in calls]
     ends = [call.is_output(f) for call in calls]  # which need no backward pass
     dense = [not e and call.is_dense(a, D) for call, a, e in zip(calls, given, ends)]

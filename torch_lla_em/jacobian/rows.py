@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from torch_lla_em.data import tensors_in
+from torch_lla_em.jacobian.intercepted import Intercepted, carried, contiguous
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
 # bytes of the largest temporary tensor on a CPU; larger ones are allocated by the system each time,
 # which takes as long as the arithmetic
-_FETCHED_BYTES = 2**24
+_FETCHED_BYTES = 1.6e7
 
 
 class Report(NamedTuple):
@@ -30,9 +29,14 @@ class Report(NamedTuple):
     shared: tuple[str, ...] = ()
     """Tables of which one lookup is used for all examples."""
 
-    forward: bool | None = None
-    """Whether J w is by forward mode, or by two reverse passes; None if not known yet, as all weights
-    have factors."""
+    forward: bool = False
+    """Whether J w is by forward mode, or by two reverse passes."""
+
+    carries: bool = False
+    """Whether J w can be carried along with a forward pass, by the rules of linear and elementwise functions."""
+
+    fault: str = ""
+    """Why there are only factors: the error message if neither forward mode nor reverse passes are right."""
 
     adjoint_error: float = 0.0
     """Relative error of J w and Jᵀu compared with ``backward``."""
@@ -42,9 +46,6 @@ class Report(NamedTuple):
 
     example_bytes: int | None = None
     """Bytes of the largest tensor of one example in a forward pass, on a CPU; None elsewhere."""
-
-    examples: int = 1
-    """Number of examples in the probe; with one it is not known which weights have factors."""
 
     outputs: int = 1
     """Number of outputs of an example."""
@@ -58,15 +59,16 @@ class Report(NamedTuple):
     nbytes: float = inf
     """Bytes of an example's Jacobian factors; infinity if they are computed in every pass."""
 
-    def at_once(self, examples: int) -> int | None:
-        """Return the number of columns whose tensors a CPU does not allocate each time; None: all."""
+    def columns(self, x: Any, most: int | None) -> int | None:
+        """Return the number of columns, of ``most``, whose tensors a CPU does not allocate each time; None: all."""
         if self.example_bytes is None:
-            return None
-        return max(1, _FETCHED_BYTES // max(1, self.example_bytes * examples))
+            return most
+        best = max(1, int(_FETCHED_BYTES / max(1, self.example_bytes * num_examples(x))))
+        return min(best, most or best)
 
     def __str__(self) -> str:
-        ways = {True: "forward mode", False: "two reverse passes", None: "factors"}
-        words = f"J w by {ways[self.forward]}, adjoint error {self.adjoint_error:.1e}"
+        way = "forward mode" if self.forward else "two reverse passes"
+        words = f"J w by {way}, adjoint error {self.adjoint_error:.1e}"
         return f"{words}; {len(self.names)} parameter tensors have factors" if self.names else words
 
 
@@ -87,21 +89,15 @@ class Rows:
     nbytes: float = inf
     """Memory in bytes for storing this between passes; infinity: not worth storing."""
 
-    def __init__(self, layout: ParameterLayout, columns: int | None):
-        self._layout = layout
-        self.columns = columns
-        """Number of columns that are computed at once; None: all."""
+    layout: ParameterLayout
 
-    def at_most(self, columns: int | None) -> Rows:
-        """Compute no more columns at once from now on; None: as many as before."""
-        if columns is not None:
-            self.columns = min(columns, self.columns or columns)
-        return self
+    columns: int | None
+    """Number of columns that are computed at once; None: all."""
 
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""
         step = self.columns or len(w)
-        parts = [self._push(self._layout.unflatten(some)) for some in w.split(step)]
+        parts = [self._push(self.layout.unflatten(some)) for some in w.split(step)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pull(self, u: Tensor, total: Tensor) -> None:
@@ -113,7 +109,7 @@ class Rows:
             for part in map(self._pull, u.split(step))
         ]
         for part, gradients in zip(total.split(step), found):
-            self._layout.add_(part, gradients)
+            self.layout.add_(part, gradients)
 
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""
@@ -131,9 +127,10 @@ class Rows:
 class ByAutodiff(Rows):
     """The linear model at a batch by its definition, the derivatives of ``torch.func.functional_call``.
 
-    J w is by ``torch.func.jvp``, and Jᵀu by one recorded graph: ``torch.func.vjp`` takes 1.0 to 1.3 times as
-    long for 17 columns, and for one 1.1 (LeNet) to 2.3 times (an MLP with one input). Networks with operations that this does not support are differentiated by
-    reverse mode twice, column by column. Differentiable in x inside ``enable_grad``.
+    J w is by ``torch.func.jvp``, or by its rules alone where these are enough, and Jᵀu by one recorded graph:
+    ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one 1.1 (LeNet) to 2.3 times (an MLP with
+    one input). Networks with operations that this does not support are differentiated by reverse mode twice, column by
+    column. Differentiable in x inside ``enable_grad``.
     """
 
     def __init__(
@@ -143,17 +140,21 @@ class ByAutodiff(Rows):
         x: Any,
         columns: int | None = None,
         forward: bool = False,
+        carries: bool = False,
     ):
         """``forward``: J w by forward mode, so many columns at once; else by two reverse passes."""
-        super().__init__(layout, columns if forward else 1)
-        self._forward, self._values = forward, network.weights(layout.names)
-        self._of_weights = network.function(x)
+        self.layout, self.columns = layout, columns if forward else 1
+        self._forward, self._of_weights = forward, partial(network.outputs, x)
+        self._values = network.weights(layout.names)
+        self.carries = carries
+        """Whether J w is carried along with a forward pass; set to False where that is not possible."""
+
         self._f: Tensor | None = None
         self._graph: tuple[Tensor, list[Tensor]] | None = None
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def _function(self, weights: dict[str, Tensor]) -> Tensor:
-        with Intercepted(_contiguous):
+        with Intercepted(contiguous):
             return self._of_weights(weights)
 
     @property
@@ -180,6 +181,12 @@ class ByAutodiff(Rows):
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
         if not self._forward:
             return self._pushed_by_reverse(directions)
+        if self.carries and not torch.is_grad_enabled():
+            found = carried(self._of_weights, self._values, directions)
+            self.carries = found is not None
+            if found is not None:
+                self._f, Jw = found
+                return Jw
         # forward mode copies views that do not start at the beginning of their memory
         columns = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
         jvp = partial(torch.func.jvp, self._function, (self._values,))
@@ -214,45 +221,6 @@ class ByAutodiff(Rows):
             return torch.zeros_like(f)[None]
         columns = [directions[name][0].to(gradient) for name, gradient in known.items()]
         return _gradients([*known.values()], [u], columns)[0][None]
-
-
-class Intercepted(TorchFunctionMode):
-    """Gives every torch function of a forward pass to another function, with its arguments."""
-
-    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
-
-
-def _contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Copy inputs of linear layers that are not contiguous.
-
-    ``torch.func`` multiplies a contiguous (B, L, E) by the weight in one product. For other layouts,
-    such as the transposed outputs of attention, it takes one product for each of the B or L entries,
-    and a gradient of the weight's size for each. For a ViT this takes four to six times as long.
-    """
-    # the functions that multi-head attention calls do not come here
-    count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)
-    copies: dict[int, Tensor] = {}  # equal arguments stay one tensor
-    for tensor in args[:count]:
-        if tensor.dim() > 2 and not tensor.is_contiguous():
-            copies.setdefault(id(tensor), tensor.contiguous())
-    z = func(*(copies.get(id(own), own) for own in args), **kwargs)
-    return _without_padding(z, *args, **kwargs) if func is F.embedding else z
-
-
-def _without_padding(
-    z: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
-) -> Tensor:
-    """Cut the row of padding off, which gets no gradient in training, but one by forward mode."""
-    if padding_idx is None:
-        return z
-    return torch.where((input == padding_idx % len(weight))[..., None], z.detach(), z)
 
 
 def _gradients(of: list[Tensor], by: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Any, ...]:

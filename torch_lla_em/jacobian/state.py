@@ -21,9 +21,6 @@ if hasattr(os, "register_at_fork"):
         after_in_child=ONE_AT_A_TIME.release_in_child,
     )
 
-# integers of the same size, whose sum shows a change of any one number
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class NetworkState:
     """The layers, parameters and statistics of a network at one time.
@@ -35,43 +32,36 @@ class NetworkState:
 
     def __init__(self, network: Any, fingerprint: Tensor | None = None):
         """``fingerprint``: the hash that is expected; None: that of the present network."""
-        self.fingerprint = fingerprint
-        """A hash of every bit, and of the names."""
-
-        self._marks: list[Any] | None = None
         with ONE_AT_A_TIME:
-            self._kinds = [type(layer) for layer in network.module.modules()]
-            if fingerprint is None:
-                self.fingerprint = files.fingerprint(network.module)
-                self._note(network.module)
-
-    def _note(self, module: nn.Module) -> None:
-        self._marks, self._words = _look_at(module)
-        self._sums = _sums(self._words)
+            module = network.module
+            self._kinds = [type(layer) for layer in module.modules()]
+            self._marks = _marks(module) if fingerprint is None else None
+            self.fingerprint = files.fingerprint(module) if fingerprint is None else fingerprint
+            """A hash of every bit, and of the names."""
 
     def holds(self, network: Any, surely: bool = False) -> bool:
         """Whether the network is unchanged; ``surely`` compares every bit."""
         with ONE_AT_A_TIME:
             module = network.module
-            looks_the_same = self._marks is not None and self._marks == _look_at(module)[0]
-            if not surely and looks_the_same and _sums(self._words) == self._sums:
+            marks = _marks(module)
+            if not surely and marks == self._marks:
                 return True
             if [type(layer) for layer in module.modules()] != self._kinds:
                 return False
             if not torch.equal(files.fingerprint(module), self.fingerprint):
                 return False
-            self._note(module)
+            self._marks = marks
             return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this network, which a copy of it does not have."""
-        return {"fingerprint": self.fingerprint, "_kinds": self._kinds, "_marks": None}
+        return {**self.__dict__, "_marks": None}
 
 
-def _look_at(module: nn.Module) -> tuple[list[Any], list[Tensor]]:
-    """Return what a change of a layer or tensor alters, and the memory of tensors as integers."""
+def _marks(module: nn.Module) -> list[Any]:
+    """Return what a change of a layer or tensor alters, and sums of the bits in memory; a GPU is waited for once."""
     marks: list[Any] = []
-    words: list[Tensor] = []
+    sums: list[Tensor] = []
     for layer in module.modules():
         marks.append(type(layer))
         for is_parameter, holder in ((True, layer._parameters), (False, layer._buffers)):
@@ -85,13 +75,9 @@ def _look_at(module: nn.Module) -> tuple[list[Any], list[Tensor]]:
                 marks.append((key, id(t), t.dtype, t.device, t.shape, place, version))
                 if is_plain and not t.is_quantized:
                     real = torch.view_as_real(t) if t.is_complex() else t
-                    words.append(real.detach().view(_INTEGERS[real.itemsize]))
-    return marks, words
-
-
-def _sums(words: list[Tensor]) -> list[int]:
-    """Return the sums of integers; a GPU is waited for once."""
-    sums = [part.sum() for part in words]
+                    # as integers of this size, whose sum shows a change of any one number
+                    bits = real.detach().view(getattr(torch, f"int{8 * real.itemsize}"))
+                    sums.append(bits.sum())
     if len({each.device for each in sums}) > 1:
         sums = [each.cpu() for each in sums]
-    return torch.stack(sums).tolist() if sums else []
+    return marks + (torch.stack(sums).tolist() if sums else [])

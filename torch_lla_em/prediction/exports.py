@@ -83,7 +83,7 @@ def export(
     known = known if num_samples is None else known.asked(num_samples=num_samples)
     networks = [member.setting.linear_model.network for member in known.members]
     x = to_device(x, networks[0].device)
-    steady = [member.setting.linear_model.steady(x, by_factors=False) for member in known.members]
+    steady = [member.setting.linear_model.steady(x) for member in known.members]
 
     def returned(prediction: Prediction) -> dict[str, Tensor]:
         is_real = prediction.likelihood.real_valued

@@ -33,9 +33,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     model.network.use(compute.precision)
     plan = sweep.plan._replace(rows=compute.rows or inf, columns=compute.columns)
     sweep.take(plan)  # the probe keeps to it
-    first = data.first()  # of one example it is not known whether weights have factors
-    if model.report is not None and model.report.examples == 1 < len(first.rows):
-        model.forget()
+    first = data.first()
+    model.forget()  # of the inputs of a prediction it may not be known whether weights have factors
     example = measured(problem, first)
     free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)

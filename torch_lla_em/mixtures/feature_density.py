@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from torch_lla_em.data import (
     as_loader,
@@ -20,9 +21,6 @@ from torch_lla_em.jacobian import Network, NetworkState
 from torch_lla_em.mixtures.mixture import GaussianMixture, Mixture
 from torch_lla_em.runtime import Adapter, refuse_former
 
-_BATCH_SIZE = 256
-"""Number of examples that the network runs on at once if whole tensors are passed."""
-
 
 class FeatureDensity:
     """OOD detection by a mixture that is fitted to the outputs of one layer of a network.
@@ -35,17 +33,12 @@ class FeatureDensity:
         layer (str or nn.Module): A submodule or its name. If it runs several times in a forward
             pass, its last output is used; of a tuple or a mapping, the first tensor.
         mixture (Mixture, optional): Default None: full Gaussians, one for each class with ``by_label``, and
-            ten without. Pass a mixture with
-            ``covariance="diagonal"`` if the layer has hundreds of outputs.
+            ten without. Pass one with ``covariance="diagonal"`` if the layer has hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
         pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h: h.mean(1)``
             for tokens (B, T, D). Default None: the mean over all axes but the first two, as of convolutions.
         adapter (Adapter): How a batch becomes outputs and targets, as in ``LinearisedLaplace``.
-
-    Raises:
-        AttributeError: If the model has no layer of this name.
-        ValueError: If the layer is not a part of the model.
 
     Example:
         >>> density = FeatureDensity(model, "0", by_label=True).fit(loader)
@@ -67,8 +60,6 @@ class FeatureDensity:
         self._network, self._targets = Network(model, adapter.outputs or _forward), adapter.targets
         module = self._network.module
         self.layer = module.get_submodule(layer) if isinstance(layer, str) else layer
-        if self.layer not in module.modules():
-            raise ValueError("The layer is not a part of the model.")
         self.model, self.by_label = model, by_label
         self.mixture = mixture or GaussianMixture(1 if by_label else 10)
         self.pool = pool
@@ -85,22 +76,16 @@ class FeatureDensity:
 
         Returns:
             The density itself.
-
-        Raises:
-            TypeError: If the data lack labels, or the layer returns no floats.
-            ValueError: If features are not finite, or there are fewer examples than components.
         """
-        if isinstance(data, Tensor):  # the network runs on a few examples at a time
-            given = [data] if labels is None else [data, labels]
-            data = [*zip(*(part.split(_BATCH_SIZE) for part in given), strict=True)]
+        if isinstance(data, Tensor):
+            data = TensorDataset(data) if labels is None else TensorDataset(data, labels)
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, self._targets or (None if self.by_label else default_targets))
-        known: list[tuple[Tensor, ...]] = []
+        known = []
         for batch in batches:
             found: Any = None if self._targets is None else self._targets(batch)
             y = default_targets(batch) if self.by_label and found is None else found
-            own = self.features(inputs_of(batch, found))
-            known.append((own, y) if self.by_label else (own,))
+            known.append((self.features(inputs_of(batch, found)), y))
         self.mixture.fit(known, by_label=self.by_label)
         self._state = NetworkState(self._network)
         return self
@@ -119,10 +104,7 @@ class FeatureDensity:
     def _fitted_features(self, inputs: Any) -> Tensor:
         """Return features; raise an error if they are not those that the density describes."""
         if self._state is not None and not self._state.holds(self._network):
-            raise RuntimeError(
-                "The model's weights changed after fit(), so the density no longer describes its "
-                "features. Call fit() again."
-            )
+            raise RuntimeError("The model's weights changed after fit(): call fit() again.")
         return self.features(inputs)
 
     def features(self, inputs: Any) -> Tensor:
@@ -139,10 +121,7 @@ class FeatureDensity:
         found = tensors_in(outputs[-1])
         if not found or not found[0].is_floating_point() or found[0].ndim == 0:
             what = f"{found[0].dtype} tensor" if found else type(outputs[-1]).__name__
-            raise TypeError(
-                f"The layer's output is a {what}, not a floating-point tensor (B, ...). "
-                "Choose another layer."
-            )
+            raise TypeError(f"The layer returns a {what}, no floats (B, ...): choose another one.")
         features = found[0].detach()
         features = features if self.pool is None else self.pool(features)
         if features.ndim == 1:

@@ -64,7 +64,7 @@ class NormalWishart(NamedTuple):
     def mode(self) -> Gaussians:
         """Return the components at which the density of (π, μ, Σ) is greatest."""
         weights = self.concentration - 1
-        dof = self._mode_dof()[:, None, None, None]
+        dof = (self.dof + self.scale.shape[-1] + 2)[:, None, None, None]
         return Gaussians(weights / weights.sum(), self.means, self.scale / dof)
 
     def log_density(self, components: Gaussians) -> Tensor:
@@ -72,12 +72,10 @@ class NormalWishart(NamedTuple):
         weights, means, covariances = components
         precision, deviation = _inverse(covariances), means - self.means
         distance = (self.strength[:, None] * deviation * _apply(precision, deviation)).sum()
-        log_det = (self._mode_dof() * _log_dets(precision).sum(1)).sum()
-        log_weights: Tensor = torch.special.xlogy(self.concentration - 1, weights).sum()
+        dof = self.dof + self.scale.shape[-1] + 2
+        log_det = (dof * _log_dets(precision).sum(1)).sum()
+        log_weights = torch.special.xlogy(self.concentration - 1, weights).sum()
         return log_weights + 0.5 * (log_det - (self.scale * precision).sum() - distance)
-
-    def _mode_dof(self) -> Tensor:
-        return self.dof + self.scale.shape[-1] + 2
 
     def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return E log π and E log|Λ| − D / κ, each (K,), and E Λ = ν Ψ⁻¹ in blocks."""
@@ -126,7 +124,6 @@ class Family:
         (k, dim, *_), self.is_full = shape, len(shape) == 3
         self.variational, self.shape = variational, shape
         self.blocks = (k, 1, dim, dim) if self.is_full else (k, dim, 1, 1)
-        self.width = dim * (k if self.is_full else 2) + k  # numbers that an example takes
         self.centre, variance = moments
         self.unit = torch.where(variance > 0, variance, 1.0).sqrt()
         ones, size = variance.new_ones(k), self.blocks[-1]

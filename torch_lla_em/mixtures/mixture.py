@@ -1,16 +1,16 @@
-"""The public interface: mixtures, their fits, and their densities."""
+"""Mixtures, their fits, and their densities."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, MixtureState, examples_of, pieces
+from torch_lla_em.mixtures.em import EM, examples_of, pieces
 from torch_lla_em.mixtures.gaussian import Family
 from torch_lla_em.mixtures.starts import start_of
-from torch_lla_em.runtime import check_choice
+from torch_lla_em.runtime import check_choice, check_whole
 
 
 class Mixture:
@@ -24,10 +24,7 @@ class Mixture:
             EM has not converged.
         tolerance (float): EM stops when the lower bound per example changes by no more than this.
             Default 1e-4; decrease it for more exact parameters.
-        seed (int): Randomness of the starts, which are computed from 10,000 examples or fewer. Default 0.
-
-    Raises:
-        ValueError: If an option is out of range.
+        seed (int): Randomness of the starts, which are computed from 4,000 examples or fewer. Default 0.
 
     Example:
         >>> from torch_lla_em.mixtures import GaussianMixture
@@ -52,12 +49,10 @@ class Mixture:
         seed: int = 0,
     ):
         check_choice("covariance", covariance, ("full", "diagonal"))
+        check_whole(1, num_components=num_components, max_steps=max_steps)
         self.num_components, self.covariance = num_components, covariance
         self.max_steps, self.tolerance, self.seed = max_steps, tolerance, seed
-        for name, least in {"num_components": 1, "max_steps": 1, "tolerance": 0}.items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}.")
-        self.history: list[MixtureState] = []
+        self.lower_bounds: list[float] = []
         self.converged = False
 
     def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "Mixture":
@@ -69,25 +64,11 @@ class Mixture:
                 components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
-            The mixture itself, with ``parameters``, ``history`` and ``converged``.
+            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` after all EM steps.
 
         Raises:
             ValueError: If the data are empty, not finite, fewer than components, or lack labels.
         """
-        for _ in self.steps(data, by_label=by_label):
-            pass
-        if not self.converged:
-            warnings.warn(
-                f"EM has not converged after {self.max_steps} steps. Increase max_steps, or "
-                "tolerance if such a fit is good enough.",
-                stacklevel=2,
-            )
-        return self
-
-    def steps(
-        self, data: Tensor | Iterable[Any], *, by_label: bool = False
-    ) -> Iterator[MixtureState]:
-        """Fit like ``fit``, with its ``data`` and ``by_label``, and yield the ``MixtureState`` after each EM step."""
         x, labels = examples_of(data, by_label)
         names, counts = labels.unique(return_counts=True)
         if counts.min() < self.num_components:
@@ -102,19 +83,25 @@ class Mixture:
         em = EM(family, x, labels, classes, self.tolerance)
         first = start_of(em, torch.Generator("cpu").manual_seed(self.seed))
 
-        self.history, self.converged, self.classes = [], False, classes if by_label else None
-        for state in em.states(first, self.max_steps):
-            self.history.append(state._replace(parameters=None, natural=()))
-            self.converged = state.converged
-            self.parameters, self._fitted = family.leave(state.parameters), (family, state.natural)
-            yield state
+        states = [*em.states(first, self.max_steps)]
+        last, self.classes = states[-1], classes if by_label else None
+        self.lower_bounds, self.converged = [s.lower_bound for s in states], last.converged
+        self.parameters, self._fitted = family.leave(last.parameters), (family, last.natural)
+        if not self.converged:
+            warnings.warn(
+                f"EM has not converged after {self.max_steps} steps. Increase max_steps, or "
+                "tolerance if such a fit is good enough.",
+                stacklevel=2,
+            )
+        return self
 
     def __repr__(self) -> str:
         end = "not fitted"
-        if self.history:
-            steps, bound = len(self.history), self.history[-1].lower_bound
-            how = "converged" if self.converged else "not converged"
-            end = f"{how} after {steps} steps, lower bound {bound:.6g}"
+        if self.lower_bounds:
+            how = (
+                f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds)} steps"
+            )
+            end = f"{how}, lower bound {self.lower_bounds[-1]:.6g}"
         options = f"{self.num_components}, covariance={self.covariance!r}"
         return f"{type(self).__name__}({options}), {end}"
 
@@ -124,11 +111,11 @@ class Mixture:
             raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
         family, natural = self._fitted
         dim = natural[1].shape[1]
-        if x.ndim != 2 or x.shape[1] != dim:
+        if x.shape != (len(x), dim):
             raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
         parts = [
             family.log_joint(natural, family.columns(part.to(natural[0].device)))
-            for (part,) in pieces(family.width, x.detach())
+            for (part,) in pieces(x.detach())
         ]
         return torch.cat(parts, 1).T.to(x.device)
 
@@ -148,16 +135,12 @@ class Mixture:
         return labels[self.class_log_prob(x).argmax(1)]
 
     def class_log_prob(self, x: Tensor) -> Tensor:
-        """Return log p(x, label) of examples x (n, D), shape (n, C), labels in increasing order.
-
-        Raises:
-            RuntimeError: If the mixture was not fitted by label.
-        """
+        """Return log p(x, label) of examples x (n, D) after a fit by label, (n, C), labels in increasing order."""
         if self.classes is None:
             raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
-        log_joint = self.log_joint(x).to(_floating(x))
-        own = [(self.classes == label).nonzero()[:, 0] for label in self.classes.unique()]
-        return torch.stack([log_joint[:, k.to(log_joint.device)].logsumexp(1) for k in own], 1)
+        log_joint, classes = self.log_joint(x).to(_floating(x)), self.classes.to(x.device)
+        each = [log_joint[:, classes == label].logsumexp(1) for label in classes.unique()]
+        return torch.stack(each, 1)
 
 
 def _floating(x: Tensor) -> torch.dtype:
@@ -171,9 +154,6 @@ class GaussianMixture(Mixture):
 
     Args:
         num_components (int): Number of components K. Further arguments are those of ``Mixture``.
-
-    Raises:
-        ValueError: If an option is out of range.
 
     Example:
         >>> mixture = GaussianMixture(3).fit(torch.randn(500, 2))
@@ -192,9 +172,6 @@ class VariationalGaussianMixture(Mixture):
 
     Args:
         num_components (int): Largest number of components K. Further arguments are those of ``Mixture``.
-
-    Raises:
-        ValueError: If an option is out of range.
 
     Example:
         >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))

@@ -1,7 +1,6 @@
 """Where EM starts: the best of several k-means clusterings, after EM steps on a sample."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +11,20 @@ from torch.nn.functional import one_hot
 from torch_lla_em.mixtures.em import EM, MixtureState, pieces
 
 _STARTS = 10
-"""Number of clusterings. With 5, mixtures of ten components end below scikit-learn's best of five."""
+"""Number of clusterings. With 5, one of six mixtures of ten components ends .05 per example lower; 15 change nothing."""
 
-_SAMPLE, _PER_COMPONENT = 4000, 50
-"""Most examples of which starts are made, altogether and for each component, whichever are more."""
-
-_TRIED = 3
-"""How many components to empty in turn, from that whose loss costs least, if the bound does not rise."""
+_SAMPLE = 4000
+"""Most examples of which starts are made: of 8,000, with 2,000 or 6,000 one of these six ends .05 lower, others as high."""
 
 _STEPS, _TOLERANCE = 100, 1e-4
-"""Largest number of EM steps from each start and after a component is emptied, and the change of the
-bound per example at which they end."""
+"""Largest number of EM steps from each start and after a component is emptied, and the change of the bound per example
+at which they end. Half as many, or ten times as much or as little, change no end by more than .0005 per example."""
 
 
 def start_of(em: EM, generator: torch.Generator) -> Any:
     """Return parameters to begin with: of several starts, that with the highest bound of a sample."""
     order = torch.randperm(len(em.x), generator=generator, device=generator.device)
-    rows = order.to(em.x.device)[: max(_SAMPLE, _PER_COMPONENT * len(em.classes))].sort().values
+    rows = order.to(em.x.device)[:_SAMPLE].sort().values
     # the number of examples decides how many components they are worth
     sample = replace(
         em, x=em.x[rows], labels=em.labels[rows], tolerance=_TOLERANCE, weight=len(em.x) / len(rows)
@@ -46,26 +42,21 @@ def _emptied(em: EM, parameters: Any) -> Any:
     """Return parameters with a higher bound, where superfluous components have no examples.
 
     EM rarely empties a component of which others could take the examples. Components are emptied one
-    by one, and EM goes on without them, as long as the bound rises.
+    by one, that whose loss costs least first, and EM goes on without them, as long as the bound rises.
     """
-    state, is_higher = em.last(parameters, _STEPS), True
-    while is_higher:
-        trials = sorted(_without(em, state), key=lambda trial: -trial.lower_bound)
-        ends = (em.last(trial.parameters, _STEPS) for trial in trials[:_TRIED])
-        higher = next((end for end in ends if end.lower_bound > state.lower_bound), None)
-        state, is_higher = higher or state, higher is not None
-    return state.parameters
-
-
-def _without(em: EM, state: MixtureState) -> Iterator[MixtureState]:
-    """Yield the state after one step without each component that could be emptied."""
-    constant, *others = state.natural
-    _, (counts, *_) = em.expectation(state.natural)
-    used = counts > 1
-    for k in used.nonzero()[:, 0].tolist():
-        if (used & (em.classes == em.classes[k])).sum() > 1:
-            less = constant.index_fill(0, torch.tensor([k], device=constant.device), -torch.inf)
-            yield em.step(state._replace(natural=(less, *others)))
+    before, state = MixtureState(None, ()), em.last(parameters, _STEPS)
+    while state.lower_bound > before.lower_bound:
+        before, trials = state, []
+        constant, *others = before.natural
+        used = em.expectation(before.natural)[1][0] > 1
+        for k in used.nonzero()[:, 0]:
+            if (used & (em.classes == em.classes[k])).sum() > 1:
+                less = constant.index_fill(0, k, -torch.inf)
+                trials.append(em.step(before._replace(natural=(less, *others))))
+        if trials:
+            best = max(trials, key=lambda trial: trial.lower_bound)
+            state = em.last(best.parameters, _STEPS)
+    return before.parameters
 
 
 def _parameters(em: EM, generator: torch.Generator) -> Any:
@@ -78,7 +69,7 @@ def _parameters(em: EM, generator: torch.Generator) -> Any:
             member[rows] = own[kmeans(x[rows], len(own), generator)]
     each = [
         em.family.sums(one_hot(clusters, count).T.to(piece), piece.T)
-        for piece, clusters in pieces(em.family.width, x, member)
+        for piece, clusters in pieces(x, member)
     ]
     return em.family.maximise(tuple(torch.stack(parts).sum(0) for parts in zip(*each)))
 

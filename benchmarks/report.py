@@ -145,6 +145,13 @@ TABLES = {
     "segmentation": Shown(
         BENCHMARKS, "segmentation", {"images": "images", "layers": "posterior over"}, SEGMENTED
     ),
+    "conformal": Shown(
+        "docs/other_libraries.md",
+        "conformal",
+        {"name": "table", "row": "intervals of 90 %"},
+        {"coverage": "coverage", "width": "width", "score": "interval score"},
+        decimals=2,
+    ),
     "passes": Shown(
         BENCHMARKS, "paper", {"solver": "solver"}, {s: s for s in ("10 %", "3 %", "1 %")}
     ),

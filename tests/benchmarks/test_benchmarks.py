@@ -5,6 +5,7 @@ from functools import partial
 from math import log
 from pathlib import Path
 
+import conformal
 import cost
 import distil
 import gpu
@@ -213,7 +214,10 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
     assert {line["nll"] for line in lines if line["method"] == "posterior"} == {1.0, 0.0}
     lines = run(neighbours, "--tables saheart --widths 50 --quick")
     assert len(lines) == 2 * 3 * 8 and all(line["nll"] > 0 for line in lines)
-    lines = run(uci, f"--data {splits(tmp_path)} --methods {' '.join(uci.METHODS)}")
+    data = splits(tmp_path)
+    lines = run(conformal, f"--data {data} --tables table --splits 1")
+    assert all(line["coverage"] > 0.5 and line["score"] >= line["width"] for line in lines)
+    lines = run(uci, f"--data {data} --methods {' '.join(uci.METHODS)}")
     assert len(lines) == 2 * 12
     assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)
     lines = run(testbed, "--inputs 2 --ratios 1 --temperatures .1")

@@ -27,94 +27,62 @@ def fit(likelihood, loader, outputs=3, **options):
     model = network(outputs)
     before = copy.deepcopy(model.state_dict())
     try:
-        la = LinearisedLaplace(model, likelihood, num_samples=2, **options)
+        la = LinearisedLaplace(model, likelihood, **{"num_samples": 2, **options})
         return la.fit(loader, progress_bar=False, **fit_options)
     finally:
         for name, tensor in model.state_dict().items():
             assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
 
 
-def with_nan(tensor, row):
-    tensor = tensor.clone()
-    tensor[row] = float("nan")
-    return tensor
-
-
 HALVES = [(X[:5], LABELS[:5]), (X[5:], LABELS[5:])]
-
-CASES = {
-    "label of nobody": (
-        "classification",
-        [(X, torch.where(LABELS < 2, LABELS, 255))],
-        3,
-        r"If one label marks missing ones.*Classification\(ignore_index=",
-    ),
-    "nan target": ("regression", [(X, REAL), (X, with_nan(REAL, 1))], 1, "Batch 0 to 1.*NaN"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bad_data_are_refused(case):
-    likelihood, loader, outputs, message = CASES[case]
-    with pytest.raises(ValueError, match=message):
-        fit(likelihood, loader, outputs)
-
-
-def test_infinite_outputs_name_the_batch():
-    far = torch.full((5, 2), 1e38)
-    with pytest.raises((ValueError, FloatingPointError), match="batch 0"):
-        fit(
-            "regression",
-            [(1e38 * torch.sign(X), REAL)],
-            1,
-            parameters=["2.*"],
-            adapter=Adapter(_exp),
-        )
-    with pytest.raises(FloatingPointError, match="batch 0 to 1"):
-        fit("regression", [(X, REAL), (far, REAL[:5])], 1, adapter=Adapter(_exp))
-
-
-def _exp(model, x):
-    return model(x) + x.exp().sum(1, keepdim=True)
-
-
 HOW_TO_CHOOSE = "a list of them .names from model.named_parameters"
-OPTIONS = {
-    "half a sample": ({"num_samples": 2.5}, "num_samples must be a whole number"),
-    "a dict for Compute": ({"compute": {}}, "a Compute object"),
-    "no adapter": ({"adapter": _exp}, "an Adapter object"),
-    "parameters themselves": ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
-    "former scaling": ({"g_prior": False}, 'write prior="isotropic"'),
-    "former noise": ({"sigma_noise": 1.0}, r"pass the likelihood Regression\(sigma_noise\)"),
-    "class_dim": ({"class_dim": None}, "a whole number"),
-    "former temperature": ({"temperature": 0.5}, "pass weights=1 / temperature to fit"),
-    "unknown": ({"num_sample": 3}, "unexpected keyword argument 'num_sample'"),
-    "no likelihood": ({"likelihood": "softmax"}, "choose one of"),
-    "prior": ({"prior": "kron"}, "scalar"),
-}
+OPTIONS = [
+    ({"num_samples": 2.5}, "num_samples must be a whole number"),
+    ({"compute": {}}, "a Compute object"),
+    ({"adapter": len}, "an Adapter object"),
+    ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
+    ({"g_prior": False}, 'write prior="isotropic"'),
+    ({"sigma_noise": 1.0}, r"pass the likelihood Regression\(sigma_noise\)"),
+    ({"class_dim": None}, "a whole number"),
+    ({"temperature": 0.5}, "pass weights=1 / temperature to fit"),
+    ({"num_sample": 3}, "unexpected keyword argument 'num_sample'"),
+    ({"likelihood": "softmax"}, "choose one of"),
+    ({"prior": "kron"}, "scalar"),
+    ({"em_steps": -1}, "em_steps"),
+    ({"checkpoint": "run"}, r"compute=Compute\(checkpoint=folder\)"),
+    ({"prior_precision": 1e-300}, "from 1e-20 to 1e.20"),
+    ({"em_steps": 0}, "pass prior_precision"),
+    ({"update": "em"}, "no argument 'update' any more: the steps are those of MacKay"),
+    ({"shard": "auto"}, r"Compute\(shard=None\)"),
+    ({"prior_precision": torch.ones(2)}, "one precision"),
+    ({"prior_precision": torch.ones(2), "prior": "layerwise"}, "one per tensor"),
+]
+OBJECTS = [
+    (Compute, {"solver": "cg"}, "solver must be None, or BlockCG"),
+    (Compute, {"solver": Newton()}, "solver must be None, or BlockCG"),
+    (Compute, {"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
+    (Compute, {"tolerance": 0.0}, "tolerance"),
+    (Compute, {"precision": "half"}, "precision"),
+    (Compute, {"vectors": "disk"}, "vectors"),
+    (Compute, {"columns": 0}, "columns"),
+    (Compute, {"rows": 1.5}, "rows"),
+    (Compute, {"budget": 0}, "budget must be None, or a number above 0"),
+    (Adapter, {"outputs": 3}, "a function .model, inputs. -> outputs"),
+    (Adapter, {"targets": "y"}, "a function batch -> targets"),
+    (Regression, {"sigma_noise": 1 + 1j}, "positive real numbers"),
+    (Regression, {"sigma_noise": float("nan")}, "positive real numbers"),
+    (Regression, {"sigma_noise": -1.0}, "sigma_noise"),
+]
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_bad_options_are_refused(case):
-    options, message = OPTIONS[case]
+@pytest.mark.parametrize("options, message", OPTIONS)
+def test_bad_options_are_refused(options, message):
+    """Those of the posterior, and of its fit."""
     with pytest.raises((TypeError, ValueError), match=message):
-        LinearisedLaplace(network(), **{"likelihood": "classification", **options})
+        fit(loader=[(X, LABELS)], **{"likelihood": "classification", **options})
 
 
-@pytest.mark.parametrize(
-    "kind, options, message",
-    [
-        (Compute, {"solver": "cg"}, "solver must be None, or BlockCG"),
-        (Compute, {"solver": Newton()}, "solver must be None, or BlockCG"),
-        (Compute, {"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
-        (Compute, {"tolerance": 0.0}, "tolerance"),
-        (Adapter, {"outputs": 3}, "a function .model, inputs. -> outputs"),
-        (Adapter, {"targets": "y"}, "a function batch -> targets"),
-        (Regression, {"sigma_noise": 1 + 1j}, "positive real numbers"),
-        (Regression, {"sigma_noise": float("nan")}, "positive real numbers"),
-        (Regression, {"sigma_noise": -1.0}, "sigma_noise"),
-    ],
-)
+@pytest.mark.parametrize("kind, options, message", OBJECTS)
 def test_bad_options_of_objects_are_refused(kind, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         kind(**options)
@@ -126,24 +94,6 @@ def test_integers_of_numpy_are_integers(tmp_path):
     same = fit("classification", HALVES, em_steps=2, seed=3)
     assert torch.equal(found.w_samples, same.w_samples)
     found.save(tmp_path / "la.pt")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"em_steps": -1}, "em_steps"),
-        ({"checkpoint": "run"}, r"compute=Compute\(checkpoint=folder\)"),
-        ({"prior_precision": 1e-300}, "from 1e-20 to 1e.20"),
-        ({"em_steps": 0}, "pass prior_precision"),
-        ({"update": "em"}, "no argument 'update' any more: the steps are those of MacKay"),
-        ({"shard": "auto"}, r"Compute\(shard=None\)"),
-        ({"prior_precision": torch.ones(2)}, "one precision"),
-        ({"prior_precision": torch.ones(2), "prior": "layerwise"}, "one per tensor"),
-    ],
-)
-def test_bad_fits_are_refused(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        fit("classification", [(X, LABELS)], **options)
 
 
 class Once:
@@ -180,41 +130,49 @@ UNUSABLE = {
     "used up": ((), ValueError, "make the loader re-iterable"),
     "one-hot": ((X, nn.functional.one_hot(LABELS)), ValueError, r"y.argmax\(-1\)"),
     "one-hot floats": ((X, nn.functional.one_hot(LABELS).float()), TypeError, r"y.argmax\(-1\)"),
+    "label of nobody": (
+        (X, torch.where(LABELS < 2, LABELS, 255)),
+        ValueError,
+        r"If one label marks missing ones.*Classification\(ignore_index=",
+    ),
+    "generator": (((b for b in []),), ValueError, "exhausted"),
+    "empty": (([],), ValueError, "empty"),
+    "empty batch": (([(X[:0], LABELS[:0])],), ValueError, "empty"),
+    "two batches without targets": (([X, LABELS[:3]],), TypeError, "No targets"),
+    "no labels": (([{"x": X}],), TypeError, "Adapter"),
+    "other length": (([(X, LABELS[:3])],), ValueError, "10 inputs but 3 targets"),
 }
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_inputs_that_no_network_takes_are_refused(case):
-    for parameters in (None, "last_layer"):
-        data, error, message = UNUSABLE[case]
-        data = (Once([(X, LABELS)]),) if case == "used up" else data
-        la = LinearisedLaplace(network(), "classification", parameters=parameters, num_samples=2)
-        with pytest.raises(error, match=message):
-            la.fit(*data, progress_bar=False)
+def test_data_that_no_fit_takes_are_refused(case):
+    data, error, message = UNUSABLE[case]
+    data = (Once([(X, LABELS)]),) if case == "used up" else data
+    la = LinearisedLaplace(network(), "classification", num_samples=2)
+    with pytest.raises(error, match=message):
+        la.fit(*data, progress_bar=False)
 
 
-WHOLE = {
-    "a list": (list, "in one list"),
-    "a dict": (lambda x: {"a": x[0], "b": x[1]}, "in one dict"),
-}
+def test_targets_that_are_missing_name_their_batch():
+    missing = REAL.clone()
+    missing[1] = torch.nan
+    with pytest.raises(ValueError, match="Batch 0 to 1.*NaN"):
+        fit("regression", [(X, REAL), (X, missing)], 1)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
-def test_networks_of_one_collection_need_an_adapter(kind):
-    make, message = WHOLE[kind]
-
+def test_networks_of_one_collection_need_an_adapter():
     class Joined(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = network()
 
         def forward(self, parts):
-            return self.inner(torch.cat(list(parts.values() if kind == "a dict" else parts), 1))
+            return self.inner(torch.cat(list(parts.values()), 1))
 
-    x, options = make((X[:, :1], X[:, 1:])), {"num_samples": 2}
-    with pytest.raises(TypeError, match=f"{message}.*lambda model, inputs: model.inputs"):
-        LinearisedLaplace(Joined(), "classification", **options).fit([(x, LABELS)])
-    options["adapter"] = Adapter(lambda model, inputs: model(inputs))
+    x = {"a": X[:, :1], "b": X[:, 1:]}
+    with pytest.raises(TypeError, match="in one dict.*lambda model, inputs: model.inputs"):
+        LinearisedLaplace(Joined(), "classification", num_samples=2).fit([(x, LABELS)])
+    options = {"num_samples": 2, "adapter": Adapter(lambda model, inputs: model(inputs))}
     la = LinearisedLaplace(Joined(), "classification", **options).fit([(x, LABELS)])
     assert_close(la(x), fit("classification", [(X, LABELS)], em_steps=20)(X))
 

@@ -304,18 +304,3 @@ def test_all_ranks_end_where_the_slowest_one_does(monkeypatch):
     monkeypatch.setattr("torch_lla_em.runtime.budget.time.monotonic", lambda: next(now))
     alone, slower = Budget(8.0), Budget(8.0, Slower())
     assert not alone.ends() and slower.ends()
-
-
-REFUSED = [
-    ("precision", lambda: Compute(precision="half")),
-    ("vectors", lambda: Compute(vectors="disk")),
-    ("columns", lambda: Compute(columns=0)),
-    ("rows", lambda: Compute(rows=1.5)),
-    ("budget must be None, or a number above 0", lambda: fitted(budget=0)),
-]
-
-
-@pytest.mark.parametrize("words, call", REFUSED)
-def test_unknown_options_raise(words, call):
-    with pytest.raises((TypeError, ValueError), match=words):
-        call()

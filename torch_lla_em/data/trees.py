@@ -1,10 +1,9 @@
-"""Nested tuples, lists, dicts and dataclasses of tensors: their tensors, devices and rows."""
+"""Nested tuples, lists and dicts of tensors: their tensors, devices and rows."""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,11 @@ from torch.utils._pytree import tree_map
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to every leaf of nested tuples, lists, mappings and dataclasses; arrays become tensors."""
+    """Apply a function to every leaf of nested tuples, lists and mappings; arrays become tensors."""
 
     def at(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
             return like(leaf, {name: map_leaves(function, part) for name, part in leaf.items()})
-        if is_dataclass(leaf) and not isinstance(leaf, type) and not is_opaque(leaf):
-            names = [field.name for field in fields(leaf) if field.init]
-            parts = {name: map_leaves(function, getattr(leaf, name)) for name in names}
-            return replace(leaf, **parts)
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(leaf)
         return function(leaf)

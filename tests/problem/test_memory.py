@@ -1,7 +1,5 @@
 """Where memory ends, the work goes on in smaller pieces, with the same result."""
 
-import sys
-
 import pytest
 import torch
 from allocator import Allocator
@@ -196,20 +194,6 @@ def test_fits_on_smaller_gpus_are_the_same(solver, prior, monkeypatch, caplog):
     assert_close(small.prior_precision, whole.prior_precision, rtol=0.05, atol=0)
     due = whole.functional_samples(x)
     assert (small.functional_samples(x) - due).norm() < 0.05 * due.norm()
-
-
-def test_what_a_fit_cannot_do_without_is_said(monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("none left")
-
-    monkeypatch.setattr(sys.modules["torch_lla_em.inference.fit"], "get_sto_samples", full)
-    la = LinearisedLaplace(network(), "classification", num_samples=K)
-    with pytest.raises(DoesNotFit) as caught:
-        la.fit(*rows(24), progress_bar=False)
-    message, size = str(caught.value), la._linear_model.layout.size
-    assert f"{K} samples of {size:,} parameters need" in message and "(none left)" in message
-    for knob in ("num_samples", 'parameters="last_layer"', 'vectors="cpu"', "memory="):
-        assert knob in message
 
 
 def test_factors_that_were_given_up_are_not_used_again(monkeypatch):

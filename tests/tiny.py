@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from torch_lla_em import Compute, LinearisedLaplace, Prediction
 from torch_lla_em.data.loader import Data
-from torch_lla_em.inference.prior import Prior
-from torch_lla_em.inference.stochastic_prior import StochasticPrior
+from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters

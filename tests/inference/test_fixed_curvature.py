@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, Regression
 from torch_lla_em.inference.curved import log_dets
+from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.stochastic_prior import get_sto_samples
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 

@@ -15,11 +15,12 @@ from torch import nn
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.data import Share
 from torch_lla_em.inference import fit as fits
+from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import e_step
 from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.schedule import SpanFit
-from torch_lla_em.inference.stochastic_prior import get_sto_samples
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss, root_of
 
@@ -89,8 +90,7 @@ def with_basis(name, draws, monkeypatch, em_steps=0, many=False):
     """The problem over all of weight space with a basis as noise, and so many draws, and the schedule of a fit."""
     problem = tiny(name).problem(9, 20)
     noise = basis_noise(problem, g_prior=False, layerwise=False)
-    monkeypatch.setattr("torch_lla_em.inference.expectations.draws_for", lambda *_: draws)
-    monkeypatch.setattr("torch_lla_em.inference.over_span.takes_draws", lambda *_: many)
+    monkeypatch.setattr("torch_lla_em.inference.over_span.form_of_H", lambda *_: (many, draws, 1.0))
     over, schedule = complete_span(problem, noise, curvature="variational", em_steps=em_steps)
     return problem, noise, over, schedule
 
@@ -103,7 +103,7 @@ def settled(over, schedule, precision):
 
 
 def in_weights(steps, q):
-    w = steps.span.weights(torch.cat([q.mean[None], q.samples]))
+    w = steps.span.prior.scale * steps.span.scaled(torch.cat([q.mean[None], q.samples]))
     return w[0], w[1:].T @ w[1:] / len(q.samples)
 
 
@@ -182,24 +182,22 @@ def test_the_bound_is_that_of_its_samples(monkeypatch):
     assert abs(q.bounds.mean().item() - exact) < 5 * spread / 300**0.5
 
 
-def expectations(mean, draws, many=False, weights=None, share=None):
+def expectations(mean, draws, many=False):
     """E[H] of three classes with so many draws."""
-    loss = Loss(likelihood_of("classification"), tiny("classification").y, weights)
-    found = Expectations(loss, mean, share or Share.whole(30), 0, "variational")
-    found.number, found.many = draws, many
-    return found
+    return Expectations(mean, Share.whole(30), 0, draws, many)
 
 
 @pytest.mark.parametrize("many", [False, True])
 def test_draws_do_not_depend_on_pieces(many, monkeypatch):
     mean, pushed = torch.randn(30, 3).double(), torch.randn(30, 3, 4).double()
-    expected = expectations(mean, 5, many, torch.rand(30).double())
+    loss = Loss(likelihood_of("classification"), tiny("classification").y, torch.rand(30).double())
+    expected = expectations(mean, 5, many)
     draws, w = expected.deviations(pushed), torch.randn(90, 2).double()
 
     def found():
-        H = expected.H(mean, draws)
+        H = expected.H(loss, mean, draws)
         of_H = H.values, H.product(w), H.root(mean[None])
-        return *of_H, *expected.loss_and_slope(mean, draws), expected.deviations(pushed)
+        return *of_H, *expected.loss_and_slope(loss, mean, draws), expected.deviations(pushed)
 
     whole = found()
     monkeypatch.setattr("torch_lla_em.problem.hessian.ENTRIES", 20)
@@ -465,7 +463,7 @@ def test_the_log_det_of_a_small_span_is_that_of_all_parameters(monkeypatch):
     J = J.movedim(0, -1)
     G = torch.einsum("ncp,ncd,ndq->pq", J, q.H.values, J)
     exact = torch.linalg.slogdet(torch.eye(len(G)) + G / lam)[1]
-    found = q.curved.log_dets(lam)
+    found = log_dets(q.curved.theta, q.curved.xi, q.curved.eta, lam)
     of_xi = (q.curved.xi.square() * (q.curved.theta / lam).log1p()).sum(1)
     error = 5 * of_xi.std() / len(of_xi) ** 0.5  # Monte Carlo error of the probes
     assert abs(found.mean() - exact) < min(error, 0.06 * exact)

@@ -13,8 +13,7 @@ from torch.distributions import MultivariateNormal, Normal
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.inference.stages import optimise_MAP, optimise_samples
 from torch_lla_em.solvers.newton import Newton
 
 SIDE, MEASURED, SIGMA = 12, 40, 0.3

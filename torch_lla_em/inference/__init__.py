@@ -1,12 +1,14 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.fit import Progress, learn
-from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.options import FitOptions, memory_of
-from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.result import Estimate, FitResult
-from torch_lla_em.inference.stochastic_prior import get_sto_samples
+from torch_lla_em.inference.stages import (
+    function_space_Mackay_update,
+    optimise_MAP,
+    optimise_samples,
+)
 
 __all__ = [
     "Estimate",

@@ -9,16 +9,19 @@ from torch import Tensor
 
 from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.span import Span
-from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.problem import Loss, WhitenedGGN
 from torch_lla_em.solvers import Minimum, Solution, require_finite
 
 
 class Curved(NamedTuple):
     """The problem over a span at one H and σ by the eigenvalues of G: products, the loss, and its own solver."""
 
-    problem: Problem
-    expected: Expectations
+    linear_model: Any
+    likelihood: Likelihood
     span: Span
+    expected: Expectations
+    loss: Loss
     theta: Tensor
     """The eigenvalues, (m,)."""
 
@@ -36,28 +39,15 @@ class Curved(NamedTuple):
     """Coordinates, (m,), and their outputs, (N, ..., C), from which others are computed: both may be large."""
 
     tolerance: float
-    """‖∇‖ / ‖m‖ at the end of a search for the mean."""
+    """‖∇‖ / ‖m‖ at the end of a search for the mode; 0 for a quadratic loss: a step, and one for its rounding."""
 
     roughly: float = 0.0
     """The error at which it ends earlier, by G."""
 
-    most: int = 100
-    """Steps at which it ends."""
-
     deviations: Tensor | None = None
     """Draws of the outputs less J m, (S, N, ..., C); None without draws."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64
-
-    @property
-    def likelihood(self) -> Any:
-        return self.problem.likelihood
-
-    @property
-    def linear_model(self) -> Any:
-        return self.problem.linear_model
+    dtype = torch.float64
 
     def ggn_product(self, c: Tensor) -> Tensor:
         """Return G c for coordinates c (k, m)."""
@@ -68,11 +58,6 @@ class Curved(NamedTuple):
         start, outputs = self.near
         return outputs + self.span.push((c - start)[None], self.likelihood.is_quadratic)[..., 0]
 
-    def loss_and_gradient(self, c: Tensor) -> tuple[float, Tensor]:
-        """Return E[-log p(y | J V c)] of all examples, and its gradient, (m,)."""
-        loss, u = self.expected.loss_and_slope(self.outputs(c), self.deviations)
-        return loss, self.span.pull(u.reshape(-1, 1))[0].double()
-
     def solve(self, product: WhitenedGGN, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return the solution of (A + I) x = b for the whitened product A with this G."""
         whitened = self.theta * product.deviation[:1].square()
@@ -80,19 +65,18 @@ class Curved(NamedTuple):
         energy = (whitened * y.square()).sum(1)
         return Solution(y @ self.vectors.T, torch.zeros_like(b[:, 0]), energy)
 
-    def exact(self) -> Curved:
-        """Return this search for a quadratic loss: a step, and one more for its rounding."""
-        return self._replace(most=2, tolerance=0.0, roughly=0.0)
-
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
         """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS, whose first inverse is that by G."""
-        deviation, problem, passes = loss.deviation, loss.problem, 0
-        precision, agreed = float(deviation[0]) ** -2, self.span.rows.share.agreed
+        deviation, problem, agreed = loss.deviation, loss.problem, self.span.rows.share.agreed
+        precision, most = float(deviation[0]) ** -2, 100 if self.tolerance else 2
         pairs: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def at(c: Tensor) -> tuple[float, float, Tensor]:
             """Return the loss, the objective and its slope, which are those of rank 0."""
-            of_loss, gradient = problem.loss_and_gradient(c)
+            of_loss, u = self.expected.loss_and_slope(
+                self.loss, self.outputs(c), problem.deviations
+            )
+            gradient = self.span.pull(u.reshape(-1, 1))[0].double()
             both = agreed(torch.cat([gradient, gradient.new_tensor([of_loss])]))
             of_loss, slope = both[-1].item(), both[:-1] + precision * c
             return of_loss, of_loss + 0.5 * precision * (c @ c).item(), slope
@@ -111,8 +95,8 @@ class Curved(NamedTuple):
 
         c = start * deviation
         of_loss, value, slope = at(c)
-        length, idle = 1.0, 0
-        while passes < self.most:
+        length, idle, passes = 1.0, 0, 0
+        while passes < most:
             require_finite(abs(value) + slope.norm().item())
             (step, fall), square = step_from(slope), precision * (c @ c).item()
             small = self.tolerance * (precision * square) ** 0.5
@@ -125,7 +109,7 @@ class Curved(NamedTuple):
             idle, lower = 0 if new < value - rounding else idle + 1, new < value
             if not lower and new <= value + 100 * rounding:
                 lower = step_from(slope_new)[1] < fall
-            if lower or self.most == 2:
+            if lower or most == 2:
                 change = slope_new - slope
                 curvature = step @ change
                 if curvature > 1e-12 * step.norm() * change.norm():
@@ -138,15 +122,11 @@ class Curved(NamedTuple):
         error = slope.norm().item() / max(precision * c.norm().item(), 1e-300)
         return Minimum(c / deviation, of_loss, error, passes + 1, True)
 
-    def log_dets(self, precision: float) -> Tensor:
-        """Return log det(I + G / λ) of every sample, (K,)."""
-        return log_dets(self.theta, self.xi, self.eta, precision)
-
 
 def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:
     """Return log det(I + G / λ) of every sample, (K,), by the eigenvalues of G over a span, with ξ and η there.
 
-    Half from ξ, half from η; the derivative in log λ is minus ``effective_dims``.
+    Half from ξ, half from η; the derivative in log λ is minus γ.
     """
     log1p = torch.log1p(theta / precision)
     ratio = torch.where(theta > 0, log1p / theta, 1 / precision)

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.linear_mode import optimise_MAP
-from torch_lla_em.inference.mackay import function_space_Mackay_update, mackay_noise
-from torch_lla_em.inference.posterior_samples import optimise_samples
+from torch_lla_em.inference.stages import (
+    function_space_Mackay_update,
+    mackay_noise,
+    optimise_MAP,
+    optimise_samples,
+)
 
 
 class State(NamedTuple):
-    """Where a fit stands. A checkpoint stores the first part, from which the second follows without a pass."""
+    """Where a fit stands. Coordinates in a span are in float64."""
 
     precision: Tensor
     """λ, () or (blocks,)."""
@@ -30,10 +33,30 @@ class State(NamedTuple):
     """H of this rank's examples; None if it is that at the network's outputs, for every example of a pass."""
 
     mean: Tensor | None = None
-    """The mode m, (P,), or its coordinates in the span, (m,), in float64."""
+    """The mode m, (P,), or its coordinates in the span, (m,)."""
+
+    samples: Tensor | None = None
+    """w_k, (K, P), or their coordinates in the span."""
 
     loss: float = nan
     """E[-log p(y | J w)] under q; without draws that at the mode."""
+
+    gamma: Tensor | None = None
+    """γ of every sample, (K,) or (K, blocks)."""
+
+    bounds: Tensor | None = None
+    """The bound on the log evidence by γ and the log det of every sample, (K,)."""
+
+    norm: Tensor | None = None
+    """‖m‖² in scaled parameters, () or (blocks,)."""
+
+    certificate: Tensor | None = None
+    """The bound on the error of every sample, (K,)."""
+
+    errors: tuple[float, float] = (inf, inf)
+    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
+
+    # what the schedule decides by
 
     number: int = 0
     """Solutions for λ, σ and H so far: over a span, and by a solver steps."""
@@ -56,43 +79,25 @@ class State(NamedTuple):
     why: str = ""
     """What ended the fit; empty: it goes on."""
 
-    errors: tuple[float, float] = (inf, inf)
-    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
-
     restarts: int = 0
     """How often the span was restricted, since there was no memory for more directions."""
 
-    samples: Tensor | None = None
-    """w_k, (K, P), or their coordinates in the span."""
+    # over a span
 
     G: Tensor | None = None
-    """G over the span, (m, m), in float64."""
+    """G, (m, m)."""
 
     eta: Tensor | None = None
-    """Coordinates of η ~ N(0, G) in the span, (K, m), in float64."""
+    """Coordinates of η ~ N(0, G), (K, m)."""
 
     residuals: Tensor | None = None
     """Residuals of samples and mean, (K + 1, P): the next directions."""
 
-    gamma: Tensor | None = None
-    """γ of every sample, (K,) or (K, blocks)."""
-
-    bounds: Tensor | None = None
-    """The bound on the log evidence by γ and the log det of every sample, (K,)."""
-
-    certificate: Tensor | None = None
-    """The bound on the error of every sample, (K,)."""
-
-    norm: Tensor | None = None
-    """‖m‖² in scaled parameters, () or (blocks,)."""
-
     outputs: Tensor | None = None
-    """J m, (N, ..., C), over a span."""
-
-    # what follows
+    """J m, (N, ..., C)."""
 
     curved: Any = None
-    """The problem at this H and σ."""
+    """The problem at this H and σ, which follows from the rest and is not stored."""
 
 
 def e_step(model: Any, q: State) -> State:
@@ -113,3 +118,11 @@ def m_step(model: Any, q: State) -> tuple[Tensor, Tensor | None]:
         learnt = mackay_noise(torch.maximum(residual, least), dims, count)
         sigma = torch.where(learnt > 0, learnt, sigma)  # all targets are 0
     return precision, sigma
+
+
+def slope_of(here: float, there: float, last: tuple[float, float] | None) -> float:
+    """Return the slope of MacKay's update of log λ, from here to there, by a secant; 0 without one, or below -1."""
+    if last is None or here == last[0]:
+        return 0.0
+    slope = (there - last[1]) / (here - last[0])
+    return slope if slope > -1 else 0.0

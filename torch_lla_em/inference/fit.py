@@ -9,14 +9,14 @@ from torch import Tensor
 
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import State, e_step
-from torch_lla_em.inference.expectations import COPIES, entries_of, takes_draws
+from torch_lla_em.inference.expectations import COPIES, form_of_H
 from torch_lla_em.inference.options import FitOptions
 from torch_lla_em.inference.over_span import OverSpan
-from torch_lla_em.inference.posterior_samples import refuse_noise
+from torch_lla_em.inference.prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import NoSpan, Span
-from torch_lla_em.inference.stochastic_prior import StochasticPrior, get_sto_samples, with_noise
+from torch_lla_em.inference.stages import refuse_noise
 from torch_lla_em.problem import Problem, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
@@ -65,26 +65,31 @@ def learn(
     ``around`` is told ``drawn(saved)`` after the probes and ``stepped(record, saved)`` after every step (no record: no new
     λ), where ``saved()`` is what a checkpoint stores; the second, and ``is_late()``, return whether the time is over.
     """
-    K, seed, layerwise = options.num_samples, options.seed, options.layerwise
+    seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
         problem.sweep.begin("drawing random numbers")
-        noise = get_sto_samples(problem, K, seed, options.g_prior, layerwise)
+        noise = get_sto_samples(problem, options.num_samples, seed, options.g_prior, layerwise)
         if not problem.data.facts.num_labelled:
             raise ValueError(
                 f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
                 "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
             )
-        sigma = problem.likelihood.observation_noise
-        of_targets = sigma, problem.moments, problem.network_noise
+        of_targets = problem.likelihood.observation_noise, problem.moments, problem.network_noise
         start = begun = Progress(noise.eta, noise.prior.scale, *of_targets)
         around.drawn(lambda: begun)
     else:
         problem.take(start.sigma, start.moments, start.network_noise)
         noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
-    _check_start(options.prior_precision, options, len(noise.prior.layout.names))
+    blocks = len(noise.prior.layout.names)
+    if given is not None and given.dim() and not (layerwise and given.shape == (blocks,)):
+        raise ValueError(
+            f"prior_precision has shape {tuple(given.shape)}, but the prior has "
+            f"{f'{blocks} tensors' if layerwise else 'one precision'}: pass one number"
+            f"{', or one per tensor' if layerwise else ''}."
+        )
     problem.sweep.begin("learning the prior and the posterior")
-    found, by_passes = None, start.state is not None and start.basis is None
-    if not options.takes_solver and not by_passes:
+    found, takes_solver = None, layerwise or options.solver is not None
+    if not takes_solver and (start.state is None or start.basis is not None):
         try:
             found = over_span(problem, noise, options, around, start)
         except NoSpan:
@@ -112,20 +117,18 @@ def over_span(
     problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
 ) -> FitResult:
     """Return the posterior over a span of directions: EM on the restricted problem, and extensions."""
-    memory = start.memory or options.memory_of_span(
-        free_for_each(problem.data.group, problem.device)
-    )
+    free, known = free_for_each(problem.data.group, problem.device) / 2, start.state
+    memory = start.memory or min(free, options.span_memory or free)
     span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
-    known = start.state
     moves = options.curvature != "network" and not problem.likelihood.is_quadratic
     count = _that_fits(problem, span, moves) if known is None else len(known.samples)
     noise = noise._replace(xi=noise.xi[:count], eta=noise.eta[:count])
-    span.keep(count)
+    span = Span(problem, noise.prior, noise.xi, memory, span.sites)
     if known is None:
         _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
         scale = noise.prior.scale
         pulls = torch.stack([scale * gradient, noise.prior.unscaled(problem.w_MAP)])
-        is_new = span.widen(noise.xi, scale * noise.eta, pulls)
+        is_new = span.widen(torch.cat([noise.xi, scale * noise.eta, pulls]))
     else:
         is_new = all(map(span.add, start.basis or ()))
     if not is_new:
@@ -147,15 +150,15 @@ def over_span(
             state = _out_of_time(state, options)
             break
     if state.why != "budget":
-        if options.em_steps and given is None:
-            state = _usable(over, state)
-        _tell(
-            over,
-            state,
-            state.number >= options.em_steps and not state.converged,
-            options,
-            problem.dtype,
-        )
+        learnt = state.precision
+        while options.em_steps and given is None and not max(state.errors) <= 10:
+            if state.precision >= PRECISION_BOUNDS[1]:
+                break
+            # at the first of larger λ at which rounding does not dominate, with H as it is
+            state = over.measured(e_step(over, over.moved(state, 10 * state.precision, None, None)))
+            why = f"rounding dominates at the prior precision of {learnt:.1e}"
+            state = state._replace(why=why)
+        _tell(problem, over, state, options)
         error, tolerance = max(state.errors), options.tolerance
         if not is_accurate(error, tolerance):
             refuse_noise(error, state.precision, problem.dtype, 10.0)
@@ -164,7 +167,7 @@ def over_span(
                 f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
                 f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
             )
-    columns = span.weights(torch.cat([state.mean[None], state.samples]))
+    columns = noise.prior.scale * span.scaled(torch.cat([state.mean[None], state.samples]))
     found = _result(state._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
         found = found._replace(mixture=average(problem.likelihood, over, state).to(columns.device))
@@ -179,7 +182,7 @@ def by_solver(
 ) -> FitResult:
     """Return the posterior of the loop of the paper: EM on the whole problem."""
     model = whole.Whole(problem, noise, options.solver or BlockCG())
-    state, precision = start.state, options.prior_precision
+    state, precision, found = start.state, options.prior_precision, None
     if state is None:
         if precision is None:
             first = whole.starting_precision(problem, noise, options.layerwise)
@@ -188,7 +191,6 @@ def by_solver(
         if options.layerwise and not precision.dim():
             precision = precision.expand(len(noise.prior.layout.names)).clone()
         state = State(precision, problem.sigma, mean=problem.w_MAP * (noise.prior.scale > 0))
-    found = None
     for found, after in whole.steps(model, state, options.em_steps):
         state = begun = after
 
@@ -197,9 +199,11 @@ def by_solver(
 
         if around.stepped({**record(found), "columns": problem.sweep.columns}, saved):
             return _result(_out_of_time(found, options), noise)
-    last = state if found is None else found._replace(precision=state.precision)
-    _tell(model, last, state.why == "all steps", options, problem.dtype)
-    found, why = e_step(model.to(options.tolerance), state), "all steps"
+    curved, sigma = (None, None) if found is None else (found.curved, found.sigma)
+    _tell(problem, model, state._replace(curved=curved, sigma=sigma), options)
+    errors = options.tolerance, options.tolerance
+    last = whole.Whole(model.problem, model.noise, options.solver or BlockCG(), errors)
+    found, why = e_step(last, state), "all steps"
     if state.converged or not options.em_steps:
         reached = is_accurate(max(found.errors), options.tolerance)
         why = "accurate" if reached else "the solver has not converged"
@@ -226,13 +230,13 @@ def _out_of_time(state: State, options: FitOptions) -> State:
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
     """Return for how many samples there is memory, next to H, if it moves."""
-    facts, K = problem.data.facts, len(span.noise)
-    every = facts.num_outputs if span.sites is None else span.sites.outputs
+    facts, K, left = problem.data.facts, len(span.noise), span.memory
     classes = facts.num_outputs // max(1, facts.num_targets)
-    outputs = every * problem.data.largest_share * span.noise.element_size()
-    many = takes_draws(problem.likelihood, classes, outputs, span.memory)
-    blocks = outputs * entries_of(problem.likelihood, classes, every / classes, many)
-    left = span.memory - (COPIES * blocks if moves else 0)
+    every = facts.num_outputs if span.sites is None else span.sites.outputs
+    if moves:
+        nbytes, sites = span.entries * span.noise.element_size(), every / classes
+        of_H = form_of_H(problem.likelihood, classes, sites, nbytes, left)[2]
+        left -= COPIES * nbytes * of_H
     fits = int(left / span.bytes_of(ROOM)) - 1
     if fits < min(K, 4):
         raise NoSpan
@@ -245,22 +249,11 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
     return min(fits, K)
 
 
-def _usable(over: OverSpan, state: State) -> State:
-    """Return the state, or one at the first of larger λ at which rounding does not dominate, with H as it is."""
-    learnt = state.precision
-    while not max(state.errors) <= 10 and state.precision < PRECISION_BOUNDS[1]:
-        q = over.moved(state, 10 * state.precision, None, None)
-        state = over.measured(e_step(over, q))._replace(
-            why=f"rounding dominates at the prior precision of {learnt:.1e}"
-        )
-    return state
-
-
-def _tell(model: Any, q: State, moves: bool, options: FitOptions, dtype: torch.dtype) -> None:
-    """Warn if λ still ``moves`` after the last EM step or has reached a bound, or if σ is lost to rounding."""
+def _tell(problem: Problem, model: Any, q: State, options: FitOptions) -> None:
+    """Warn if λ still moves after the last EM step or has reached a bound, or if σ is lost to rounding."""
     if not options.em_steps:
         return
-    if moves:
+    if q.number >= options.em_steps and not q.converged:
         report(
             "log",
             f"The prior precision has not converged after {options.em_steps} EM steps. Increase em_steps, or pass a "
@@ -278,20 +271,10 @@ def _tell(model: Any, q: State, moves: bool, options: FitOptions, dtype: torch.d
         return
     residual, rounding, *_ = model.noise_sums(q)
     if (residual < 10 * rounding).any():
-        small = " If the noise is that small, convert to float64."
-        remedy = "" if dtype == torch.float64 else small
+        remedy = " If the noise is that small, convert to float64."
         report(
             "warn",
             "Residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
-            f"above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the targets. Check that they vary.{remedy}",
-        )
-
-
-def _check_start(start: Tensor | None, options: FitOptions, blocks: int) -> None:
-    shapes = ((), (blocks,)) if options.layerwise else ((),)
-    if start is not None and start.shape not in shapes:
-        raise ValueError(
-            f"prior_precision has shape {tuple(start.shape)}, but the prior has "
-            f"{f'{blocks} tensors' if options.layerwise else 'one precision'}: pass one number"
-            f"{', or one per tensor' if options.layerwise else ''}."
+            f"above {torch.finfo(problem.dtype).eps ** 0.5:.0e} of the size of the targets. Check that they "
+            f"vary.{'' if problem.dtype == torch.float64 else remedy}",
         )

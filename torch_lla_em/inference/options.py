@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.inference.expectations import entries_of, takes_draws
+from torch_lla_em.inference.expectations import form_of_H
 from torch_lla_em.problem import KEPT_OUTPUTS, Plan, Problem
 
 PASSES, LARGEST = 15.0, 5.0
@@ -41,15 +41,6 @@ class FitOptions:
     prior_precision: Tensor | None = None
     """Initial λ; None: chosen from the data."""
 
-    def memory_of_span(self, free: float) -> float:
-        """Return the bytes that a span of directions may take, of those that are free."""
-        return min(free / 2, self.span_memory or free / 2)
-
-    @property
-    def takes_solver(self) -> bool:
-        """Whether EM runs on the whole problem and not over a span."""
-        return self.layerwise or self.solver is not None
-
 
 def memory_of(
     problem: Problem, options: FitOptions, plan: Plan, rows: float
@@ -59,9 +50,9 @@ def memory_of(
     The number of directions depends on the spectrum of the GGN, which is not known before the fit.
     """
     model, itemsize, P = problem.linear_model, problem.dtype.itemsize, plan.size
-    first = problem.data.first()
+    first, limits = problem.data.first(), problem.sweep.limits
     joined = max(len(first.rows), problem.data.merge_rows)
-    at_once = min(rows, joined, plan.rows)
+    at_once = min(rows, joined, limits.batch_rows, limits.rows)
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
     each, classes = plan.example.outputs, plan.example.classes
     activations, of_factors = plan.example.activations, plan.example.nbytes
@@ -70,22 +61,22 @@ def memory_of(
     of_batch = (4 * activations if of_factors == math.inf else 2 * of_factors) * at_once
     kept = 0.0 if of_factors == math.inf else min(plan.factors, rows * of_factors)
     rest = min(plan.batches, rows * held / len(first.rows)) + kept + of_batch + BASE
-    if options.takes_solver:
+    if options.layerwise or options.solver is not None:
         return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
-    likelihood, room = problem.likelihood, options.memory_of_span(plan.free)
+    likelihood, room = problem.likelihood, min(plan.free / 2, options.span_memory or plan.free / 2)
     moves = options.curvature != "network" and not likelihood.is_quadratic
 
-    def of_span(size: float) -> float:
-        if not model.is_last_layer:  # directions, and two copies of J V
-            return size * (P + 2 * outputs) * itemsize
+    each_direction = P + 2 * outputs  # with two copies of J V
+    rest_of_span = 0.0
+    if model.is_last_layer:
         # weights, the products with features of a few examples, and numbers for each sample and output
-        products = 2 * min(size * outputs, 1 << 24)
-        return (size * 3 * P + products + 6 * plan.num_samples * outputs) * itemsize
-
-    many = takes_draws(likelihood, classes, outputs * itemsize, room)
-    entries = entries_of(likelihood, classes, outputs / classes, many)
-    blocks = 3 * outputs * entries * itemsize if moves else 0.0
-    size = PASSES * (plan.num_samples + 1)
-    expected, largest = (min(room, of_span(min(P, n))) for n in (size, LARGEST * size))
-    expected += 0.5 * plan.vectors + blocks + rest
-    return expected, max(expected, largest + plan.vectors + 2 * (blocks + rest))
+        each_direction, rest_of_span = 3.0 * P, 6.0 * plan.num_samples * outputs
+    of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
+    blocks = 3 * outputs * of_H * itemsize if moves else 0.0
+    size, found = PASSES * (plan.num_samples + 1), []
+    for directions in (min(P, size), min(P, LARGEST * size)):
+        products = 2 * min(directions * outputs, 1 << 24) if model.is_last_layer else 0.0
+        nbytes = (directions * each_direction + products + rest_of_span) * itemsize
+        found.append(min(room, nbytes))
+    expected = found[0] + 0.5 * plan.vectors + blocks + rest
+    return expected, max(expected, found[1] + plan.vectors + 2 * (blocks + rest))

@@ -11,18 +11,19 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torch_lla_em.inference.curved import Curved
+from torch_lla_em.inference.curved import Curved, log_dets
 from torch_lla_em.inference.em import State
-from torch_lla_em.inference.expectations import Expectations, takes_draws
-from torch_lla_em.inference.linear_mode import LinearMode
-from torch_lla_em.inference.mackay import count_and_rounding
-from torch_lla_em.inference.posterior_samples import PosteriorSamples
-from torch_lla_em.inference.prior import Prior
+from torch_lla_em.inference.expectations import Expectations, form_of_H
+from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.stochastic_prior import StochasticPrior
-from torch_lla_em.problem import Hessian, Problem, root_of
+from torch_lla_em.inference.stages import LinearMode, PosteriorSamples, count_and_rounding
+from torch_lla_em.problem import Hessian, Loss, Problem, root_of
 from torch_lla_em.solvers import DivergenceError, dots
+
+START = 0.1
+"""λ at the start, relative to the mean variance of the prior's outputs at λ = 1 in units of their size."""
 
 ROUGHLY = 0.02
 """Error of the mean while H moves, by G. With .04 λ of single networks moves by 20 %, with .01 it takes 13 % longer."""
@@ -34,24 +35,27 @@ class OverSpan:
     def __init__(
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
+        """``moves``: H is an expectation under the posterior, and not that at the network's outputs."""
         rows = span.rows
         self.span, self.share, self._problem = span, rows.share, problem
-        self.f = problem.less_shift(rows.f)
+        self.f = f = problem.less_shift(rows.f)
         """The network's outputs for this rank's examples, (N, ..., C)."""
 
-        loss = problem.loss(rows.targets, rows.weights)
+        self._loss = problem.loss(rows.targets, rows.weights)
         if problem.sigma is not None:
-            loss = replace(loss, likelihood=loss.likelihood.without_constant())
-        nbytes = self.f.numel() * self.f.element_size() * self.share.total / max(1, len(self.f))
-        many = takes_draws(loss.likelihood, self.f.shape[-1], nbytes, span.memory)
-        self.expected = Expectations(loss, self.f, self.share, noise.seed, moves, many)
-        self.epsilon = noise.epsilon(self.share.numbers, self.f)
+            likelihood = self._loss.likelihood.without_constant()
+            self._loss = replace(self._loss, likelihood=likelihood)
+        sites = self.share.total * f.shape[1:-1].numel()
+        nbytes, C = sites * f.shape[-1] * f.element_size(), f.shape[-1]
+        many, draws, _ = form_of_H(problem.likelihood, C, sites, nbytes, span.memory)
+        self.expected = Expectations(f, self.share, noise.seed, draws if moves else 0, many)
+        self.epsilon = noise.epsilon(self.share.numbers, f)
         """ε of this rank's examples, (K, N, ..., C)."""
 
         self._is_quadratic = problem.likelihood.is_quadratic
         """Whether the mean solves a linear system; then products are exact, as σ may be small."""
 
-        self._dtype = torch.float64 if self._is_quadratic else self.f.dtype
+        self._dtype = torch.float64 if self._is_quadratic else f.dtype
         self._tolerance = max(0.2 * tolerance, 10 * torch.finfo(problem.dtype).eps)
 
     @property
@@ -74,53 +78,57 @@ class OverSpan:
         """Return the problem with the loss in expectation over the posterior, or as it is."""
         if not self.expected.number:
             return curved
-        if self.is_exact:
-            pushed = self._roots(curved.vectors * (curved.theta + precision).rsqrt())
-        else:
+        if not self.is_exact:
             pushed = self.span.push(samples.w)
+        else:  # C columns for every example, whose mean square is its covariance J A⁻¹ Jᵀ
+            root = (curved.vectors * (curved.theta + precision).rsqrt()).to(self.f)
+            _, *shape, C = self.f.shape
+            found = [self.f.new_zeros(0, *shape, C, C)]
+            for _, part in self.span.parts():
+                each = (part @ root).view(-1, *shape, C, root.shape[1])
+                found.append(root_of(each @ each.mT))
+            pushed = torch.cat(found) * C**0.5
         return curved._replace(deviations=self.expected.deviations(pushed))
 
-    def found(
-        self, q: State, samples: PosteriorSamples, mode: LinearMode, problem: Curved
-    ) -> State:
+    def found(self, q: State, samples: PosteriorSamples, mode: LinearMode, curved: Curved) -> State:
         """Return the state with the posterior, and the bound on its log evidence."""
-        precision, gamma, exact = float(q.precision), samples.effective_dims, self.is_exact
+        precision, gamma, theta = float(q.precision), samples.effective_dims, curved.theta
         targets = self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
-        dets = problem.log_dets(precision)
-        if exact:  # the same for every sample
-            theta = problem.theta
+        dets = log_dets(theta, curved.xi, curved.eta, precision)
+        if self.is_exact:  # the same for every sample
             gamma = (theta / (theta + precision)).sum().expand_as(gamma)
             dets = (theta / precision).log1p().sum().expand_as(dets)
         loss, norm = mode.loss, mode.w.square().sum()
         if q.sigma is not None:
             count = self._problem.data.facts.num_targets / q.sigma.numel()
-            constant = (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
-            loss += count * constant
+            loss += count * (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
         kl = precision * norm + dets
-        if problem.deviations is not None:
+        if self.expected.number:
             kl = kl - gamma.mean()
-        if problem.deviations is not None and not exact:
-            # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
-            of_xi = (problem.xi.square() * (problem.theta / precision).log1p()).sum(1)
-            kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
+            if not self.is_exact:
+                # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
+                of_xi = (curved.xi.square() * (theta / precision).log1p()).sum(1)
+                kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
         gamma, bounds = self.share.agreed(gamma.clone()), self.share.agreed(-loss - 0.5 * kl)
-        q = q._replace(samples=samples.w, gamma=gamma, bounds=bounds)
-        outputs = problem.outputs(mode.w)
-        curved = problem._replace(near=(mode.w, outputs))
-        return q._replace(mean=mode.w, norm=norm, loss=loss, outputs=outputs, curved=curved)
+        outputs = curved.outputs(mode.w)
+        q = q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss, outputs=outputs)
+        return q._replace(
+            gamma=gamma, bounds=bounds, curved=curved._replace(near=(mode.w, outputs))
+        )
 
     def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
-        sigma, expected = q.sigma, q.curved.expected
+        sigma, curved = q.sigma, q.curved
         if sigma.dim():
-            y, pushed = expected.loss_of.targets.to(q.outputs), self.span.push(q.samples)
+            y, pushed = curved.loss.targets.to(q.outputs), self.span.push(q.samples)
             each = y, y - q.outputs, pushed.double().square().mean(-1).sqrt()
             squares = torch.stack([part.double().square().flatten(0, -2).sum(0) for part in each])
             targets, residual, dims = self.share.sum(squares).to(sigma)
             dims = dims / sigma**2
         else:  # the loss is ½ Σ (y - J m)² / σ²
-            found = [expected.loss_and_slope(h, None)[0] for h in (0 * q.outputs, q.outputs)]
+            loss = self.expected.loss_and_slope
+            found = [loss(curved.loss, h, None)[0] for h in (0 * q.outputs, q.outputs)]
             targets, residual = 2 * sigma**2 * sigma.new_tensor(found)
             dims = q.gamma.mean().to(sigma)
         count, least = count_and_rounding(self._problem, sigma, targets)
@@ -128,18 +136,46 @@ class OverSpan:
 
     # to another H, σ or span
 
-    def first(self, precision: float) -> State:
-        """Return the state at this λ and the first H, without a posterior."""
-        like, H = self.span.xi, self.expected.first(self.f.to(self._dtype))
+    def first(self, precision: float | None = None) -> State:
+        """Return the state at this λ, or one chosen by the prior's outputs, and the first H, without a posterior."""
+        span, loss = self.span, self.loss_at(self._problem.sigma)
+        H, like = self.first_H(loss), span.xi
+        if precision is None:
+            precision = START * self._variance_of_prior(H)
         q = State(like.new_tensor(precision), self._problem.sigma, H, torch.zeros_like(like[0]))
         q = self.curved(q)
-        slope = self.expected.loss_and_slope(torch.zeros_like(self.f), None)[1]
+        slope = self.expected.loss_and_slope(loss, torch.zeros_like(self.f), None)[1]
         if not q.G.any() and self.share.sum(slope.count_nonzero()):
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
             )
         return q
+
+    def first_H(self, loss: Loss) -> Hessian:
+        """Return H at the network's outputs, or if it moves the average of that and of H at 0."""
+        f = self.f.to(self._dtype)
+        H = self.expected.H(loss, f, None)
+        if not self.expected.number:
+            return H
+        average: Hessian = self.expected.H(loss, torch.zeros_like(f), None).towards(H, 0.5)
+        return average
+
+    def _variance_of_prior(self, H: Hessian) -> float:
+        """Return the mean variance of the prior's outputs at λ = 1, relative to their size.
+
+        The size of logits and log rates is 1. That of continuous targets depends on their units: it
+        is the variance of the network's outputs, plus the inverse of H, which is σ².
+        """
+        pushed, C, mean = self.span.push(self.span.xi), self.f.shape[-1], self.share.mean
+        square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
+        if not self._problem.likelihood.real_valued:
+            return square.mean().item()
+        product = H.product(pushed.flatten(0, -2)).view(pushed.shape)
+        curvature = mean((pushed * product).double().movedim(-1, 0).reshape(-1, C))
+        f = self.f.double().reshape(-1, C)
+        size = mean((f - mean(f)).square()) + square / curvature
+        return (square / size).nan_to_num(0.0).mean().item()
 
     def moved(self, q: State, precision: Tensor, sigma: Tensor | None, H: Hessian | None) -> State:
         """Return the state at another λ, σ and H (None: the same)."""
@@ -149,25 +185,16 @@ class OverSpan:
         if sigma is None or torch.equal(sigma, old):
             return q
         sigma = self.share.agreed(sigma)
-        expected = self._at_noise(sigma)
-        q = q._replace(sigma=sigma, H=expected.first(self.f.to(self._dtype)))
+        loss = self.loss_at(sigma)
+        q = q._replace(sigma=sigma, H=self.first_H(loss))
         if sigma.dim():
             return self.curved(q)
         ratio = (sigma / old).item()  # of one σ, G is scaled
-        old = q.curved
-        own = {
-            "theta": old.theta / ratio**2,
-            "eta": old.eta / ratio,
-            "S_noise": old.S_noise / ratio,
-        }
-        curved = old._replace(expected=expected, **own)
+        last = q.curved
+        scaled = last.theta / ratio**2, last.eta / ratio, last.S_noise / ratio
+        own = dict(zip(("theta", "eta", "S_noise"), scaled))
+        curved = last._replace(loss=loss, **own)
         return q._replace(G=q.G / ratio**2, eta=q.eta / ratio, curved=curved)
-
-    def widened(self, q: State) -> State:
-        """Return the state over the extended span: G grows."""
-        more = 0, self.span.size - len(q.mean)
-        mean, samples = (torch.nn.functional.pad(part, more) for part in (q.mean, q.samples))
-        return self.curved(q._replace(mean=mean, samples=samples), old=q.curved)
 
     def restarted(self, q: State) -> State:
         """Return the state over the span of its mean, its samples, ξ and η only."""
@@ -175,11 +202,14 @@ class OverSpan:
         q = q._replace(mean=q.mean @ turn, samples=q.samples @ turn, restarts=q.restarts + 1)
         return self.curved(q)
 
-    def curved(self, q: State, old: Curved | None = None) -> State:
-        """Return the state with G and η over the span; those of old directions are kept."""
-        span, known = self.span, 0 if old is None else len(q.G)
-        S_noise = q.H.root(self.epsilon) if old is None else old.S_noise
-        m, eta = span.size, span.pull(S_noise.flatten(1).T.to(self._dtype), known).double()
+    def curved(self, q: State, widened: bool = False) -> State:
+        """Return the state with G and η over the span; of a span that has ``widened``, they grow."""
+        span, known = self.span, len(q.mean) if widened else 0
+        S_noise, m = q.curved.S_noise if widened else q.H.root(self.epsilon), span.size
+        if widened:
+            mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
+            q = q._replace(mean=mean, samples=samples)
+        eta = span.pull(S_noise.flatten(1).T.to(self._dtype), known).double()
         G = torch.zeros(m, m - known, dtype=torch.float64, device=eta.device)
         for rows, part in span.parts():
             part = part.to(self._dtype)
@@ -200,26 +230,29 @@ class OverSpan:
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
+        problem, span = self._problem, self.span
         curved = Curved(
-            self._problem,
-            self._at_noise(q.sigma),
-            self.span,
+            problem.linear_model,
+            problem.likelihood,
+            span,
+            self.expected,
+            self.loss_at(q.sigma),
             theta.clamp_min(0),
             vectors,
-            self.span.xi @ vectors,
+            span.xi @ vectors,
             q.eta @ vectors,
             S_noise,
             (q.mean, q.outputs),
-            self._tolerance,
+            0.0 if self._is_quadratic else self._tolerance,
         )
         return q._replace(curved=curved)
 
-    def _at_noise(self, sigma: Tensor | None) -> Expectations:
-        """Return the expectations at another σ."""
-        loss = self.expected.loss_of
-        if sigma is None:
-            return self.expected
-        return self.expected.at(replace(loss, likelihood=loss.likelihood.with_noise(sigma)))
+    def loss_at(self, sigma: Tensor | None) -> Loss:
+        """Return the loss at another σ."""
+        likelihood = self._loss.likelihood
+        return replace(
+            self._loss, likelihood=likelihood if sigma is None else likelihood.with_noise(sigma)
+        )
 
     # checkpoints
 
@@ -232,7 +265,7 @@ class OverSpan:
 
     def restored(self, q: State) -> State:
         """Return the state of which ``saved`` has returned a part."""
-        H, here = self._at_noise(q.sigma).first(self.f.to(self._dtype)), self.share.numbers
+        H, here = self.first_H(self.loss_at(q.sigma)), self.share.numbers
         every = self.share.group.gather(here.to(q.outputs.device)).sort()[0]
         own = torch.searchsorted(every, here.to(every))
         if q.H is not None:
@@ -244,16 +277,23 @@ class OverSpan:
     def measured(self, q: State) -> State:
         """Return the state with the residuals of samples and mean, (K + 1, P), and with their errors.
 
-        ‖residual‖ / √λ bounds the error in posterior standard deviations.
+        They are √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m; ‖residual‖ / √λ bounds the error in posterior standard deviations.
         """
-        deviations, precision = q.curved.deviations, float(q.precision)
+        deviations, precision, span = q.curved.deviations, float(q.precision), self.span
         if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
             q = self._with(q, q.H.root(self.epsilon))
         curved = q.curved._replace(deviations=deviations)
-        residuals = self._residuals(q, curved.expected.loss_and_slope(q.outputs, deviations)[1])
-        inside = self.span.coordinates(residuals)
+        product = q.H.product(span.push(q.samples, self._is_quadratic).flatten(0, -2))
+        u = self.f.new_empty(len(product), len(q.samples) + 1)
+        torch.sub(curved.S_noise.flatten(1).T, product, out=u[:, :-1])
+        u[:, -1] = -self.expected.loss_and_slope(curved.loss, q.outputs, deviations)[1].flatten()
+        residuals = span.pull_weights(u)
+        columns = torch.cat([q.samples, q.mean[None]])
+        span.scaled(-precision * columns, residuals)
+        residuals[:-1].add_(span.noise, alpha=math.sqrt(precision))
+        inside = span.coordinates(residuals)
         squares = ((inside @ curved.vectors).square() / (curved.theta + precision)).sum(1)
-        if not self.span.is_complete:  # what is inside is rounding
+        if not span.is_complete:  # what is inside is rounding
             outside = dots(residuals, residuals) - inside.square().sum(1)
             squares += outside.clamp_min(0) / precision
         squares = self.share.agreed(squares)
@@ -262,47 +302,3 @@ class OverSpan:
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
         own = {"certificate": of_samples.sqrt(), "residuals": residuals, "curved": curved}
         return q._replace(errors=errors, **own)
-
-    def _residuals(self, q: State, slope: Tensor) -> Tensor:
-        """Return √λ ξ + η - (G + λ) w of samples, (K, P), and -Jᵀ slope - λ m of the mean."""
-        product = q.H.product(self.span.push(q.samples, self._is_quadratic).flatten(0, -2))
-        u = self.f.new_empty(len(product), len(q.samples) + 1)
-        torch.sub(q.curved.S_noise.flatten(1).T, product, out=u[:, :-1])
-        u[:, -1] = -slope.flatten()
-        residuals = self.span.pull_weights(u)
-        columns = torch.cat([q.samples, q.mean[None]])
-        self.span.add_scaled(residuals, -float(q.precision) * columns)
-        residuals[:-1].add_(self.span.noise, alpha=math.sqrt(q.precision))
-        return residuals
-
-    def prior_variance(self) -> float:
-        """Return the mean variance of the prior's outputs at λ = 1, relative to their size.
-
-        The size of logits and log rates is 1. That of continuous targets depends on their units: it
-        is the variance of the network's outputs, plus the inverse of H, which is σ².
-        """
-        pushed = self.span.push(self.span.xi)
-        C, mean = self.f.shape[-1], self.share.mean
-        square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
-        if not self._problem.likelihood.real_valued:
-            return square.mean().item()
-        H = self.expected.first(self.f.to(self._dtype))
-        product = H.product(pushed.flatten(0, -2)).view(pushed.shape)
-        curvature = mean((pushed * product).double().movedim(-1, 0).reshape(-1, C))
-        f = self.f.double().reshape(-1, C)
-        size = mean((f - mean(f)).square()) + square / curvature
-        return (square / size).nan_to_num(0.0).mean().item()
-
-    def bound_error(self, q: State) -> float:
-        """Return the standard error of the bound over samples, 0 for one sample."""
-        spread: Tensor = q.bounds.std().nan_to_num(0.0)
-        return spread.item() / math.sqrt(len(q.bounds))
-
-    def _roots(self, root: Tensor) -> Tensor:
-        """Return C columns for every example, (N, ..., C, C), whose mean square is its covariance J A⁻¹ Jᵀ, from a root of A⁻¹."""
-        root, found = root.to(self.f), [self.f.new_zeros(0, *self.f.shape[1:], self.f.shape[-1])]
-        for _, part in self.span.parts():
-            pushed = (part @ root).view(-1, *self.f.shape[1:], root.shape[1])
-            found.append(root_of(pushed @ pushed.mT))
-        roots: Tensor = torch.cat(found) * self.f.shape[-1] ** 0.5
-        return roots

@@ -34,18 +34,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
-from torch_lla_em.inference.em import State, e_step, m_step
+from torch_lla_em.inference.em import State, e_step, m_step, slope_of
 from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.result import Estimate
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import DivergenceError
 
 # Of seven networks, values within a factor of two change neither NLL nor columns by more than 2 %, unless told otherwise.
-
-START = 0.1
-"""λ at the start, relative to the mean variance of the prior's outputs at λ = 1 in units of their size."""
 
 FALL = 3.0
 """Largest factor by which λ falls in a solution, unless the span has all directions. 1.5: 12 % more columns; 6: 5 % fewer."""
@@ -96,14 +93,14 @@ class SpanFit:
 
         ``known`` is a state that an earlier run has yielded.
         """
-        over, grew = self.over, True
-        if known is None:
-            q = over.first(START * over.prior_variance() if precision is None else precision)
-            q = self._posterior(q)
-        else:
-            q = self._extended(known)[0]
+        over, span, grew = self.over, self.span, True
+        q = self._posterior(over.first(precision)) if known is None else self._extended(known)[0]
         while True:
-            if self._is_due(q, grew):
+            # λ, σ and H are found anew over a span that has grown enough, if λ would not follow a falling bound to 0
+            due = span.size >= GROWTH * q.solved or not over.expected.number
+            due = due and not q.bounds.mean() < q.peak - _noise(q)
+            due = due or max(q.errors) < LEARNT or span.is_complete or not grew
+            if due and not q.converged and q.number < self._most:
                 q = self.solved(q)
             q = self.judged(over.measured(q), grew)
             yield q
@@ -113,21 +110,13 @@ class SpanFit:
 
     def _extended(self, q: State) -> tuple[State, bool]:
         """Return the state over the span with the residuals of mean and samples, and whether any was new."""
-        over, grew = self.over, True
-        if not self.span.is_complete:
-            if self.span.bytes_of(self.span.size + len(q.residuals)) > self.span.memory:
+        over, span, grew = self.over, self.span, True
+        if not span.is_complete:
+            if span.bytes_of(span.size + len(q.residuals)) > span.memory:
                 q = over.restarted(q)
-            grew = self.span.widen(q.residuals)
-            q = over.widened(q)
+            grew = span.widen(q.residuals)
+            q = over.curved(q, widened=True)
         return self._posterior(q), grew
-
-    def _moved(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
-        """Return the state at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
-        expected, H = self.over.expected, None
-        if expected.number:
-            H = q.H.towards(expected.H(q.outputs, q.curved.deviations), share)
-        new = self.over.moved(q, precision, sigma, H)
-        return new if new.G.isfinite().all() else self.over.moved(q, precision, None, None)
 
     def _posterior(self, q: State) -> State:
         """Return the posterior at λ, σ and H of a state, or at the first of larger λ at which its expectations are finite."""
@@ -139,15 +128,25 @@ class SpanFit:
                     raise
                 q = self.over.moved(q, 10 * q.precision, q.sigma, None)
 
+    def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
+        """Return the posterior at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
+        expected, curved, H = self.over.expected, q.curved, None
+        if expected.number:
+            H = q.H.towards(expected.H(curved.loss, q.outputs, curved.deviations), share)
+        new = self.over.moved(q, precision, sigma, H)
+        if not new.G.isfinite().all():
+            new = self.over.moved(q, precision, None, None)
+        return self._posterior(new)
+
     def solved(self, start: State) -> State:
         """Return the state with λ, σ, H and m at rest over the present span."""
         q, last, moved = start, start.last, math.inf
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(start.precision) / FALL
         for number in range(MOST):
             new, last = self._block(q, last, least)
-            if not _bound(new) > _bound(q) - self._loss(q, new):
+            if not new.bounds.mean() > q.bounds.mean() - self._allowed_loss(q, new):
                 if not number:  # no block is better, but H may be
-                    q = self._posterior(self._moved(q, q.precision, q.sigma, DAMPING / 2))
+                    q = self._step(q, q.precision, q.sigma, DAMPING / 2)
                 moved = 0.0 if self.over.is_exact and not number else math.inf
                 break
             q = new
@@ -162,15 +161,15 @@ class SpanFit:
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
         moved /= self.allowed(q, rises=bool(q.precision > start.precision))
-        q = q._replace(peak=max(q.peak, _bound(q)))
+        q = q._replace(peak=max(q.peak, q.bounds.mean().item()))
         return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
 
-    def _loss(self, q: State, new: State) -> float:
+    def _allowed_loss(self, q: State, new: State) -> float:
         """Return what a block may lower the bound by."""
         if self.over.is_exact:
             return FALLS
         change = abs(math.log(new.precision / q.precision))
-        return max(NATS, self.over.bound_error(new), SHARE * change * new.gamma.mean().item())
+        return max(_noise(new), SHARE * change * new.gamma.mean().item())
 
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float
@@ -179,8 +178,7 @@ class SpanFit:
         precision = q.precision * math.exp(self._way(q, last))
         last = math.log(q.precision), math.log(self._update(q)[0])
         for _ in range(STEPS):
-            sigma = self._update(q)[1]
-            q = self._posterior(self._moved(q, precision.clamp_min(least), sigma, DAMPING))
+            q = self._step(q, precision.clamp_min(least), self._update(q)[1], DAMPING)
             if self._is_late():
                 break
             precision = self._update(q)[0]
@@ -188,10 +186,9 @@ class SpanFit:
 
     def judged(self, q: State, grew: bool) -> State:
         """Return the state with whether λ has converged, and why the fit ends: the only place where it does."""
-        rests = max(
-            RESTS, q.number / 2
-        )  # where H follows its own noise, solutions do not come to rest
-        if q.solved == self.span.size and self._is_accurate(q) and q.moved < rests:
+        # where H follows its own noise, solutions do not come to rest
+        rests = q.moved < max(RESTS, q.number / 2)
+        if q.solved == self.span.size and max(q.errors) < LEARNT and rests:
             q = q._replace(converged=True)
         fixed, why = q.converged or q.number >= self._most, ""
         if fixed and max(q.errors) <= self._tolerance:
@@ -217,34 +214,18 @@ class SpanFit:
             return 0.003
         return float(max(0.01, (len(q.samples) * gamma) ** -0.5))
 
-    def _is_due(self, q: State, grew: bool) -> bool:
-        """Return whether λ, σ and H are to be found anew over the present span."""
-        if q.converged or q.number >= self._most:
-            return False
-        enough = self.span.size >= GROWTH * q.solved or not self.over.expected.number
-        if enough and _bound(q) < q.peak - max(NATS, self.over.bound_error(q)):
-            enough = False  # λ would follow it to 0
-        return enough or self._is_accurate(q) or self.span.is_complete or not grew
-
-    def _is_accurate(self, q: State) -> bool:
-        return max(q.errors) < LEARNT
-
     def _way(self, q: State, last: tuple[float, float] | None) -> float:
         """Return the change of log λ after which a secant through MacKay's updates expects none; at most a factor of two."""
-        here, there, slope = math.log(q.precision), math.log(self._update(q)[0]), 0.0
-        if last is not None and here != last[0]:
-            slope = (there - last[1]) / (here - last[0])
-            slope = min(slope, STEEP) if slope > -1 else 0.0
-        return max(-math.log(2), min(math.log(2), (there - here) / (1 - slope)))
+        here, there = math.log(q.precision), math.log(self._update(q)[0])
+        way = (there - here) / (1 - min(slope_of(here, there, last), STEEP))
+        return max(-math.log(2), min(math.log(2), way))
 
     def _update(self, q: State) -> tuple[Tensor, Tensor | None]:
         """Return λ and σ by MacKay's updates, λ a factor of e away at most."""
         if not self._learns:
             return q.precision, q.sigma
         precision, sigma = m_step(self.over, q)
-        return torch.minimum(
-            torch.maximum(precision, q.precision / math.e), q.precision * math.e
-        ), sigma
+        return precision.clamp(q.precision / math.e, q.precision * math.e), sigma
 
 
 def _of_noise(new: Tensor | None, old: Tensor | None) -> float:
@@ -252,5 +233,6 @@ def _of_noise(new: Tensor | None, old: Tensor | None) -> float:
     return 0.0 if new is None else 2 * (new / old).log().abs().max().item()
 
 
-def _bound(q: State) -> float:
-    return q.bounds.mean().item()
+def _noise(q: State) -> float:
+    """Return nats that the bound may be wrong by: its standard error over samples, or ``NATS``."""
+    return max(NATS, Estimate.of(q.bounds).standard_error.nan_to_num(0.0).item())

@@ -8,13 +8,14 @@ over the data is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch
 from torch_lla_em.inference.prior import Prior
-from torch_lla_em.problem import Outputs, Problem, Sites, gathered, pull_back
+from torch_lla_em.problem import Problem, Sites, gathered, pull_back
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
 NEW = 1e-4
@@ -46,16 +47,20 @@ class Span:
         self.stored: list[Tensor] = []
         """J V, each (N ... C, k); if there are features T, each (D C, k)."""
 
+        self.rows: Any = None
+        """f, targets and weights of this rank's examples, once there are directions."""
+
         self._features: Tensor | None = None
         """h of all sites, with a 1 if the layer has a bias, (N ..., D)."""
 
-        self._rows: Outputs | None = None
         self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
         """The coordinates of ξ, (K, m)."""
 
-    def keep(self, count: int) -> None:
-        """Keep so many of the samples' ξ, before there are directions."""
-        self.noise, self.xi = self.noise[:count], self.xi[:count]
+        self._live = int((prior.scale > 0).sum())
+        of_data = problem.data
+        every = of_data.facts.num_outputs if sites is None else sites.outputs
+        self.entries = every * of_data.largest_share
+        """Outputs of the rank with the most examples."""
 
     @property
     def size(self) -> int:
@@ -63,30 +68,20 @@ class Span:
         return self.xi.shape[1]
 
     @property
-    def rows(self) -> Outputs:
-        """f, targets and weights of this rank's examples, once there are directions."""
-        if self._rows is None:
-            raise NoSpan
-        return self._rows
-
-    @property
     def is_complete(self) -> bool:
         """Whether the basis spans all parameters that change an output."""
-        return self.size >= int(self.prior.num_weights().sum().item())
+        return self.size >= self._live
 
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions, with twice their J v, in bytes."""
-        of_data, P = self._problem.data, self.noise.shape[1]
-        every = of_data.facts.num_outputs if self.sites is None else self.sites.outputs
-        # T in place of J V
-        of_J = every * of_data.largest_share if self._features is None else P
+        P = self.noise.shape[1]
+        of_J = self.entries if self._features is None else P  # T in place of J V
         return float(directions * (P + 2 * of_J) * self.noise.element_size())
 
     # directions
 
-    def widen(self, *directions: Tensor) -> bool:
+    def widen(self, z: Tensor) -> bool:
         """Add directions (k, P); return whether any was new and the order of examples is the same."""
-        z = directions[0] if len(directions) == 1 else torch.cat(directions)
         z = z / dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
         for _ in range(2):
             for block in self.blocks:
@@ -96,22 +91,23 @@ class Span:
 
     def add(self, z: Tensor) -> bool:
         """Add an orthonormal block, by a pass for J z; return whether the order of examples is the same."""
-        w, problem = self.prior.scale * z, self._problem
-        if self._rows is None:
-            pushed = problem.features(self._take)
-            found = None if pushed is None else self._gathered(pushed, 1)
+        w, problem, sites = self.prior.scale * z, self._problem, self.sites
+        take = None if sites is None else partial(sites.take, problem)
+        each = 1 if sites is None else sites.most
+        if self.rows is None and (pushed := problem.features(take)) is not None:
+            found = gathered(problem, pushed, 1, each)
             if found is not None and problem.data.keeps_order:
                 self._features = found.Jw[0].clone()
-                self._rows = found._replace(Jw=found.Jw[:0].clone())
+                self.rows = found._replace(Jw=found.Jw[:0].clone())
         if self._features is not None:
             shape, sizes = (len(w), self.rows.f.shape[-1], -1), self.prior.layout.sizes
             table = torch.cat([part.view(shape).permute(2, 1, 0) for part in w.split(sizes, 1)])
             self.stored.append(table.reshape(-1, len(w)).to(self._features))
         else:
-            found = self._gathered(problem.push_forward(w, self._take), len(w))
+            found = gathered(problem, problem.push_forward(w, take), len(w), each)
             if found is None or not problem.data.keeps_order:
                 return False
-            self._rows = self._rows or found._replace(Jw=found.Jw[:0].clone())
+            self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
             self.stored.append(found.Jw.flatten(1).T.contiguous())
         self.blocks.append(z)
         self.xi = torch.cat([self.xi, gram(self.noise, z)], dim=1)
@@ -128,32 +124,15 @@ class Span:
         self.stored, self.xi = [turned], self.xi @ turn
         return turn
 
-    def _take(self, batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Batch, Tensor, Tensor]:
-        """Return what is kept of a batch, its outputs and J w, (K, B, ..., C), or features."""
-        if self.sites is None:
-            return batch, f, Jw
-        return self.sites.take(self._problem, batch, f, Jw)
+    # scaled weights
 
-    def _gathered(self, pushed: list[tuple[Batch, Tensor, Tensor]], columns: int) -> Outputs | None:
-        each = 1 if self.sites is None else self.sites.most
-        return gathered(self._problem, pushed, columns, each)
-
-    # weights
-
-    def weights(self, coordinates: Tensor) -> Tensor:
-        """Return the weights (k, P) of coordinates (k, m)."""
-        return self.scaled(coordinates).mul_(self.prior.scale)
-
-    def scaled(self, coordinates: Tensor) -> Tensor:
-        """Return Vᵀ c, shape (k, P)."""
-        total = self.noise.new_zeros(len(coordinates), self.noise.shape[1])
-        self.add_scaled(total, coordinates)
-        return total
-
-    def add_scaled(self, total: Tensor, coordinates: Tensor) -> None:
-        """Add Vᵀ c to a total, (k, P), in place."""
+    def scaled(self, coordinates: Tensor, total: Tensor | None = None) -> Tensor:
+        """Return Vᵀ c, shape (k, P), for coordinates (k, m), added to a total in place."""
+        if total is None:
+            total = self.noise.new_zeros(len(coordinates), self.noise.shape[1])
         for block, some in zip(self.blocks, coordinates.split([*map(len, self.blocks)], dim=1)):
             add_combined(total, some, block)
+        return total
 
     def coordinates(self, z: Tensor) -> Tensor:
         """Return the coordinates V z of scaled weights (k, P), (k, m), in float64."""
@@ -171,7 +150,8 @@ class Span:
         pulled = self._transposed(u).view(-1, shape[-1], u.shape[1])
         counts = [size // shape[-1] for size in layout.sizes]  # of the weight, and of the bias
         parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]
-        return self.rows.share.sum(torch.cat(parts, 1)).mul_(self.prior.scale)
+        total: Tensor = self.rows.share.sum(torch.cat(parts, 1))
+        return total.mul_(self.prior.scale)
 
     # outputs
 
@@ -185,7 +165,7 @@ class Span:
             total.addmm_(block.to(dtype), c[start : start + block.shape[1]])
             start += block.shape[1]
         if self._features is not None:
-            total = self._of_features(self._features, total)
+            total = _of_features(self._features, total)
         return total.view(*self.rows.f.shape, len(coordinates))
 
     def pull(self, u: Tensor, start: int = 0) -> Tensor:
@@ -197,7 +177,8 @@ class Span:
             at += block.shape[1]
             if first < block.shape[1]:
                 found.append(u.T @ block[:, first:].to(u.dtype))
-        return self.rows.share.sum(torch.cat(found, 1))
+        total: Tensor = self.rows.share.sum(torch.cat(found, 1))
+        return total
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks of examples with their J V, (n ... C, m), which fit into the cache if J V is stored."""
@@ -210,17 +191,16 @@ class Span:
                 near = slice(start * outputs, (start + step) * outputs)
                 yield rows, torch.cat([block[near] for block in self.stored], 1)
             else:
-                yield rows, self._of_features(self._features[rows], torch.cat(self.stored, 1))
-
-    # a last layer
-
-    def _of_features(self, features: Tensor, table: Tensor) -> Tensor:
-        """Return h T, (n ... C, k)."""
-        h = features.flatten(0, -2)
-        return (h.to(table.dtype) @ table.view(h.shape[1], -1)).view(-1, table.shape[1])
+                yield rows, _of_features(self._features[rows], torch.cat(self.stored, 1))
 
     def _transposed(self, u: Tensor) -> Tensor:
         """Return hᵀ u, (D C, k), for u (N ... C, k)."""
         h = self._features.flatten(0, -2)
         pulled = u.reshape(len(h), self.rows.f.shape[-1] * u.shape[1]).T @ h.to(u.dtype)
         return pulled.T.reshape(-1, u.shape[1])
+
+
+def _of_features(features: Tensor, table: Tensor) -> Tensor:
+    """Return h T, (n ... C, k)."""
+    h = features.flatten(0, -2)
+    return (h.to(table.dtype) @ table.view(h.shape[1], -1)).view(-1, table.shape[1])

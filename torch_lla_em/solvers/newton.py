@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +63,6 @@ class Newton:
 
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
-
-    def exact(self) -> Newton:
-        """Return this solver for a quadratic loss, which needs one exact step."""
-        return replace(self, forcing=0.0)
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
         """Minimise loss(x) + ½‖x‖².

@@ -50,9 +50,9 @@ def memory_of(
     The number of directions depends on the spectrum of the GGN, which is not known before the fit.
     """
     model, itemsize, P = problem.linear_model, problem.dtype.itemsize, plan.size
-    first, limits = problem.data.first(), problem.sweep.limits
+    first = problem.data.first()
     joined = max(len(first.rows), problem.data.merge_rows)
-    at_once = min(rows, joined, limits.batch_rows, limits.rows)
+    at_once = min(rows, joined, plan.rows)
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
     each, classes = plan.example.outputs, plan.example.classes
     activations, of_factors = plan.example.activations, plan.example.nbytes

@@ -40,7 +40,9 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
-        la, loader, axes: Posterior, held-out data and axes, as above.
+        la: The fitted posterior.
+        loader: Held-out data, as above.
+        axes: Matplotlib's, or None for those of a new figure.
         bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small data sets.
 
     Example:
@@ -64,7 +66,9 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     """Plot a regression with 90 % prediction intervals over its input, which is one number.
 
     Args:
-        la, loader, axes: Posterior, held-out data and axes, as above.
+        la: The fitted posterior.
+        loader: Held-out data, as above.
+        axes: Matplotlib's, or None for those of a new figure.
         output (int): The output to plot. Default 0.
 
     Example:
@@ -92,7 +96,9 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
-        la, loader, axes: Posterior, held-out data and axes, as above.
+        la: The fitted posterior.
+        loader: Held-out data, as above.
+        axes: Matplotlib's, or None for those of a new figure.
 
     Example:
         >>> axes = plot.coverage(regression, [(regression_x, regression_y)])
@@ -117,7 +123,9 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
     Args:
-        la, loader, axes: Posterior, held-out data and axes, as above.
+        la: The fitted posterior.
+        loader: Held-out data, as above.
+        axes: Matplotlib's, or None for those of a new figure.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
 
     Example:

@@ -92,20 +92,22 @@ def test_inputs_that_flags_miss_are_named():
     assert "rotation by 90°" in line and "noise (" not in line
 
 
-def shifts(x):
-    """The names of the copies that are made of inputs, and that differ from them."""
+@pytest.mark.parametrize(
+    "shape, names",
+    [
+        ((3,), set()),
+        ((1, 4, 4), {"rotation by 90°", "noise", "inverted values"}),  # a blur of one pixel
+        ((1, 8, 9), {"rotation by 180°", "blur", "noise", "inverted values"}),
+        (None, {"noise"}),  # images of one value
+    ],
+)
+def test_only_copies_of_images_that_are_shifted_are_made(shape, names):
+    x = torch.arange(280.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+    x = x if shape is None else draw(280, *shape).float()
     net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
     y = x.flatten(1).sum(1, keepdim=True)
     la = LinearisedLaplace(net, "regression", num_samples=4).fit(x[:30], y[:30], **FIXED)
-    return set(la.calibrate(x[30:80], y[30:80]).check(x[80:], y[80:]).shifted)
-
-
-def test_only_copies_of_images_that_are_shifted_are_made():
-    images, wide = draw(280, 1, 4, 4).float(), draw(280, 1, 8, 9).float()
-    assert not shifts(draw(280, 3).float())
-    assert shifts(images) == {"rotation by 90°", "noise", "inverted values"}  # a blur of one pixel
-    assert shifts(wide) == {"rotation by 180°", "blur", "noise", "inverted values"}
-    assert shifts(torch.arange(280.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)) == {"noise"}
+    assert set(la.calibrate(x[30:80], y[30:80]).check(x[80:], y[80:]).shifted) == names
 
 
 def test_the_error_of_the_calibration_set_counts():
@@ -117,37 +119,21 @@ def test_the_error_of_the_calibration_set_counts():
         assert GroupCoverage("all", 10_000, coverage, 1.0, **references).is_low(0.9) == low
 
 
-@pytest.fixture(scope="module")
-def calibrated_by():
-    """Predictions of the same classifier, by what it was calibrated with."""
+def test_nothing_is_advised_that_is_so_or_cannot_help():
     la, x, y = fitted("classification", 2, lambda x, noise: (x[:, 0] + noise > 0.5).long())
-    groups, found = torch.arange(300) % 2, {}
-    for name, given in (("nothing", None), ("classes", "classes"), ("groups", groups)):
-        la.calibrate(x[300:600], y[300:600], groups=given)
-        found[name] = la.predict(x[:5], groups=groups[:5] if name == "groups" else None)
-    return found
-
-
-OWN, PARTS = "same distribution", "groups=labels"
-
-
-@pytest.mark.parametrize(
-    "low, by, words",
-    [
-        ("class 1", "nothing", 'groups="classes"'),
-        ("class 1", "classes", OWN),
-        ("class 1", "groups", PARTS),
-        ("group 1", "nothing", PARTS),
-        ("group 1", "groups", OWN),
-        ("entropy, highest quarter", "nothing", PARTS),
-        ("entropy, highest quarter", "classes", PARTS),
-        ("all", "nothing", "same distribution"),
-    ],
-)
-def test_nothing_is_advised_that_is_so_or_cannot_help(calibrated_by, low, by, words):
-    groups = [GroupCoverage("all", 9_999, 0.9, 1.0), GroupCoverage(low, 2_000, 0.5, 1.0)]
-    (line,) = Check(0.9, groups, {}, calibrated_by[by]).findings
-    assert low in line and words in line and len(line.split()) <= 40
+    own, parts, classes = "same distribution", "groups=labels", 'groups="classes"'
+    quarter, groups = "entropy, highest quarter", torch.arange(300) % 2
+    for by, words in (
+        (None, {"class 1": classes, "group 1": parts, quarter: parts, "all": own}),
+        ("classes", {"class 1": own, quarter: parts}),
+        (groups, {"class 1": parts, "group 1": own}),
+    ):
+        la.calibrate(x[300:600], y[300:600], groups=by)
+        prediction = la.predict(x[:5], groups=groups[:5] if by is groups else None)
+        for low, advice in words.items():
+            found = [GroupCoverage("all", 9_999, 0.9, 1.0), GroupCoverage(low, 2_000, 0.5, 1.0)]
+            (line,) = Check(0.9, found, {}, prediction).findings
+            assert low in line and advice in line and len(line.split()) <= 40
 
 
 # the loss of sets of pixels

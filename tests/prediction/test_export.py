@@ -130,13 +130,10 @@ def test_programs_return_what_a_calibrated_posterior_predicts(make, likelihood, 
 def test_programs_return_the_predictions_of_the_posterior(name):
     """Regressions are predicted around the linear model."""
     case, la = known(name)
-    program, few = la.export(case.x[:7]).module(), la.export(case.x[:7], num_samples=3).module()
+    program = la.export(case.x[:7]).module()
     x = case.x[7:14]
     due = la(x)
     assert_close(tuple(program(x).values()), due if isinstance(due, tuple) else (due,))
-    found, prediction = few(x), la.predict(x, num_samples=3)
-    name = "probs" if la.likelihood.gives_probabilities else "expectation"
-    assert_close(found[name], prediction.expectation, rtol=1e-10, atol=1e-10)
 
 
 class Constant(nn.Module):
@@ -153,15 +150,13 @@ class Constant(nn.Module):
 
 CONSTANTS = {
     "list": lambda x, tokens: torch.tensor(x.sum(1, keepdim=True).tolist()).to(x),
-    "numpy": lambda x, tokens: torch.from_numpy(x.abs().amax(1, keepdim=True).numpy()),
-    "count": lambda x, tokens: int((tokens > 0).numpy().sum()),
     "token": lambda x, tokens: tokens.numpy()[0, 0] + 1.0,
     "branch": lambda x, tokens: 1.0 if x.sum() > 0 else -1.0,
     "loop": lambda x, tokens: sum(0.1 * len(row) for row in x.unbind()) + x[:1] * 0,
 }
 
 
-@pytest.mark.parametrize("kind", daily("list", "token", rest=["numpy", "count", "branch", "loop"]))
+@pytest.mark.parametrize("kind", daily("list", "token", rest=["branch", "loop"]))
 @pytest.mark.parametrize("rows", daily(5, rest=[1]))
 def test_networks_that_compute_outside_of_torch_are_refused_with_the_remedy(kind, rows):
     torch.manual_seed(0)
@@ -181,8 +176,6 @@ def test_outputs_without_an_axis_are_exported():
 
 def test_files_that_cannot_be_written_are_refused(tmp_path):
     case, la = known()
-    with pytest.raises(ValueError, match="samples"):
-        la.export(case.x[:5], num_samples=7)
     for name in ("posterior", "posterior.pt", "posterior.onnx.txt"):
         with pytest.raises(ValueError, match=f"{name}' has no known ending.*.pt2.*.onnx"):
             la.export(case.x, tmp_path / name)

@@ -120,18 +120,16 @@ def check(
 ) -> Check:
     """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
-    Conformal guarantees hold on average. Groups are those passed, classes, quarters by the predicted
-    noise or entropy, and quarters by the features with the most extreme values. For images it
-    also says how well ``is_ood`` detects shifted copies of up to 200 of the examples.
+    Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the predicted noise or
+    entropy and by the features with the most extreme values. For images it also says how well ``is_ood`` detects
+    shifted copies of up to 200 of the examples.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs): Data that was used neither for
-            ``fit`` nor for ``calibrate``.
+        loader (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor ``calibrate`` used.
         targets (Tensor, optional): The targets, if ``loader`` are inputs.
         level (float): Level of the sets or intervals. Default 0.9.
-        groups (integers, optional): The group of each example, in the order of the dataset. Default
-            None: no groups of yours.
+        groups (integers, optional): The group of each example, in the order of the dataset.
 
     Raises:
         ValueError: Before ``calibrate``, or with too few validation examples for the level.

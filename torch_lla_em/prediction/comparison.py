@@ -27,9 +27,8 @@ def p_values(prediction: Any, score: Score = "all") -> Tensor:
     """Return conformal p-values by some of the scores, (B,); see ``p_value``.
 
     Args:
-        prediction (Prediction): The prediction, which has this as a method.
-        score (str): "all" (default), "epistemic" alone, or "distance": all scores but that one, which
-            regressions do not have.
+        prediction: The prediction, which has this as a method.
+        score: "all" (default), "epistemic", or "distance": all but that one, which regressions do not have.
 
     Raises:
         ValueError: If there are no reference examples, or none with this score.
@@ -58,11 +57,10 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
     """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
 
     Args:
-        prediction (Prediction): The prediction, which has this as a method.
-        rate (float): The largest accepted share of false alarms among inputs from the
-            validation set's distribution. Default 0.05; it needs at least 1 / rate - 1
-            reference examples.
-        score (str): "all" (default), "epistemic" or "distance", as in ``p_values``.
+        prediction: The prediction, which has this as a method.
+        rate (float): The largest accepted share of false alarms among inputs from the validation set's
+            distribution. Default 0.05; it needs at least 1 / rate - 1 reference examples.
+        score: "all" (default), "epistemic" or "distance", as in ``p_values``.
 
     Raises:
         ValueError: If there are no reference examples (see ``p_value``), or too few.
@@ -86,11 +84,11 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
 def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
     """Return a set of classes that contains the label with probability ``level`` or more, a mask (B, C).
 
-    It is an adaptive prediction set (APS) without randomisation: classes are added in the order
-    of falling probability until their probability exceeds a conformal quantile.
+    It is an adaptive prediction set (APS) without randomisation: classes are added in the order of falling probability
+    until their probability exceeds a conformal quantile.
 
     Args:
-        prediction (Prediction): The prediction, which has this as a method.
+        prediction: The prediction, which has this as a method.
         level (float): Coverage, between 0 and 1. Default 0.9.
 
     Raises:
@@ -101,12 +99,10 @@ def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
         >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
     """
     if not has_classes(prediction.likelihood, prediction.mixture.f):
-        remedy = (
-            "use interval(level) for a regression"
-            if not prediction.likelihood.gives_probabilities or prediction.likelihood.elementwise
-            else "for a label at every pixel or token, use RiskControl(la, validation_loader)"
+        raise TypeError(
+            "prediction_set is for one class label per example: use interval(level) for a regression, and "
+            "RiskControl(la, validation_loader) for a label at every pixel or token."
         )
-        raise TypeError(f"prediction_set is for one class label per example; {remedy}.")
     reference, own = prediction.judged("prediction_set", by_labels=True)
     probs = own.mixture.expected()
     threshold = reference.quantiles(reference.errors, level, prediction.stated, probs.shape[1])
@@ -120,10 +116,9 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     They are centred at the mean and proportional to the predictive standard deviation.
 
     Args:
-        prediction (Prediction): The prediction, which has this as a method.
+        prediction: The prediction, which has this as a method.
         level (float): Coverage for each output, between 0 and 1. Default 0.9.
-        joint (bool): Whether the level is that of all outputs of an example at once, which needs wider
-            intervals. Default False.
+        joint (bool): Whether the level is that of all outputs of an example at once, which needs wider intervals.
 
     Returns:
         An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
@@ -137,8 +132,8 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     """
     if not has_values(prediction.likelihood, prediction.mixture.f):
         raise TypeError(
-            "interval is for continuous targets of shape (B,) or (B, C); use "
-            "prediction_set(level) for classes, and credible_interval(level) otherwise."
+            "interval is for continuous targets of shape (B,) or (B, C): use prediction_set(level) for classes, and "
+            "credible_interval(level) otherwise."
         )
     reference, own = prediction.judged("interval", by_labels=True)
     centre, errors = own.mixture.expected(), reference.errors
@@ -152,15 +147,12 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
 
 
 def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Reference, Any]:
-    """Return the reference, and the prediction by the numbers that its scores are of.
+    """Return the reference, and the prediction by the numbers that its scores are of; raise if there is none.
 
     Args:
-        prediction (Prediction): The prediction, which has this as a method.
-        name (str): What needs them, for an error.
-        by_labels (bool): Whether errors of labelled examples are needed. Default False.
-
-    Raises:
-        ValueError: If there is no reference, or if groups or weights do not fit it.
+        prediction: The prediction, which has this as a method.
+        name: What needs them, for an error.
+        by_labels: Whether errors of labelled examples are needed. Default False.
     """
     reference = prediction.reference
     if prediction.origin is None or reference is None or (by_labels and reference.errors is None):

@@ -1,8 +1,7 @@
 """Predictions as programs of torch operations, which run without this library.
 
-torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore
-recorded at B and at B + 1 examples: a number that differs between the two graphs is linear in the batch
-size, and is computed from it.
+torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore recorded at B and
+at B + 1 examples: a number that differs between the two graphs is linear in the batch size, and is computed from it.
 """
 
 from __future__ import annotations
@@ -37,41 +36,31 @@ aten = torch.ops.aten
 Answer = Callable[[Any], dict[str, Tensor]]
 """Maps inputs to the tensors that a program returns, by name."""
 
-_STEPS = {"prediction_set": 1.0, "p_value": 0.25}
-"""Outputs that rounding changes in steps, and by how much one example may differ."""
-
 
 def export(
     la: Any,
     x: Any,
     path: str | PathLike[str] | None = None,
-    num_samples: int | None = None,
     level: float | None = None,
     p_value: bool = False,
 ) -> ExportedProgram:
     """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
     The program takes any number of examples. It returns a dict: "probs" (for other likelihoods "expectation"),
-    "predictive_variance" for continuous targets, and what ``level`` and ``p_value`` add. These are the names of
-    outputs in ONNX, too. The program of an ensemble contains every network and its samples.
+    "predictive_variance" for continuous targets, and what ``level`` and ``p_value`` add; ONNX has the same names. The
+    program of an ensemble contains every network and its samples.
 
     Args:
         la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.export(x)`` passes it.
         x (Tensor, tuple or dict): Example inputs.
-        path (str, optional): Where to save it: a name that ends with .pt2 for torch.export, or
-            with .onnx for ONNX. Default None: it is not saved.
-        num_samples (int, optional): Number of samples to use; fewer are faster. Coverage and p-values are
-            approximate then, since all samples were calibrated. Default None: all.
-        level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``, or the ends
-            "lower" and "upper" of ``interval(level)`` for continuous targets, as well. It needs
-            ``calibrate``.
-        p_value (bool): Return the p-values of ``predict(x).p_value`` as well, as "p_value". An input is
-            out of distribution if its p-value is at most the rate of false alarms that is accepted.
-            Default False.
+        path (str, optional): Where to save it: .pt2 for torch.export, .onnx for ONNX. Default None: nowhere.
+        level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``, or the ends "lower" and
+            "upper" of ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
+        p_value (bool): Return ``predict(x).p_value`` as well, as "p_value". An input is out of distribution if it is
+            at most the rate of false alarms that is accepted. Default False.
 
     Raises:
-        ValueError: If the name of the file has another ending, or ``level`` or ``p_value`` are
-            requested without reference examples.
+        ValueError: If the file has another ending, or without reference examples for ``level`` or ``p_value``.
         RuntimeError: If the network cannot be recorded for any number of examples, or the program returns
             other values than ``la(x)``, for example because the network's operations depend on values of
             its inputs. A student can be exported instead: ``la.distil(x).export(x)``.
@@ -80,22 +69,18 @@ def export(
         >>> program = la.export(x).module()  # doctest: +SKIP
     """
     known = required(la, surely=True)
-    known = known if num_samples is None else known.asked(num_samples=num_samples)
     networks = [member.setting.linear_model.network for member in known.members]
     x = to_device(x, networks[0].device)
     steady = [member.setting.linear_model.steady(x) for member in known.members]
 
-    def returned(prediction: Prediction) -> dict[str, Tensor]:
-        is_real = prediction.likelihood.real_valued
-        name = "probs" if prediction.likelihood.gives_probabilities else "expectation"
-        found = {name: prediction.expectation}
-        if is_real:
-            found["predictive_variance"] = prediction.predictive_variance
-        if level is not None and is_real:
-            found |= prediction.interval(level)._asdict()
+    def returned(p: Prediction) -> dict[str, Tensor]:
+        found = {"probs" if p.likelihood.gives_probabilities else "expectation": p.expectation}
+        if p.likelihood.real_valued:
+            found["predictive_variance"] = p.predictive_variance
+            found |= {} if level is None else p.interval(level)._asdict()
         elif level is not None:
-            found["prediction_set"] = prediction.prediction_set(level)
-        return found | ({"p_value": prediction.p_value} if p_value else {})
+            found["prediction_set"] = p.prediction_set(level)
+        return found | ({"p_value": p.p_value} if p_value else {})
 
     def recorded(x: Any) -> dict[str, Tensor]:
         each = []
@@ -200,8 +185,11 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
             if found.shape == expected.shape:  # infinite ends of intervals are right
                 apart = (found.to(expected.device).double() - expected.double()).abs().nan_to_num()
             is_right = bool((apart <= room * expected.double().abs().max()).all())
-            if name in _STEPS:  # rounding may change the last class of a set, or a rank
-                is_right = bool(apart.mean() <= 0.01 + _STEPS[name] / max(1, expected.numel()))
+            if name in (
+                "prediction_set",
+                "p_value",
+            ):  # rounding may change the last class, or a rank
+                is_right = bool(apart.mean() <= 0.01 + 1 / max(1, expected.numel()))
             if not is_right:
                 raise RuntimeError(
                     f"The exported program is off by {apart.max():.2g} in {name!r} at {kind}: it contains "

@@ -200,8 +200,8 @@ def temperature_of_neighbours(
 ) -> float:
     """Return a temperature for the logits of a classifier, from its training data alone.
 
-    It has the least negative log-likelihood (NLL) on training examples that are moved, so that a network that has
-    memorised its training set is as wrong there as at new inputs. Divide logits by it.
+    It has the least NLL on training examples that are moved, so that a network that has memorised its training set is
+    as wrong there as at new inputs. Divide logits by it.
 
     Args:
         model (nn.Module): The trained network. It is called in eval mode, and not changed.
@@ -209,9 +209,6 @@ def temperature_of_neighbours(
         targets (Tensor, optional): The labels, if ``loader`` are inputs.
         class_dim (int): Axis of the classes in the outputs. Default -1.
         adapter (Adapter, optional): As in ``LinearisedLaplace``.
-
-    Returns:
-        The temperature, a float.
 
     Raises:
         ValueError: If inputs have no distances, as texts and graphs.

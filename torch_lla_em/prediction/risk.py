@@ -15,20 +15,17 @@ from torch_lla_em.prediction.scores import require_share
 class RiskControl:
     """Sets of classes for every pixel that miss at most a given share of an image's pixels on average.
 
-    A set holds the classes whose probability is at least ``threshold``. The loss of an image is the
-    share of its labelled pixels whose label is not in its set. The threshold is the largest one at
-    which the loss of the validation images, corrected for their number, is at most ``level``
-    (conformal risk control, Angelopoulos et al., 2022). Then the expected loss of a new image is at
-    most ``level``, whatever the quality of the probabilities, if the new image and the validation
-    images are exchangeable and the posterior was not fitted to any of them. It holds for
-    images on average, not for every image and not for pixels of one class.
+    A set holds the classes whose probability is at least ``threshold``. The loss of an image is the share of its labelled
+    pixels whose label is not in its set. The threshold is the largest one at which the loss of the validation images,
+    corrected for their number, is at most ``level`` (conformal risk control, Angelopoulos et al., 2022). Then the expected
+    loss of a new image is at most ``level``, whatever the quality of the probabilities, if it and the validation images
+    are exchangeable and the posterior was not fitted to any of them: for images on average, not for every image.
 
     Args:
         predict (callable): Inputs -> probabilities, such as a fitted ``LinearisedLaplace``.
         loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read one by one.
         level (float): Largest expected loss. Default 0.1.
-        classes (sequence of int, optional): Only pixels with these labels count, for example all but the
-            background. Images without such pixels have the loss 0. Default None: all.
+        classes (sequence of int, optional): Only pixels with these labels count. Images without any have the loss 0.
         class_dim (int): Axis of the classes in the probabilities. Default 1.
 
     Attributes:

@@ -121,13 +121,11 @@ def compare(
 ) -> Comparison:
     """Compare fitted posteriors on the same held-out data, each in one pass.
 
-    Use data that no posterior was fitted to or calibrated on. All posteriors see the same batches,
-    so differences in NLL have paired standard errors.
+    All posteriors see the same batches, so differences in NLL have paired standard errors.
 
     Args:
-        posteriors (sequence or mapping): Fitted ``LinearisedLaplace`` objects and
-            ``LaplaceEnsemble`` objects, or a mapping from names to them.
-        validation (DataLoader, Dataset, list of batches, or inputs): The data.
+        posteriors (sequence or mapping): Fitted posteriors and ensembles, or a mapping from names to them.
+        validation (DataLoader, Dataset, list of batches, or inputs): Data that none was fitted to or calibrated on.
         targets (Tensor, optional): The targets, if ``validation`` are inputs.
 
     Returns:
@@ -135,8 +133,7 @@ def compare(
 
     Raises:
         TypeError: If one of them is not a posterior. The networks alone have their own column.
-        ValueError: If there are no posteriors, or if some predict continuous targets and others do
-            not, since their NLLs are not on one scale.
+        ValueError: If there are none, or if some predict continuous targets and others do not.
 
     Example:
         >>> print(compare({"wide prior": la, "narrow prior": other}, x, y))  # doctest: +SKIP
@@ -150,8 +147,8 @@ def compare(
     likelihoods = [record.likelihood for record in every.values()]
     if len({(each.real_valued, each.gives_probabilities) for each in likelihoods}) > 1:
         raise ValueError(
-            "Some of these posteriors predict continuous targets and others labels or counts: "
-            "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
+            "Some of these posteriors predict continuous targets and others labels or counts: their NLLs are not on "
+            "one scale. Compare posteriors of the same kind of targets."
         )
     loader = as_loader(paired(validation, targets))
     records: dict[str, dict[str, float]] = {}

@@ -317,20 +317,14 @@ def test_an_ensemble_by_folds_is_saved_and_a_validation_set_replaces_the_folds(f
 
 def test_wrong_folds_are_refused():
     (x, y), train = data("regression", 10), Trained("regression")
-    for error, words, call in (
-        *(
-            (
-                ValueError,
-                f"folds={n}, but it must lie between 2 and .* 10",
-                lambda n=n: (train, x, y, n),
-            )
-            for n in (1, 11)
-        ),
-        (ValueError, "10 targets, but tensors of x have lengths .9.", lambda: (train, x[1:], y)),
-        (TypeError, "must return a trained nn.Module, not NoneType", lambda: (print, x, y)),
+    for error, words, given in (
+        (ValueError, "folds=1, but it must lie between 2 and .* 10", (train, x, y, 1)),
+        (ValueError, "folds=11, but it must lie between 2 and .* 10", (train, x, y, 11)),
+        (ValueError, "10 targets, but tensors of x have lengths .9.", (train, x[1:], y)),
+        (TypeError, "must return a trained nn.Module, not NoneType", (print, x, y)),
     ):
         with pytest.raises(error, match=words):
-            LaplaceEnsemble.from_folds(*call(), progress_bar=False)
+            LaplaceEnsemble.from_folds(*given, progress_bar=False)
 
 
 @pytest.mark.slow

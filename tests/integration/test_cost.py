@@ -259,7 +259,6 @@ KINDS = {
     "fixed": ("classification", {"curvature": "network"}),
     "noise": ("regression", {}),
     "solves": ("classification", {"compute": Compute(solver=BlockCG())}),
-    "linear": ("classification", {"curvature": "linear"}),
 }
 
 

@@ -433,7 +433,6 @@ CHANGES = [
     (2, 3, "network", "all", (1, 1)),
     (3, 2, "variational", "last_layer", (1, 1)),
     (1, 2, "variational", "all", (2,)),
-    (2, 2, "linear", "all", (1, 1)),
 ]
 
 

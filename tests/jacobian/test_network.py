@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from jacobians import Calls, X, check, linear_model, mlp, products
+from tiny import draw
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.jacobian.checks import called_last
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import select_parameters
@@ -138,6 +140,31 @@ def test_changes_between_calls_are_seen(change):
     assert_close(found, model(x).detach(), rtol=0, atol=0)
     assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     assert model.training is mode and model.layer.training is mode
+
+
+class Writing(list):
+    """Batches, before the second of which a pass writes one number of a network, without a new version."""
+
+    def __init__(self, model, number):
+        super().__init__(zip(draw(12, 3).split(4), (torch.arange(12) % 2).split(4)))
+        self.model, self.passes, self.number = model, 0, number
+
+    def __iter__(self):
+        self.passes += 1
+        yield self[0]
+        if self.passes == self.number:
+            self.model[2].weight.data[1, 0] += 1e-9
+        yield from self[1:]
+
+
+@pytest.mark.parametrize("number, keep", [(2, True), (2, False), (4, False)])
+def test_a_weight_that_a_loader_changes_during_a_fit_is_noticed(number, keep):
+    model = mlp()
+    loader = Writing(model, number)
+    la = LinearisedLaplace(model, "classification", compute=Compute(keep_data=keep), num_samples=4)
+    with pytest.raises(RuntimeError, match="network was changed during the fit"):
+        la.fit(loader, progress_bar=False)
+    assert loader.passes == number
 
 
 def test_a_copy_is_of_its_own_module():

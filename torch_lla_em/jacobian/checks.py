@@ -20,7 +20,19 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
     f, reached = _traced(network, names, x)
     again, reached_again = _traced(network, names, x)
-    _check_outputs(f)
+    if not f.ndim:
+        raise ValueError(
+            "The model returns a single number. Outputs are (B, ..., C): for every example its logits."
+        )
+    if not f.is_floating_point():
+        raise TypeError(
+            f"The outputs are {f.dtype}, not floating point: the model, or its adapter, must "
+            "return logits, not class labels."
+        )
+    if not f.isfinite().all():
+        raise ValueError(
+            "The outputs are not finite on the first batch. Check the inputs and the weights."
+        )
     if reached - reached_again:
         raise RuntimeError(
             f"The parameter {min(reached - reached_again)!r} is used in the first forward pass only: the "
@@ -53,8 +65,7 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
 
 def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, set[str]]:
     """Return f(x), and the parameters in its graph."""
-    weights = network.weights(names)
-    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    leaves = network.leaves(names)
     with torch.enable_grad():
         f = network.outputs(x, leaves)
     ends = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
@@ -79,22 +90,6 @@ def nodes_of(f: Tensor) -> Iterator[Any]:
         seen.add(node)
         yield node
         nodes.extend(following for following, _ in node.next_functions)
-
-
-def _check_outputs(f: Tensor) -> None:
-    if not f.ndim:
-        raise ValueError(
-            "The model returns a single number. Outputs are (B, ..., C): for every example its logits."
-        )
-    if not f.is_floating_point():
-        raise TypeError(
-            f"The outputs are {f.dtype}, not floating point: the model, or its adapter, must "
-            "return logits, not class labels."
-        )
-    if not f.isfinite().all():
-        raise ValueError(
-            "The outputs are not finite on the first batch. Check the inputs and the weights."
-        )
 
 
 def called_last(network: Network, x: Any) -> str:

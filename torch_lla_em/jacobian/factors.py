@@ -156,16 +156,10 @@ class ByFactors(Rows):
     """The linear model at a batch by factors."""
 
     def __init__(
-        self,
-        layout: ParameterLayout,
-        f: Tensor,
-        parts: list[Term],
-        multiplications: int,
-        columns: int | None = None,
+        self, layout: ParameterLayout, f: Tensor, parts: list[Term], columns: int | None = None
     ):
-        """``multiplications``: by weights in a forward pass; ``columns``: the most at once, None: all."""
-        self.layout, self.columns = layout, columns
-        self.f, self.parts, self.multiplications = f, parts, multiplications
+        """``columns``: the most at once, None: all."""
+        self.layout, self.columns, self.f, self.parts = layout, columns, f, parts
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

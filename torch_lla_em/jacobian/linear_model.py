@@ -138,17 +138,18 @@ class LinearModel:
         """Return the same model for programs: by ``torch.func``, all columns at once for batches of any size."""
         if self.report is None:
             self.probe(x)
-        return copy(self)._changed(names=(), carries=False, example_bytes=None)
+        other = copy(self)
+        other._change(names=(), carries=False, example_bytes=None)
+        return other
 
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         report("log", "Out of memory: continuing without stored Jacobian factors.")
-        self._changed(names=())
+        self._change(names=())
 
-    def _changed(self, **changes: Any) -> LinearModel:
+    def _change(self, **values: Any) -> None:
         if self._report is not None:
-            self._report = self._report._replace(**changes)
-        return self
+            self._report = self._report._replace(**values)
 
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""

@@ -72,6 +72,10 @@ class Network:
             known = self._tensors or dict(self.module.named_parameters())
             return {name: known[name].detach() for name in names}
 
+    def leaves(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return the named parameters as leaves of a new graph."""
+        return {name: w.detach().requires_grad_() for name, w in self.weights(names).items()}
+
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return f(x), shape (B, ..., C), with some weights replaced; call it inside ``guarded()``."""
         assert self._noted, "outside of guarded()"

@@ -84,7 +84,7 @@ def select_parameters(
     """
     with ONE_AT_A_TIME:
         parameters = dict(module.named_parameters())
-        names = _selected(module, parameters, selection, last_layer)
+        names = _selected(module, selection, last_layer)
     chosen = {n: p for n, p in parameters.items() if n in names and p.numel()}
     for name, parameter in chosen.items():
         if parameter.is_complex():
@@ -103,13 +103,9 @@ def select_parameters(
     return real
 
 
-def _selected(
-    module: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    selection: Selection,
-    last_layer: str | None,
-) -> set[str]:
+def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -> set[str]:
     """Return the selected names."""
+    parameters = dict(module.named_parameters())
     if selection is None or selection == "requires_grad":
         fixed = _normalisation_parameters(module) if selection is None else ()
         return {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
@@ -125,12 +121,11 @@ def _selected(
         return {first[id(parameter)] for parameter in layer.parameters()}
     matched: set[str] = set()
     patterns = [selection] if isinstance(selection, str) else list(selection)
-    are_names = all(isinstance(pattern, str) for pattern in patterns)
     words = (
         'None, "last_layer", a pattern of parameter names, a list of them (names from '
         "model.named_parameters()), or a function (name, parameter) -> bool"
     )
-    require(are_names, "parameters", selection, words)
+    require(all(isinstance(each, str) for each in patterns), "parameters", selection, words)
     for pattern in patterns:
         hits = {first[id(p)] for name, p in every.items() if fnmatchcase(name, pattern)}
         if not hits:

@@ -129,15 +129,12 @@ def _with_factors(
     error: Callable[[Rows], float],
 ) -> Report | None:
     """Return the weights with factors and their error; None if not all have them, or if they are slow."""
-    found = find(network, layout, x)
-    if found is None:
+    found = find(network, layout, x, report)
+    rows = None if found is None else by_factors(network, layout, x, found[0])
+    if rows is None or rows.gradients > _MOST_GRADIENTS * found[1]:
         return None
-    report = report._replace(names=found[0], shared=found[1])
-    rows = by_factors(network, layout, x, report)
-    if rows is None or rows.gradients > _MOST_GRADIENTS * rows.multiplications:
-        return None
-    return report._replace(
-        least_columns=rows.f[0].numel() if rows.gradients else 1,
+    return found[0]._replace(
+        least_columns=report.outputs if rows.gradients else 1,
         adjoint_error=error(rows),
         nbytes=rows.nbytes / len(rows.f),
     )

@@ -42,7 +42,7 @@ class Call(NamedTuple):
     weight_shape: torch.Size
     given: Tensor
     version: int
-    """Version counter of the input at the time of the call."""
+    """That of the input at the time of the call."""
 
     edge: GradientEdge
     """The node at which gradients with respect to z arrive, even if z is changed in place later."""
@@ -54,16 +54,7 @@ class Call(NamedTuple):
     padding_idx: int | None
     """The row of an embedding that gets no gradient (padding)."""
 
-    @property
-    def is_lookup(self) -> bool:
-        return not self.given.is_floating_point()
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications by the weight in a forward pass; for a table, its gradient's size."""
-        if self.is_lookup:
-            return self.shape.numel() + self.weight_shape.numel()
-        return self.shape.numel() * self.weight_shape[1:].numel()
+    is_lookup: bool
 
     def outputs(self, z: Tensor, rows: int) -> Tensor:
         """Return gradients in z, (d, *z.shape), as (rows, d, groups, channels, places)."""
@@ -82,12 +73,16 @@ class Call(NamedTuple):
             return a
         if self.conv is None:
             return a.reshape(rows, 1, -1, a.shape[-1]).mT
-        stride, padding, dilation, groups = self.conv
+        *options, groups = self.conv
         kernel, n = self.weight_shape[2:], len(self.weight_shape) - 2
-        if padding == "same":
+        stride, padding, dilation = (
+            (own,) * n if isinstance(own, (int, str)) else tuple(own) * (n // len(own))
+            for own in options
+        )
+        if padding[0] == "same":
             totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
             a = F.pad(a, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
-        padding = (0,) * n if isinstance(padding, str) else padding
+        padding = (0,) * n if isinstance(padding[0], str) else padding
         if n == 1:  # as images with one line
             a, kernel, dilation = a.unsqueeze(2), (1, *kernel), (1, *dilation)
             padding, stride = (0, *padding), (1, *stride)
@@ -98,10 +93,8 @@ class Call(NamedTuple):
     def is_output(self, f: Tensor) -> bool:
         """Whether f is what was returned, but for a view whose last axis has all channels."""
         channels = self.shape[-1 if self.conv is None else 1]
-        whole = f.dim() > 1 and f.shape[-1] == channels and self.shape.numel() == f.numel()
-        if self.is_lookup or not whole:
-            return False
-        node = f.grad_fn
+        is_whole = f.dim() > 1 and f.shape[-1] == channels and self.shape.numel() == f.numel()
+        node = f.grad_fn if is_whole and not self.is_lookup else None
         while node is not None and node != self.edge.node and type(node).__name__ in _VIEWS:
             node = node.next_functions[0][0]
         return node == self.edge.node
@@ -134,11 +127,9 @@ def _recorded(
 ) -> tuple[Tensor, list[Call], bool]:
     """Return f(x), the calls at which its graph ends, and whether weights are used otherwise, too.
 
-    A lookup in one of the ``shared`` tables serves all rows, such as that of positions. Here it is
-    repeated for each row.
+    A lookup in a ``shared`` table, such as that of positions, serves all rows, for each of which it is repeated.
     """
-    weights = network.weights(layout.names).items()
-    leaves = {name: w.detach().requires_grad_() for name, w in weights}
+    leaves = network.leaves(layout.names)
     names = {id(leaf): name for name, leaf in leaves.items()}
     calls: list[Call] = []
 
@@ -160,14 +151,13 @@ def _recorded(
         if z.requires_grad:  # not under no_grad
             conv = None
             if func in _CONVS:
-                options = zip(_OF_CONV[3:6], (1, 0, 1))
-                each = (_each(given.get(name, least), W.dim() - 2) for name, least in options)
-                conv = (*each, given.get("groups", 1))
+                options = zip(_OF_CONV[3:], (1, 0, 1, 1))
+                conv = tuple(given.get(name, usual) for name, usual in options)
             padding = given.get("padding_idx")
             padding = None if padding is None else padding % len(W)
-            edge = get_gradient_edge(z)
-            own = (weight,) if bias is None else (weight, bias)
-            calls.append(Call(own, W.shape, x, version, edge, z.shape, conv, padding))
+            own, edge = (weight,) if bias is None else (weight, bias), get_gradient_edge(z)
+            is_lookup = func is F.embedding
+            calls.append(Call(own, W.shape, x, version, edge, z.shape, conv, padding, is_lookup))
         return z
 
     rows = num_examples(x)
@@ -177,21 +167,16 @@ def _recorded(
     return f, calls, not reached.isdisjoint(names)
 
 
-def _each(value: Any, n: int) -> Any:
-    if isinstance(value, str):
-        return value
-    return (value,) * n if isinstance(value, int) else tuple(value) * (n // len(value))
-
-
 def find(
-    network: Network, layout: ParameterLayout, x: Any, shared: tuple[str, ...] = ()
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the weights with influence and the shared tables if all weights act by products at x.
+    network: Network, layout: ParameterLayout, x: Any, known: Report
+) -> tuple[Report, int] | None:
+    """Return the weights with influence and the shared tables, in a report, if all weights act by products at x.
 
-    One example is not enough to decide. If one weight acts otherwise, factors of the rest save nothing:
-    on a tiny BERT without factors of its tables, a fit takes 4.7 s with them and 5.1 s without.
+    The number is that of multiplications by weights in a forward pass, for a table its gradient's size. One example
+    is not enough to decide. If one weight acts otherwise, factors of the rest save nothing: on a tiny BERT without
+    factors of its tables, a fit takes 4.7 s with them and 5.1 s without.
     """
-    f, calls, others = _recorded(network, layout, x, shared)
+    f, calls, others = _recorded(network, layout, x, known.shared)
     used = {name for call in calls for name in call.names}
     if len(f) < 2 or others or not used or not f.requires_grad:
         return None
@@ -200,14 +185,18 @@ def find(
     u, generator = torch.zeros_like(f), torch.Generator("cpu").manual_seed(0)
     u[0] = torch.randn(f[0].shape, generator=generator, device="cpu").to(f)
     grads = torch.autograd.grad(f, [call.edge for call in calls], u, allow_unused=True)
+    multiplications = 0
     for call, z in zip(calls, grads):
+        W, size = call.weight_shape, call.shape.numel()
+        multiplications += size + W.numel() if call.is_lookup else size * W[1:].numel()
         # gradients of the first row's outputs are 0 at all other rows
         if z is None or not (len(z) % len(f) or call.outputs(z[None], len(f))[1:].any()):
             continue
-        if call.is_lookup and call.names[0] not in shared:
-            return find(network, layout, x, (*shared, *call.names))
+        if call.is_lookup and call.names[0] not in known.shared:
+            shared = (*known.shared, *call.names)
+            return find(network, layout, x, known._replace(shared=shared))
         return None
-    return tuple(sorted(used)), shared
+    return known._replace(names=tuple(sorted(used))), multiplications
 
 
 def by_factors(
@@ -218,10 +207,9 @@ def by_factors(
     keep: bool = False,
     at_once: int | None = None,
 ) -> ByFactors | None:
-    """Return the linear model at x by one backward pass for each output.
+    """Return the linear model at x by one backward pass for each output; None if a weight acts otherwise than before.
 
-    None if a weight acts in another way than before. Factors that are stored (``keep``) share no memory
-    with other tensors. ``at_once`` is the number of columns that fit into memory.
+    Factors that are stored (``keep``) share no memory with other tensors.
     """
     f, calls, others = _recorded(network, layout, x, known.shared)
     as_before = all(
@@ -270,5 +258,4 @@ def by_factors(
     if columns:
         names, sizes = zip(*held)
         parts.append(Dense(names, list(sizes), torch.cat(columns, 2)))
-    multiplications = sum(call.multiplications for call in calls)
-    return ByFactors(layout, f.detach(), parts, multiplications, best)
+    return ByFactors(layout, f.detach(), parts, best)

@@ -145,12 +145,14 @@ class ByAutodiff(Rows):
         """``forward``: J w by forward mode, so many columns at once; else by two reverse passes."""
         self.layout, self.columns = layout, columns if forward else 1
         self._forward, self._of_weights = forward, partial(network.outputs, x)
-        self._values = network.weights(layout.names)
+        self._leaves = network.leaves(layout.names)
         self.carries = carries
         """Whether J w is carried along with a forward pass; set to False where that is not possible."""
 
         self._f: Tensor | None = None
-        self._graph: tuple[Tensor, list[Tensor]] | None = None
+        self._graph: Tensor | None = None
+        """f with its graph, at whose ends are the leaves."""
+
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def _function(self, weights: dict[str, Tensor]) -> Tensor:
@@ -160,61 +162,58 @@ class ByAutodiff(Rows):
     @property
     def f(self) -> Tensor:
         """f(x), shape (B, ..., C)."""
-        f = self._recorded()[0] if self._f is None else self._f
+        f = self._recorded() if self._f is None else self._f
         return f if torch.is_grad_enabled() else f.detach()
 
-    def _recorded(self) -> tuple[Tensor, list[Tensor]]:
-        """Return f with its graph, and the weights at its leaves."""
+    def _recorded(self) -> Tensor:
+        """Return f with its graph."""
         if self._graph is None:
-            leaves = {name: w.detach().requires_grad_() for name, w in self._values.items()}
             with torch.enable_grad():
-                f = self._function(leaves)
-            if not f.requires_grad:
+                self._graph = self._function(self._leaves)
+            if not self._graph.requires_grad:
                 raise NotImplementedError(
                     "The outputs of a batch do not depend on the parameters in the posterior, unlike "
                     "those of earlier batches: for some inputs the forward pass runs under no_grad, or "
                     "takes another branch. Choose `parameters` that all inputs use."
                 )
-            self._graph = f, [*leaves.values()]
         return self._graph
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
         if not self._forward:
             return self._pushed_by_reverse(directions)
         if self.carries and not torch.is_grad_enabled():
-            found = carried(self._of_weights, self._values, directions)
+            found = carried(self._of_weights, self._leaves, directions)
             self.carries = found is not None
             if found is not None:
                 self._f, Jw = found
                 return Jw
         # forward mode copies views that do not start at the beginning of their memory
-        columns = {n: directions[n].to(w, copy=True) for n, w in self._values.items()}
-        jvp = partial(torch.func.jvp, self._function, (self._values,))
+        columns = {n: directions[n].to(w, copy=True) for n, w in self._leaves.items()}
+        jvp = partial(
+            torch.func.jvp, self._function, ({n: w.detach() for n, w in self._leaves.items()},)
+        )
         if len(next(iter(columns.values()))) == 1:
-            self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
+            self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))
             return Jw[None]
-        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))[:2]
+        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))
         return Jw
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:
-        f, leaves = self._recorded()
-        known: list[str] = []
+        f = self._recorded()
 
-        def pull(u: Tensor) -> tuple[Tensor, ...]:
-            gradients = _gradients([f], leaves, [u.to(f)])
-            known[:] = [n for n, g in zip(self._values, gradients) if g is not None]
-            return tuple(g for g in gradients if g is not None)
+        def pull(u: Tensor) -> dict[str, Tensor]:
+            found = _gradients([f], [*self._leaves.values()], [u.to(f)])
+            return {n: g for n, g in zip(self._leaves, found) if g is not None}
 
-        found = torch.vmap(pull)(u) if len(u) > 1 else [g[None] for g in pull(u[0])]
-        return dict(zip(known, found))
+        return torch.vmap(pull)(u) if len(u) > 1 else {n: g[None] for n, g in pull(u[0]).items()}
 
     def _pushed_by_reverse(self, directions: dict[str, Tensor]) -> Tensor:
         """Return J w as the derivative of u -> Jᵀ u at u = 0, since this map is linear."""
-        f, leaves = self._recorded()
+        f = self._recorded()
         if self._transposed is None:
             u = torch.zeros_like(f, requires_grad=True)
             with torch.enable_grad():
-                found = zip(self._values, _gradients([f], leaves, [u]))
+                found = zip(self._leaves, _gradients([f], [*self._leaves.values()], [u]))
             self._transposed = u, {n: g for n, g in found if g is not None and g.requires_grad}
         u, known = self._transposed
         if not known:

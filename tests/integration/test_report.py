@@ -5,13 +5,12 @@ import logging
 import re
 from base64 import b64decode
 from dataclasses import replace
-from functools import partial
 from io import BytesIO
 
 import pytest
 import torch
 from daily import daily
-from tiny import draw, fitted, known
+from tiny import draw, fitted, known, prediction_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -58,9 +57,8 @@ def test_a_page_is_complete(name, tmp_path):
 def test_coverage_of_classes_is_shown_and_inputs_that_are_not_finite_are_named(tmp_path):
     case, la = known()
     x = case.x.index_fill(0, torch.tensor([3]), float("nan"))
-    for show in (la.report, partial(predicted_data, la)):
-        with pytest.raises(FloatingPointError, match="outputs on batch 1 .*NaN"):
-            show([(case.x, case.y), (x, case.y)])
+    with pytest.raises(FloatingPointError, match="outputs on batch 1 .*NaN"):
+        la.report([(case.x, case.y), (x, case.y)])
     calibrated = copy.copy(la).calibrate(case.x + 0.1, case.y)
     page = page_of(calibrated, [(case.x, case.y)], tmp_path / "report.html")
     assert "Coverage at a level of 0.9" in page and "class 2" in page
@@ -83,7 +81,7 @@ def test_advice_follows_the_numbers():
     case, la = known()
     la, rows = copy.copy(la), predicted_data(la, [(case.x, case.y)])
     certain = 30.0 * nn.functional.one_hot(case.y, 3).double()
-    right = type(rows.network).of(la.likelihood, certain, certain[None] * 0)
+    right = prediction_of(la.likelihood, certain, certain[None] * 0)
     ahead = rows._replace(network=right)
 
     def advised(words, rows=rows):
@@ -136,7 +134,7 @@ def test_reliability_is_of_the_network_and_of_the_posterior(name):
         assert few.get_markerfacecolor() == "none" and labels(axes)[-1] == "under 10 examples"
 
 
-def test_coverage_grows_with_the_level():
+def test_coverage_grows_with_the_level_and_other_data_are_separated():
     case, la = known("regression per output")
     for drawn in plot.coverage(la, cut(case)).get_lines()[1:]:
         share = torch.tensor(drawn.get_ydata())
@@ -144,6 +142,11 @@ def test_coverage_grows_with_the_level():
     lower, upper = la.predict(case.x).credible_interval(0.5)
     expected = ((case.y >= lower) & (case.y <= upper)).double().mean()
     assert share[24].item() == pytest.approx(expected.item())
+    case, la = known()
+    far = plot.out_of_distribution(la, cut(case), 10 * case.x)
+    assert float(far.get_title().split()[1]) > 0.5
+    same = plot.out_of_distribution(la, predicted_data(la, cut(case)), cut(case))
+    assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 
 def test_bands_are_over_an_input_of_one_number():
@@ -159,14 +162,6 @@ def test_bands_are_over_an_input_of_one_number():
     case, la = known("regression")
     with pytest.raises(ValueError, match="one number each. For others, use coverage"):
         plot.bands(la, cut(case))
-
-
-def test_two_data_sets_are_separated():
-    case, la = known()
-    far = plot.out_of_distribution(la, cut(case), 10 * case.x)
-    assert float(far.get_title().split()[1]) > 0.5
-    same = plot.out_of_distribution(la, predicted_data(la, cut(case)), cut(case))
-    assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
 
 
 def test_what_cannot_be_plotted_raises():

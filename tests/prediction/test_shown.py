@@ -23,7 +23,7 @@ from torch_lla_em import (
     compare,
 )
 from torch_lla_em.inference import Estimate
-from torch_lla_em.likelihoods import Classification, Poisson, Regression
+from torch_lla_em.likelihoods import Poisson, Regression
 from torch_lla_em.prediction import predicted_data, scores, summary, validation
 from torch_lla_em.prediction.validation import Comparison
 
@@ -54,15 +54,11 @@ def test_fits_and_predictions_are_printed(name):
         assert html.startswith("<table>") and html.count("<tr>") == html.count("</tr>") > 5
 
 
-@pytest.mark.parametrize("likelihood", [Classification(), Regression()])
-def test_predictions_of_sites_and_of_nothing_are_shown_by_their_shape(likelihood):
-    shown = repr(prediction_of(likelihood, draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1)))
-    assert "of shape (8, 5, 4, 3)" in shown
-    assert "(0, 3)" in repr(prediction_of(likelihood, torch.zeros(0, 3), torch.zeros(2, 0, 3)))
-
-
 def test_the_verdict_of_accuracy_is_that_of_the_fit():
-    _, la = known()
+    case, la = known()
+    assert "(0, 3)" in repr(la.predict(case.x[:0]))
+    pixels = prediction_of(la.likelihood, draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1))
+    assert "of shape (8, 5, 4, 3)" in repr(pixels)
     found, gamma = la.accuracy, la.effective_dim.sum().clamp_min(1)
     assert found.error == pytest.approx((la.certificate.square().mean() / gamma).sqrt().item())
     assert found.bound == la.certificate.max() and found.is_reached
@@ -90,19 +86,6 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     assert "have warnings" not in repr(ensemble)
 
 
-def warned(prediction=None, y=None, **changed):
-    """The warnings of a fit of which all is well but for what is changed."""
-    if prediction is None:
-        prediction = prediction_of(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3))
-    well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0, "scale": 2.0}
-    found = {name: torch.tensor(value) for name, value in (well | changed).items()}
-    gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
-    result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
-    given = [*validation.warnings_of(SimpleNamespace(result=result, num_data=200), prediction, y)]
-    assert all(len(words.split()) <= 40 for words in given)
-    return given
-
-
 @pytest.mark.parametrize(
     "changed, words",
     [
@@ -116,8 +99,15 @@ def warned(prediction=None, y=None, **changed):
     ],
 )
 def test_a_posterior_without_data_is_noticed(changed, words):
-    found = warned(**changed)
-    assert len(found) == (words is not None) and (words is None or words in found[0])
+    well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0, "scale": 2.0}
+    found = {name: torch.tensor(value) for name, value in (well | changed).items()}
+    gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
+    result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
+    prediction = prediction_of(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3))
+    posterior = SimpleNamespace(result=result, num_data=200)
+    given = [*validation.warnings_of(posterior, prediction, torch.zeros(9, 3))]
+    assert len(given) == (words is not None) and all(len(w.split()) <= 40 for w in given)
+    assert words is None or words in given[0]
 
 
 def test_outputs_of_different_units_are_noticed():
@@ -166,37 +156,29 @@ def test_an_overfitted_regression_says_so_and_what_helps(width, num_data, steps,
 # scores and tables
 
 
-def by_torchmetrics(prediction, y, name):
-    tm = pytest.importorskip("torchmetrics").functional
-    if name == "classification":
-        p, c = prediction.probs, tm.classification
-        error = c.multiclass_calibration_error(p, y, 3, n_bins=15)
-        return {"accuracy": c.multiclass_accuracy(p, y, 3, "micro"), "ECE": error}
-    if name == "bernoulli":
-        p, y, c = prediction.probs.flatten(), y.flatten().long(), tm.classification
-        return {"accuracy": c.binary_accuracy(p, y), "AUROC": c.binary_auroc(p, y)}
-    r2, mean, y = (
-        tm.r2_score(prediction.expectation, y),
-        prediction.expectation.flatten(),
-        y.flatten(),
-    )
-    error, absolute = tm.mean_squared_error(mean, y, squared=False), tm.mean_absolute_error(mean, y)
-    return {"RMSE": error, "MAE": absolute, "R²": r2}
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # where torchmetrics is imported first
 @pytest.mark.parametrize("name", ["classification", "bernoulli", "regression", "poisson"])
 def test_scores_are_those_of_torchmetrics(name):
-    case, la = known(name)
-    prediction = la.predict(case.x)
-    found = scores(prediction, case.y)
-    assert found["NLL"] == pytest.approx(-prediction.log_prob(case.y).mean().item())
-    for score, value in by_torchmetrics(prediction, case.y, name).items():
-        assert found[score] == pytest.approx(value.item(), rel=1e-5), score
+    tm = pytest.importorskip("torchmetrics").functional
+    (case, la), c = known(name), tm.classification
+    prediction, y = la.predict(case.x), case.y
+    found, due = scores(prediction, y), {"NLL": -prediction.log_prob(y).mean()}
+    if name == "classification":
+        due["accuracy"] = c.multiclass_accuracy(prediction.probs, y, 3, "micro")
+        due["ECE"] = c.multiclass_calibration_error(prediction.probs, y, 3, n_bins=15)
+    elif name == "bernoulli":
+        each = prediction.probs.flatten(), y.flatten().long()
+        due |= {"accuracy": c.binary_accuracy(*each), "AUROC": c.binary_auroc(*each)}
+    else:
+        mean = prediction.expectation
+        due["RMSE"] = tm.mean_squared_error(mean.flatten(), y.flatten(), squared=False)
+        due["MAE"] = tm.mean_absolute_error(mean.flatten(), y.flatten())
+        due["R²"] = tm.r2_score(mean, y)
     if name == "regression":
         lower, upper = prediction.credible_interval(0.9)
-        inside = ((case.y > lower) & (case.y < upper)).double().mean().item()
-        assert found["90 % coverage"] == pytest.approx(inside)
+        due["90 % coverage"] = ((y > lower) & (y < upper)).double().mean()
+    for score, value in due.items():
+        assert found[score] == pytest.approx(value.item(), rel=1e-5), score
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)

@@ -60,12 +60,13 @@ def classified(name: str, width: int, wrong: float, quick: bool = False) -> Iter
     networks = train(task, 0, epochs, 3 * epochs * (len(stages) > 2))
     (x, y), shifted = task.test, task.shifted["permuted"]
     for stage, network in zip(stages, networks):
-        network.requires_grad_(False)
-        best = best_temperature(network(task.held_out.x), task.held_out.y)
-        base = F.cross_entropy(network(x) / best, y).item()
+        with torch.no_grad():
+            best = best_temperature(network(task.held_out.x), task.held_out.y)
+            base = F.cross_entropy(network(x) / best, y).item()
 
         def told(row: str, logits: Callable[[Tensor], Tensor], **more: float) -> dict:
-            own, other = (Classes.of(logits(rows)[None]) for rows in (x, shifted))
+            with torch.no_grad():
+                own, other = (Classes.of(logits(rows)[None]) for rows in (x, shifted))
             scores = own.scores(y, {})
             found = {"row": row, "stage": stage, "nll": scores["nll"] / base}
             area = auroc(own.unfamiliarity, other.unfamiliarity)

@@ -10,16 +10,14 @@ import pytest
 import ranks
 import simulated_gpu
 import torch
-from checkpoints import dying_after, until_done
+from checkpoints import dying_after
 from jacobians import Calls
 from loaders import batches
-from measurements import LinearOperatorRegression
 from models import images, small_cnn
 from tiny import draw, fitted, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Sampler
 
 from torch_lla_em import (
     SGD,
@@ -39,8 +37,8 @@ def fit(model, likelihood, data, em_steps=3, folder=None, tolerance=1e-4, **opti
     own = {"checkpoint": folder, "tolerance": options["compute"].tolerance or tolerance}
     options["compute"] = replace(options["compute"], **own)
     la = LinearisedLaplace(model, likelihood, **options)
-    start = {"progress_bar": False, "em_steps": em_steps}
-    return la.fit(data, **start, **({} if em_steps else {"prior_precision": 3.0}))
+    at = {} if em_steps else {"prior_precision": 3.0}
+    return la.fit(data, progress_bar=False, em_steps=em_steps, **at)
 
 
 def of_tiny(device, loader=None, **options):
@@ -57,19 +55,6 @@ def net(inputs, outputs, hidden=4):
 def predicted_noise():
     x, noise = draw(20, 3).split([2, 1], dim=1)
     return net(2, 2, 3), HeteroscedasticRegression(), (x, x.sum(1, keepdim=True) + 0.3 * noise), x
-
-
-def preferences():
-    a, b = draw(2, 30, 3)
-    return net(3, 1), "reward_modeling", ((a, b), (a < b).long()[:, 0]), (a, b)
-
-
-def measurements():
-    A, x, noise, shape = draw(20, 36) / 6, draw(1, 1, 6, 6), draw(1, 20), (1, 6, 6)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
-    likelihood = LinearOperatorRegression(lambda f: f.flatten(1) @ A.to(f).T, shape, 0.3)
-    return model.double(), likelihood, (x, x.flatten(1) @ A.T + 0.3 * noise), x
 
 
 def convolutions():
@@ -97,23 +82,15 @@ def the_same(there, here, **tolerances):
     assert_close(there.cpu(), here.cpu(), **near)
 
 
-LIKELIHOODS = (
-    "classification",
-    "regression",
-    "bernoulli",
-    "poisson",
-    "binomial",
-    "regression per output",
-)
-OWN = predicted_noise, preferences, measurements, convolutions
+LIKELIHOODS = "classification", "regression", "bernoulli", "poisson", "binomial"
+OWN = predicted_noise, convolutions
 CASES = {
-    **{name: {"name": name} for name in LIKELIHOODS},
-    "layerwise": {"prior": "layerwise"},
+    **{name: {"name": name} for name in (*LIKELIHOODS, "regression per output")},
     "layerwise, a noise per output": {"name": "regression per output", "prior": "layerwise"},
     "plain prior": {"prior": "isotropic"},
     "block CG": {"compute": Compute(solver=BlockCG())},
     "SGD": {"compute": Compute(solver=SGD(epochs=8, tolerance=0.5), tolerance=0.5)},
-    "variational curvature": {"curvature": "variational"},
+    "network curvature": {"curvature": "network"},
     "last layer": {"parameters": "last_layer"},
     "vectors on the CPU": {"compute": Compute(vectors="cpu")},
     "one column, five rows at once": {"compute": Compute(columns=1, rows=5)},
@@ -148,10 +125,10 @@ PREDICTIONS = [
     lambda la, x, y: la.predict(x).epistemic,
     lambda la, x, y: torch.stack([*la.predict(x).credible_interval(0.9)]),
     lambda la, x, y: la.functional_samples(x),
-    lambda la, x, y: la.functional_samples(x)[1],
     lambda la, x, y: la.predict(x).joint_log_prob(y),
     lambda la, x, y: la.log_marginal_likelihood().value,
     lambda la, x, y: next(iter(compare([la], [(x, y)]).log_probs.values())),
+    lambda la, x, y: la.export(x).module()(x)["probs"],
     lambda la, x, y: la.calibrate([(x, y)])(x),
 ]
 
@@ -181,16 +158,14 @@ def test_a_fit_continues_on_another_device(curvature, tmp_path):
         la = of_tiny(end, folder=folder, **options)
         assert la.w_samples.device.type == torch.device(end).type
         the_same(la.w_samples, of_tiny(end, **options).w_samples, rtol=1e-4, atol=1e-6)
-        the_same(
-            of_tiny(start, folder=folder, **options).w_samples, la.w_samples
-        )  # the finished one
+        finished = of_tiny(start, folder=folder, **options)
+        the_same(finished.w_samples, la.w_samples)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks_predict_after_a_move(kind, tmp_path):
+def test_recurrent_networks_predict_after_a_move(tmp_path):
     def made():
         torch.manual_seed(0)
-        layers = {"body": kind(2, 3, batch_first=True), "head": nn.Linear(3, 2)}
+        layers = {"body": nn.LSTM(2, 3, batch_first=True), "head": nn.Linear(3, 2)}
         return Calls(lambda m, x: m.head(m.body(x)[0][:, -1]), **layers)
 
     x, loose = draw(12, 4, 2).float(), {"rtol": 1e-3, "atol": 1e-4}
@@ -215,41 +190,14 @@ def default_device():
 
 @pytest.mark.parametrize("context", [default_device, lambda: GPU])
 def test_a_default_device_changes_nothing(context):
-    case, other = tiny("classification"), tiny("classification")
-    data, here = batches(case), of_tiny("cpu")
+    here, case, other = of_tiny("cpu"), tiny("classification"), tiny("classification")
+    data = batches(case)
     with context():
-        la = fit(case.model, "classification", data)
-        assert not la.w_samples.is_cuda
-        the_same(la.w_samples, here.w_samples)
-        la.calibrate(data)
-        there = fit(other.model.cuda(), "classification", data)
-        the_same(there.w_samples, here.w_samples)
-        assert there.calibrate(data)(case.x.cuda()).is_cuda
-
-
-class Permuted(Sampler):
-    """An order drawn by a generator on the GPU."""
-
-    def __init__(self):
-        self.generator = torch.Generator(GPU).manual_seed(5)
-
-    def __iter__(self):
-        return iter(torch.randperm(30, generator=self.generator, device=GPU).tolist())
-
-    def __len__(self):
-        return 30
-
-
-def test_a_restart_with_an_order_drawn_on_a_gpu_equals_the_unbroken_fit(tmp_path):
-    def run(folder):
-        case = tiny("classification")
-        loader = DataLoader(list(zip(case.x, case.y)), sampler=Permuted(), batch_size=5)
-        options = {"curvature": "network", "compute": Compute(keep_data=False)}
-        return of_tiny("cpu", loader, em_steps=2, folder=folder, tolerance=None, **options)
-
-    whole, (la, deaths) = run(None), until_done(lambda: run(tmp_path))
-    assert deaths > 1
-    the_same(la.w_samples, whole.w_samples)
+        for model, device in ((case.model, "cpu"), (other.model.cuda(), "cuda")):
+            la = fit(model, "classification", data)
+            assert la.w_samples.device.type == device
+            the_same(la.w_samples, here.w_samples)
+            assert la.calibrate(data)(case.x.to(device)).device.type == device
 
 
 def on_a_gpu(rank):
@@ -273,27 +221,21 @@ def wide(width=400):
     return nn.Sequential(*layers)
 
 
-def rows(count=200):
+def fixed(model, count=200, **compute):
     x, y = draw(count, 20, seed=1).float(), torch.arange(count) % 3
-    return list(zip(x.split(count // 4), y.split(count // 4)))
-
-
-def fixed(model, batches, **options):
-    options = {"num_samples": K, "em_steps": 0, "prior_precision": 100.0, **options}
-    return fitted("classification", batches, model, **options)[1]
+    loader = list(zip(x.split(count // 4), y.split(count // 4)))
+    options = {"num_samples": K, "em_steps": 0, "prior_precision": 100.0}
+    return fitted("classification", loader, model, compute=Compute(**compute), **options)[1]
 
 
 def test_products_in_bfloat16():
-    las, compute = [], Compute(precision="bfloat16", tolerance=0.3)
+    case, las, compute = tiny("classification"), [], Compute(precision="bfloat16", tolerance=0.3)
+    data, options = (
+        [(case.x.float(), case.y)],
+        {"em_steps": 0, "curvature": "network", "prior": "g"},
+    )
     for device in ("cpu", GPU):
-        case = tiny("classification")
-        options = {
-            "em_steps": 0,
-            "curvature": "network",
-            "prior": "g",
-        }
-        data = [(case.x.float(), case.y)]
-        model = case.model.float().to(device)
+        model = tiny("classification").model.float().to(device)
         las.append(fit(model, "classification", data, compute=compute, **options))
     off = las[1].w_samples.cpu() - las[0].w_samples
     assert off.norm() < 0.05 * las[0].w_samples.norm()
@@ -303,33 +245,29 @@ def test_products_in_bfloat16():
 def test_tf32_is_off_unless_requested():
     torch.set_float32_matmul_precision("high")
     try:
-        model, x = wide().cuda(), rows()[0][0].cuda()
-        exact = fixed(model, rows())
-        low = fixed(model, rows(), compute=Compute(precision="tf32"))
+        model = wide().cuda()
+        exact, low = (fixed(model, precision=p)._linear_model for p in ("float32", "tf32"))
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    exact, low = exact._linear_model, low._linear_model
     assert exact.report.adjoint_error < 1e-5 and exact.rounding < 1e-6 < 1e-4 < low.rounding
-    w = torch.ones(1, exact.layout.size, device=GPU)
-    each = []
+    w, x, each = torch.ones(1, exact.layout.size, device=GPU), draw(50, 20).float().cuda(), []
     for own in (exact, low):
         with own.network.guarded():
             each.append(own.by_autodiff(x).push(w))
     error = (each[1] - each[0]).norm() / each[0].norm()
-    assert error < 0.01
     # older GPUs have no TF32, and the simulated one rounds like a CPU
-    if torch.cuda.get_device_capability() >= (8, 0) and simulated_gpu.absent:
-        assert error > 1e-5
+    rounds = torch.cuda.get_device_capability() >= (8, 0) and simulated_gpu.absent
+    assert (1e-5 if rounds else -1) < error < 0.01
 
 
 @pytest.mark.filterwarnings("ignore:The mode has a relative error")
 def test_a_small_share_of_the_memory_suffices(caplog):
     caplog.set_level(logging.WARNING)
     # without a Krylov basis, whose size follows from the free memory that the driver reports
-    options = {"compute": Compute(solver=BlockCG(), tolerance=5e-3)}
+    options = {"solver": BlockCG(), "tolerance": 5e-3}
     width = 3000 if simulated_gpu.absent else 300
-    whole = fixed(wide(width).cuda(), rows(1000), **options).w_samples.cpu()
+    whole = fixed(wide(width).cuda(), 1000, **options).w_samples.cpu()
     gc.collect()
     torch.cuda.empty_cache()
     model = wide(width).cuda()
@@ -338,7 +276,7 @@ def test_a_small_share_of_the_memory_suffices(caplog):
     share = (torch.cuda.memory_reserved() + 30 * K * 4 * 73 * width + 5e6) / total
     torch.cuda.set_per_process_memory_fraction(share)
     try:
-        small = fixed(model, rows(1000), **options)
+        small = fixed(model, 1000, **options)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "columns at a time" in caplog.text
@@ -348,16 +286,9 @@ def test_a_small_share_of_the_memory_suffices(caplog):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_out_of_memory_once_changes_nothing(count, simulated):
-    whole, model = fixed(wide(), rows(), compute=Compute(tolerance=1e-2)), wide().cuda()
+    whole, model = fixed(wide(), tolerance=1e-2), wide().cuda()
     torch.cuda.empty_cache()
     simulated.fail_at_malloc(count)
-    short = fixed(model, rows(), compute=Compute(tolerance=1e-2))
+    short = fixed(model, tolerance=1e-2)
     assert not simulated.fail_at_malloc(0)
     assert_close(short.w_samples.cpu(), whole.w_samples, rtol=2e-2, atol=2e-3)
-
-
-def test_posteriors_are_exported():
-    """torch.export reads the older flags of TF32, which must agree with the newer ones."""
-    la = of_tiny("cuda")
-    x = tiny("classification").x.cuda()[:4]
-    assert_close(la.export(x).module()(x)["probs"], la(x))

@@ -18,40 +18,25 @@ from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace, Student
 from torch_lla_em.mixtures import Mixture
 from torch_lla_em.runtime import Group
 
-# modules beside the package itself, whose names are those of __all__ -> the library that they need
-MODULES = {
-    "plot": None,
-    "integrations.botorch": "botorch",
-    "integrations.estimators": "sklearn",
-    "integrations.laplace_torch": None,
-    "integrations.lightning": "lightning",
-    "integrations.sklearn": "sklearn",
-}
-MORE = {
-    "likelihoods": ["compare_with_log_prob"],
-    "mixtures": ["GaussianMixture", "Mixture", "VariationalGaussianMixture"],
-}
+# modules beside the package itself -> the library that they need
+MODULES = {"plot": None, "integrations.laplace_torch": None}
+MODULES |= {f"integrations.{name}": name for name in ("botorch", "lightning", "sklearn")}
+MODULES |= {"integrations.estimators": "sklearn"}
+MIXTURES = "GaussianMixture", "Mixture", "VariationalGaussianMixture"
 BRIEF = Likelihood, FeatureDensity, Mixture, Student
-GIVEN = {
-    "self",
-    "cls",
-    "trainer",
-    "pl_module",
-    "stage",
-    "state",
-}  # described by Lightning, or not at all
+# described by Lightning, or not at all
+GIVEN = {"self", "la", "cls", "trainer", "pl_module", "stage", "state"}
 
 
 def _defined(module):
     """Return the public classes and functions that a file defines."""
     path = Path(torch_lla_em.__file__).parent / f"{module.replace('.', '/')}.py"
-    text = path.read_text()
-    return re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", text, re.MULTILINE)
+    return re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", path.read_text(), re.MULTILINE)
 
 
 PUBLIC = [f".{name}" for name in torch_lla_em.__all__ if name != "NotFittedError"]
 PUBLIC += [f"{module}.{name}" for module in MODULES for name in _defined(module)]
-PUBLIC += [f"{module}.{name}" for module, names in MORE.items() for name in names]
+PUBLIC += ["likelihoods.compare_with_log_prob", *(f"mixtures.{name}" for name in MIXTURES)]
 
 
 def _found(address):
@@ -67,22 +52,23 @@ def _found(address):
 @pytest.fixture(scope="module")
 def names():
     """What the examples use: posteriors of two networks and of a regression, and data."""
+
+    def fitted(x, y):
+        line = torch.nn.Linear(x.shape[1], 1).to(x)
+        la = LinearisedLaplace(line, "regression", num_samples=4)
+        return la.fit(x, y, em_steps=1, progress_bar=False)
+
     (case, la), (real, regression) = known(), known("regression")
     la, regression = copy(la).calibrate(case.x, case.y), copy(regression).calibrate(real.x, real.y)
-    line = torch.nn.Linear(real.x.shape[1], 1).double()
-    one_output = LinearisedLaplace(line, "regression", num_samples=4)
-    one_output.fit(real.x, real.y[:, :1], em_steps=1, progress_bar=False)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(case.x, case.y), 16)
-    names = {name: getattr(torch_lla_em, name) for name in torch_lla_em.__all__}
-    names |= {"la": la, "other": copy(la), "regression": regression, "one_output": one_output}
-    problem = la._problem(loader, Group())
-    names |= {"problem": problem, "noise": torch_lla_em.get_sto_samples(problem, 4)}
-    names |= {"regression_x": real.x, "regression_y": real.y}
-    t, line = torch.linspace(-1, 1, 30)[:, None], torch.nn.Linear(1, 1)
-    curve = LinearisedLaplace(line, "regression", num_samples=4)
-    names |= {"t": t, "curve": curve.fit(t, t.sin(), em_steps=1, progress_bar=False)}
-    names |= {"torch": torch, "plot": torch_lla_em.plot, "model": case.model}
-    return names | {"x": case.x, "y": case.y, "loader": loader}
+    problem, t = la._problem(loader, Group()), torch.linspace(-1, 1, 30)[:, None]
+    found = {"la": la, "other": copy(la), "regression": regression, "model": case.model}
+    found |= {"x": case.x, "y": case.y, "loader": loader, "torch": torch}
+    found |= {"regression_x": real.x, "regression_y": real.y}
+    found |= {"one_output": fitted(real.x, real.y[:, :1]), "t": t, "curve": fitted(t, t.sin())}
+    found |= {"problem": problem, "noise": torch_lla_em.get_sto_samples(problem, 4)}
+    names = (*torch_lla_em.__all__, "plot")
+    return found | {name: getattr(torch_lla_em, name) for name in names}
 
 
 def _of_lightning(names):
@@ -95,20 +81,22 @@ def _of_lightning(names):
             self.net = deepcopy(names["model"])
 
         def training_step(self, batch, _):
-            x, y = batch
-            return torch.nn.functional.cross_entropy(self.net(x), y)
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 1e-3)
 
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, **off}
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = {"max_epochs": 1, "accelerator": "cpu", **dict.fromkeys(off, False)}
     return {"module": Module(), "Trainer": Trainer, "quiet": quiet}
 
 
 def _of_sklearn(names):
     x, y = names["x"].float().numpy(), names["y"].numpy()
     return {"X": x, "labels": y, "y": x[:, 0] + 0.1 * y}
+
+
+MORE = {"lightning": _of_lightning, "sklearn": _of_sklearn, "estimators": _of_sklearn}
 
 
 def _methods(public):
@@ -131,11 +119,7 @@ def test_examples_run(address, names, tmp_path, monkeypatch):
     public, module = _found(address), address.rsplit(".", 1)[0]
     if module:
         names = names | vars(import_module(f"torch_lla_em.{module}"))
-    names = names | {
-        "lightning": _of_lightning,
-        "sklearn": _of_sklearn,
-        "estimators": _of_sklearn,
-    }.get(module.rpartition(".")[2], dict)(names)
+    names = names | MORE.get(module.rpartition(".")[2], dict)(names)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
     for name, _, doc in _methods(public):
@@ -145,23 +129,22 @@ def test_examples_run(address, names, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_every_argument_is_documented(address):
-    """One by one; likelihoods, mixtures and students may name them in a sentence, or in that of their class."""
+    """One by one; likelihoods, mixtures, students and integrations may name them in a sentence, or in that of their class."""
     missing, public = [], _found(address)
     brief = inspect.isclass(public) and issubclass(public, BRIEF)
-    of_class = "".join(kind.__doc__ or "" for kind in public.__mro__) if brief else ""
+    brief = brief or address.startswith("integrations")
+    kinds = public.__mro__ if brief and inspect.isclass(public) else ()
+    of_class = "".join(kind.__doc__ or "" for kind in kinds)
     for name, value, doc in _methods(public):
-        if not doc:
-            missing.append(name)
-            continue
         if hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
             continue  # a docstring below each field
         for argument, parameter in inspect.signature(value).parameters.items():
             several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            is_documented = re.search(rf"^ +{argument} \(|^ +{argument}:", doc, re.MULTILINE)
-            if brief:
-                is_documented = re.search(rf"\b{argument}\b", doc + of_class)
-            if argument not in GIVEN and not several and not is_documented:
+            pattern = rf"\b{argument}\b" if brief else rf"^ +{argument}( \(|:)"
+            known = re.search(pattern, (doc or "") + of_class, re.MULTILINE)
+            if argument not in GIVEN and not several and not known:
                 missing.append(f"{name}({argument})")
+        missing += [] if doc else [name]
     assert not missing
 
 

@@ -11,8 +11,6 @@ import torch
 import torchgen
 from torch import Tensor
 
-from simulated_gpu import cells
-
 CPU = torch.device("cpu")
 
 # These use sizes only, or what the simulated runtime can do.
@@ -81,7 +79,7 @@ class Kernel:
 
     def __init__(self, name: str, op: Any, lenient: bool):
         self.name, self.lenient = name, lenient
-        self.run = cells.REPLACEMENTS.get(name, op)
+        self.run = REPLACEMENTS.get(name, op)
         self.arguments = op._schema.arguments
         self.tensors = {a.name for a in self.arguments if "Tensor" in str(a.type)}
         self.written = {a.name for a in self.arguments if a.alias_info and a.alias_info.is_write}
@@ -224,3 +222,45 @@ def seen_by_cpu(tensor: Tensor) -> Tensor:
     storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), CPU, own.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+# operations that the CPU has under another name, and the fused cell of LSTMs
+
+
+def convolution(x, weight, padding, stride, dilation, groups, *flags):
+    return torch.ops.aten.convolution(
+        x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups
+    )
+
+
+def _with_bias(gates, bias):
+    return gates if bias is None else gates + bias
+
+
+def lstm_cell(inputs, hidden, cx, input_bias=None, hidden_bias=None):
+    gates = _with_bias(inputs, input_bias) + _with_bias(hidden, hidden_bias)
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+def lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
+    i, f, g, o = workspace.chunk(4, 1)
+    grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
+    grad_c = grad_hy * o * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
+    parts = (
+        grad_c * g * i * (1 - i),
+        grad_c * cx * f * (1 - f),
+        grad_c * i * (1 - g**2),
+        grad_hy * cy.tanh() * o * (1 - o),
+    )
+    gates = torch.cat(parts, 1)
+    return gates, grad_c * f, gates.sum(0) if has_bias else torch.empty(0, device="cpu")
+
+
+REPLACEMENTS = {
+    "cudnn_convolution": convolution,
+    "_thnn_fused_lstm_cell": lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
+}

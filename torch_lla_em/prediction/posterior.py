@@ -50,8 +50,8 @@ class Setting(NamedTuple):
 
     def room(self) -> float:
         """Return the relative difference up to which scores are ties, in the network's dtype."""
-        dtypes = {p.dtype for p in self.linear_model.network.module.parameters()}
-        return max((rounding(d) for d in dtypes if d.is_floating_point), default=0.0)
+        parameters = self.linear_model.network.module.parameters()
+        return max((rounding(p.dtype) for p in parameters if p.is_floating_point()), default=0.0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -153,14 +153,13 @@ class Posterior:
         """τ, the factor of the posterior's variance in predictions."""
         return self.result.mixture[0, SCALE]
 
-    @property
+    @cached_property
     def compared(self) -> Reference | None:
         """What inputs are compared with: the reference of ``calibrate``, or training examples."""
         apart = self.training_distances
         if self.reference is not None or apart is None:
             return self.reference
-        fitted = self.result.mixture if self.replaced is None else self.replaced[0]
-        return Reference(fitted, None, apart.view(len(apart), -1), None)
+        return Reference(self.as_fitted().result.mixture, None, apart.view(len(apart), -1), None)
 
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""
@@ -216,15 +215,20 @@ class Posterior:
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.result.w_lin[None], self.result.w_samples])
 
+    @cached_property
+    def training(self) -> TrainingExamples | None:
+        """The training examples that are kept."""
+        known, largest = self.result.examples, self.largest_variance
+        return None if known is None else TrainingExamples(self.likelihood, known, largest)
+
     def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushforward:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
-        likelihood, result, training = self.likelihood, self.result, None
-        if result.examples is not None:
-            training = TrainingExamples(likelihood, result.examples, self.largest_variance)
+        result = self.result
         if result.constant is not None:
             Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
         noise = (result.network_noise,)
-        return Pushforward(y, (likelihood,), (f,), (Jw,), (training,), noise, class_dim)
+        parts = (self.likelihood,), (f,), (Jw,), (self.training,), noise
+        return Pushforward(y, *parts, class_dim)
 
     def as_fitted(self) -> Posterior:
         """Return this posterior without what ``calibrate`` has found."""

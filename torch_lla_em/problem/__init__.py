@@ -24,7 +24,7 @@ from torch_lla_em.problem.plan import (
 )
 from torch_lla_em.problem.problem import Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
-from torch_lla_em.problem.sweep import Plan, duration, size_of, time_of_fit
+from torch_lla_em.problem.sweep import Plan, duration, time_of_fit
 
 __all__ = [
     "KEPT_OUTPUTS",
@@ -50,6 +50,5 @@ __all__ = [
     "root_of",
     "seconds_of_pass",
     "sites_of",
-    "size_of",
     "time_of_fit",
 ]

@@ -7,11 +7,10 @@ from time import perf_counter
 
 import torch
 
-from torch_lla_em.data import Batch
 from torch_lla_em.jacobian import Report
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.sweep import FEW, Plan, no_room
-from torch_lla_em.runtime import Compute, DoesNotFit, free_for_each, release, shortage_of
+from torch_lla_em.problem.sweep import FEW, Plan
+from torch_lla_em.runtime import Compute, free_for_each
 
 VECTORS = 20
 """Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
@@ -35,7 +34,12 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     sweep.take(plan)  # the probe keeps to it
     first = data.first()
     model.forget()  # of the inputs of a prediction it may not be known whether weights have factors
-    example = measured(problem, first)
+    with model.network.guarded():
+        sweep.probe(first)
+        splits, example = sweep.stand_alone(first), model.report
+        if example is None:  # J is zero at these
+            f = model.outputs(next(first.split(FEW)).inputs)
+            example = Report(outputs=f[0].numel(), classes=f.shape[-1] if f.dim() > 1 else 1)
     free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near, group = place.type == device.type, None
@@ -46,7 +50,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     # several ranks compare their data in every pass
     keeps = compute.keep_data and data.group.size == 1
     rows, merged = plan.rows, 0
-    if sweep.stand_alone(first):
+    if splits:
         size = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
         rows = min(rows, size) if device.type == "cpu" else rows
         merged = size * keeps
@@ -55,26 +59,6 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     plan = Plan(place, rows, plan.columns, group, *kept, num_samples, P, vectors, free, example)
     sweep.take(plan)
     return plan
-
-
-def measured(problem: Problem, first: Batch) -> Report:
-    """Probe the network on a few examples, fewer if memory runs out, and return what one of them takes."""
-    model, sweep, part, rows = problem.linear_model, problem.sweep, first, FEW
-    while True:
-        try:
-            with model.network.guarded():
-                sweep.probe(part)
-                sweep.stand_alone(part)
-                if model.report is not None:
-                    return model.report
-                f = model.outputs(next(part.split(FEW)).inputs)  # J is zero at these
-                return Report(outputs=f[0].numel(), classes=f.shape[-1] if f.dim() > 1 else 1)
-        except (RuntimeError, MemoryError) as error:
-            shortage = shortage_of(error)
-        release()  # what the failed attempt held is free only outside of the handler
-        part, rows = next(first.split(rows)), rows // 2
-        if not rows:
-            raise DoesNotFit(no_room(part, problem.size, shortage))
 
 
 def place_of_vectors(

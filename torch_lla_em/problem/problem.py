@@ -13,7 +13,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
-from torch_lla_em.problem.sweep import BLOCK, SCALAR, VECTOR, Add, Kind, Sums, Sweep
+from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Add, Kind, Sums, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
@@ -261,7 +261,7 @@ class Problem:
         if tally is None:
             self.sweep.expect_finite(f)
             return
-        self.sweep.expect_outputs(f, batch)
+        self.sweep.expect_finite(f, FloatingPointError(OUTPUTS.format(batch.index)))
         loss = self.loss(batch.targets, batch.weights)
         try:
             loss.check(f)

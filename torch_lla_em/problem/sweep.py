@@ -23,7 +23,7 @@ VECTOR: Kind = ("P",)
 
 SCALAR: Kind = ()
 
-_OUTPUTS = (
+OUTPUTS = (
     "The network's outputs on batch {} are not finite. Remove examples with NaN or infinite inputs; if there are "
     "none, check the weights of the network."
 )
@@ -93,10 +93,11 @@ class Plan(NamedTuple):
     pass_seconds: float | None = None
 
     def __str__(self) -> str:
-        expected, most = map(size_of, self.memory or (self.vectors, 2 * self.vectors))
+        expected, most = self.memory or (self.vectors, 2 * self.vectors)
         words = (
-            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about {expected} of memory on "
-            f"{self.device}, and up to {most} if it needs three times the usual passes; {size_of(self.free)} are free."
+            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about {expected / 1e9:.2g} GB of "
+            f"memory on {self.device}, and up to {most / 1e9:.2g} GB if it needs three times the usual passes; "
+            f"{self.free / 1e9:.3g} GB are free."
         )
         return words if self.pass_seconds is None else f"{time_of_fit(self.pass_seconds)} {words}"
 
@@ -285,7 +286,7 @@ class Sweep:
                 model.probe(batch.inputs)  # whose first axis is not that of the examples
         except ValueError:  # which is raised for outputs that are not finite, too
             if not model.outputs(batch.inputs).isfinite().all():
-                raise FloatingPointError(_OUTPUTS.format(batch.index)) from None
+                raise FloatingPointError(OUTPUTS.format(batch.index)) from None
             raise
 
     def refuse_changes(self) -> None:
@@ -333,10 +334,6 @@ class Sweep:
         total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
         self._checks.append((total.isfinite(), fault))
 
-    def expect_outputs(self, f: Tensor, batch: Batch) -> None:
-        """Note whether the outputs of a batch are finite."""
-        self.expect_finite(f, FloatingPointError(_OUTPUTS.format(batch.index)))
-
     def fault(self) -> Exception | None:
         """Return the first error of this pass about what is not finite; the host waits for it."""
         return next((fault for fine, fault in self._checks if fault and not fine), None)
@@ -354,20 +351,14 @@ def no_room(piece: Batch, P: int, shortage: str) -> str:
 
 def time_of_fit(pass_seconds: float, only_long: bool = False) -> str:
     """Return what is known of the time of a fit whose passes take so long; "" if only long fits are of interest."""
-    least, most = _PASSES
-    words = f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}."
+    (least, most), remedy = _PASSES, ""
     if most * pass_seconds > _LONG:
-        return (
-            f'{words} To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
-        )
-    return "" if only_long else words
+        remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
+    elif only_long:
+        return ""
+    return f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}.{remedy}"
 
 
 def duration(seconds: float) -> str:
     """Return seconds in words."""
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
-
-
-def size_of(count: float) -> str:
-    """Return a number of bytes in words."""
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

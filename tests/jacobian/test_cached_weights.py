@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from jacobians import Calls
+from tiny import draw
 from torch import nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
@@ -11,36 +13,31 @@ from torch.testing import assert_close
 
 from torch_lla_em import LinearisedLaplace
 
-X = torch.linspace(-2, 2, 60).view(20, 3).double().sin()
-Y = torch.arange(20) % 3
+X, Y = draw(20, 3), torch.arange(20) % 3
 
 
-class Caching(nn.Module):
-    """Two layers, of which the first has twice its weights, as ``weight(self)`` returns them."""
+def doubled(own):
+    return 2 * own.layer.weight
 
-    def __init__(self, weight=lambda own: own.doubled(), cache=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 3)
-        self.weight, self.cache = weight, cache
-        self.double()
 
-    def doubled(self):
-        return 2 * self.layer.weight
-
-    def forward(self, x):
-        return self.head(torch.tanh(linear(x, self.weight(self))))
+def caching(weight=doubled, cache=None):
+    """Return two layers, of which the first has twice its weights, as ``weight`` returns them."""
+    torch.manual_seed(0)
+    layers = {"layer": nn.Linear(3, 4, bias=False), "head": nn.Linear(4, 3)}
+    model = Calls(lambda m, x: m.head(torch.tanh(linear(x, weight(m)))), **layers).double()
+    model.cache = cache
+    return model
 
 
 def in_attribute(own):
     if own.cache is None:
-        own.cache = own.doubled()
+        own.cache = doubled(own)
     return own.cache
 
 
 def in_list(own):
     if not own.cache:
-        own.cache.append(own.doubled())
+        own.cache.append(doubled(own))
     return own.cache[0]
 
 
@@ -49,10 +46,15 @@ def fitted(model):
     return la.fit([(X, Y)], em_steps=0, prior_precision=0.5, progress_bar=False)
 
 
+def assert_same(la, plain):
+    assert_close(la.effective_dim, plain.effective_dim)
+    assert_close(la.predict(X).samples, plain.predict(X).samples)
+
+
 @pytest.mark.parametrize("filled", [None, False, True])
 def test_a_cache_in_an_attribute_is_left_as_it_was(filled):
     """An empty one is empty at every call; of a full one, with a graph or without, an error or a message tells."""
-    model = Caching(in_attribute)
+    model = caching(in_attribute)
     if filled is not None:
         with torch.set_grad_enabled(filled):
             model(X)
@@ -64,9 +66,7 @@ def test_a_cache_in_an_attribute_is_left_as_it_was(filled):
         (told,) = [words for words in fitted(model).messages if "do not depend on 1 of 3" in words]
         assert "'layer.weight'" in told and "in an attribute" in told and len(told.split()) <= 40
     else:
-        la, plain = fitted(model), fitted(Caching())
-        assert_close(la.effective_dim, plain.effective_dim)
-        assert_close(la.predict(X).samples, plain.predict(X).samples)
+        assert_same(fitted(model), fitted(caching()))
     assert model.cache is before
     if filled is None:
         model(X).sum().backward()
@@ -82,30 +82,25 @@ def test_parametrisations_may_be_cached(layer):
 
     plain, model = fitted(make()), make()
     with parametrize.cached():
-        la = fitted(model)
-        assert_close(la.effective_dim, plain.effective_dim)
-        assert_close(la.predict(X).samples, plain.predict(X).samples)
+        assert_same(fitted(model), plain)
         model(X).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         assert parametrize._cache_enabled == 1
 
 
-@pytest.mark.parametrize("kind", ["function", "list"])
-def test_weights_cached_out_of_reach_are_refused(kind):
-    hidden = (
-        Caching(functools.cache(Caching.doubled)) if kind == "function" else Caching(in_list, [])
-    )
+@pytest.mark.parametrize("hidden", [(functools.cache(doubled),), (in_list, [])], ids=len)
+def test_weights_cached_out_of_reach_are_refused(hidden):
     with pytest.raises(RuntimeError, match="'layer.weight' is used in the first forward pass"):
-        fitted(hidden)
+        fitted(caching(*hidden))
 
 
 def test_other_tensors_in_attributes_may_be_used_and_written_and_calls_counted():
     def scaled(own):
         own.calls.append(1)
-        own.last = own.scales[0] * own.doubled()
+        own.last = own.scales[0] * doubled(own)
         return own.last
 
-    model = Caching(scaled)
+    model = caching(scaled)
     model.calls, model.scales = [], [torch.tensor(1.5).double()]
     model.last, model.spare = None, nn.Linear(2, 2)
     la = fitted(model)

@@ -1,44 +1,52 @@
-"""Products of the linear model in pieces, what the probe must see, and inputs that are transposed."""
+"""Products in pieces, what the probe must see, when factors are used, and what they keep."""
 
 import pickle
+from math import inf
 
 import pytest
 import torch
 from allocator import Largest
-from jacobians import X, check, linear_model, mlp, prepared, products
+from jacobians import Calls, X, check, linear_model, mlp, prepared, products
 from tiny import draw
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian import rows
+from torch_lla_em.jacobian import factors, rows
+from torch_lla_em.jacobian.factors import ByFactors
+from torch_lla_em.jacobian.rows import ByAutodiff
+
+
+def net(*layers):
+    return prepared(nn.Sequential(*layers))
+
+
+def kept(model, x, selection=None):
+    return check(model, x, selection)[1]
 
 
 def test_large_batches_take_few_columns_at_once():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
-    linear, x = linear_model(model), torch.randn(10_000, 3).double()
+    """By either way; programs take all columns for any batch, and leave the model as it was."""
+    linear, x = linear_model(net(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 2))), draw(5_000, 3)
     linear.probe(x[:5])
-    linear.leave_factors()
-    w, u = torch.randn(7, linear.layout.size).double(), torch.randn(7, len(x), 2).double()
-    with linear.network.guarded():
-        assert linear.at(x[:5]).columns > 1000 and linear.at(x).columns == 5
-        assert linear.by_autodiff(x, at_once=3).columns == 3
-    for few, all_at_once in zip(products(linear, x, w, u), products(linear.steady(x), x, w, u)):
-        assert_close(few, all_at_once)
-
-
-class Dead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False)
-
-    def forward(self, x):
-        return self.head(F.relu(self.layer(x)))
+    known, w, u = linear.report, draw(7, linear.layout.size), draw(7, len(x), 2)
+    expected, steady = products(linear.steady(x), x, w, u), linear.steady(x)
+    for _ in range(2):
+        assert_close(products(linear, x, w, u), expected)
+        with linear.network.guarded():
+            assert linear.at(x[:5], 4).columns > 100 and linear.at(x, 4).columns < 4
+            assert linear.by_autodiff(x[:5], at_once=3).columns == 3
+            for some in (x, x[:1]):
+                at = steady.at(some, 4)
+                assert type(at) is ByAutodiff and at.columns is None
+        assert linear.report == known
+        linear.leave_factors()
+        known = known._replace(names=())
 
 
 def test_a_first_batch_of_zeros_is_no_verdict():
-    linear = linear_model(prepared(Dead()))
+    layers = {"layer": nn.Linear(2, 3, bias=False), "head": nn.Linear(3, 2, bias=False)}
+    linear = linear_model(prepared(Calls(lambda m, x: m.head(F.relu(m.layer(x))), **layers)))
     assert linear.probe(torch.zeros(4, 2).double()) is None and linear.report is None
     assert linear.probe(draw(4, 2)).names and linear.report is not None
 
@@ -54,25 +62,18 @@ def test_it_is_asked_for_again_elsewhere_and_when_forgotten():
         linear.network.module[0].weight += 1  # between two blocks nothing is kept
     parameters = nn.utils.parameters_to_vector(linear.network.module.parameters())
     assert torch.equal(linear.w_MAP, parameters)
+    again, w = pickle.loads(pickle.dumps(linear)), draw(2, linear.layout.size)
+    with again.network.guarded():
+        assert_close(again.by_autodiff(X).push(w), again.at(X, 9).push(w))
     linear.network.module.float()
     assert linear.report is None and linear.probe(X.float()) is linear.report
 
 
-def test_copies_are_the_same():
-    linear = linear_model(mlp())
-    w = draw(2, linear.layout.size)
-    linear.probe(X)
-    for model in (linear, pickle.loads(pickle.dumps(linear))):
-        with model.network.guarded():
-            assert_close(model.by_autodiff(X).push(w), model.at(X, 9).push(w))
-
-
 ACTIVATIONS = nn.Tanh(), nn.ReLU(), nn.Sigmoid(), nn.GELU(), nn.Softplus(), nn.Dropout()
+OTHERS = nn.ReLU(inplace=True), nn.Softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "activation", [*ACTIVATIONS, nn.ReLU(inplace=True), nn.Softmax(-1)], ids=str
-)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *OTHERS], ids=str)
 def test_few_rows_of_a_plain_network_need_no_backward_pass(activation):
     """J w is carried along; functions that are not known, or write to what is known, are left to others."""
     model, backward = mlp(activation, nn.Linear(2, 3, bias=False)), []
@@ -87,44 +88,72 @@ def test_few_rows_of_a_plain_network_need_no_backward_pass(activation):
     w = draw(5, linear.layout.size)
     with linear.network.guarded():
         f, Jw = linear.push(X, w[:2], w[2:])
-        assert bool(backward) == (activation not in ACTIVATIONS)
-        rows = linear.by_autodiff(X)
-        assert_close((f, Jw), (rows.f, rows.push(w)))
+        assert bool(backward) == (activation in OTHERS)
+        at = linear.steady(X).by_autodiff(X)
+        assert_close((f, Jw), (at.f, at.push(w)))
+
+
+def test_what_is_kept():
+    """The inputs of layers, and the derivatives of outputs; J itself of kernels at many places."""
+    layers = nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4, bias=False)
+    at = kept(net(*layers, nn.SELU(inplace=True), nn.Linear(4, 2)), draw(6, 3))
+    assert at.nbytes == sum(8 * 6 * n for n in (2, 3 + 2 * 5, 5 + 2 * 4, 4))
+    at = kept(net(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)), draw(4, 3), "last_layer")
+    assert at.nbytes == 8 * 4 * (40 + 2)
+    maps = nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.AvgPool2d(6), nn.Flatten()
+    (dense,) = kept(net(*maps), draw(4, 1, 6, 6)).parts
+    assert dense.J.shape == (4, 2, 20)
+    head = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 200))  # as that of a language model
+    assert kept(head, draw(2, 3, 3), "last_layer").nbytes == 8 * 2 * 3 * (4 + 200)
+    # the inputs of a head are often a part of a larger tensor, as of the first token
+    model = Calls(lambda m, x: m.head(m.body(x)[:, 0]), body=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    at = kept(prepared(model), draw(4, 5, 3), "last_layer")
+    held = [t for part in at.parts for t in part if isinstance(t, torch.Tensor)]
+    assert held and all(t.untyped_storage().nbytes() == t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 30, 3)], ids=str)
+def test_squares_of_single_rows_in_pieces(layer, monkeypatch):
+    """The same with the gradients of one row at a time."""
+    monkeypatch.setattr(factors, "_NUMBERS", 1)
+    x = draw(4, 2, 3) if isinstance(layer, nn.Linear) else draw(4, 3, 3)
+    assert kept(net(layer, nn.Tanh(), nn.Flatten()), x)
+
+
+def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + (self[0].weight.sum() if x.sum() > 0 else 0)
+
+    model = prepared(Net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    linear, x = linear_model(model), -draw(4, 3).abs()
+    linear.probe(x)
+    with linear.network.guarded():
+        assert isinstance(linear.at(x, inf, keep=True), ByFactors)
+        assert isinstance(linear.at(-x, inf, keep=True), ByAutodiff)
+    linear, x = linear_model(net(nn.Linear(3, 2))), draw(4, 3).requires_grad_()
+    linear.probe(x.detach())
+    with linear.network.guarded(), torch.enable_grad():
+        assert isinstance(linear.at(x, inf, keep=True), ByAutodiff)
 
 
 BATCH, LENGTH, WIDTH = 4, 96, 32
 SEQUENCES = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
-
-
-class Attention(nn.Module):
-    """Self-attention that transposes before it projects, as ``batch_first`` asks for."""
-
-    def __init__(self, **kind):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **kind)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0].mean(1)
-
-
-class Mixer(nn.Module):
-    """A linear layer over the tokens, as MLP-Mixer has it."""
-
-    def __init__(self, **kind):
-        super().__init__()
-        self.tokens = nn.Linear(LENGTH, LENGTH, **kind)
-
-    def forward(self, x):
-        return self.tokens(x.transpose(1, 2)).mean(1)
+TRANSPOSED = {  # self-attention that transposes before it projects; a layer over tokens
+    "attention": lambda **kind: Calls(
+        lambda m, x: m.a(x, x, x, need_weights=False)[0].mean(1),
+        a=nn.MultiheadAttention(WIDTH, 2, batch_first=True, **kind),
+    ),
+    "mixer": lambda **kind: Calls(
+        lambda m, x: m.a(x.transpose(1, 2)).mean(1), a=nn.Linear(LENGTH, LENGTH, **kind)
+    ),
+}
 
 
 def largest(model, count):
-    linear = linear_model(model)
+    linear = linear_model(model).steady(SEQUENCES)
     w = torch.randn(count, linear.layout.size)
     total = torch.zeros_like(w)
-    linear.probe(SEQUENCES)
-    linear.leave_factors()
-    linear = linear.steady(SEQUENCES)
     with Largest() as seen, linear.network.guarded():
         at = linear.at(SEQUENCES)
         at.pull(at.push(w), total)
@@ -132,17 +161,16 @@ def largest(model, count):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("make", [Attention, Mixer])
-def test_no_product_is_taken_row_by_row(make, count, monkeypatch):
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_no_product_is_taken_row_by_row(name, count, monkeypatch):
     """Without the copies, several columns have a gradient of the weight for every row."""
     torch.manual_seed(0)
-    model = make().eval()
+    model = TRANSPOSED[name]().eval()
     size = largest(model, count)
     monkeypatch.setattr(rows, "contiguous", lambda func, args, kwargs: func(*args, **kwargs))
     assert size <= largest(model, count) / (3 if count > 1 else 1)
     attention_maps = BATCH * 2 * LENGTH * LENGTH
-    weights = sum(p.numel() for p in model.parameters())
-    assert size <= count * max(weights, attention_maps)
+    assert size <= count * max(sum(p.numel() for p in model.parameters()), attention_maps)
     monkeypatch.undo()
     if count == 1:
-        check(make(dtype=torch.float64), SEQUENCES.double())
+        check(TRANSPOSED[name](dtype=torch.float64), SEQUENCES.double())

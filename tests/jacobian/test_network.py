@@ -1,9 +1,11 @@
+"""A network is run as a function, left as it was, and refused where that is not possible."""
+
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-from jacobians import Calls, X, check, linear_model, mlp, products
+from jacobians import Calls, X, check, linear_model, mlp, prepared, products
 from tiny import draw
 from torch import nn
 from torch.nn import functional as F
@@ -16,28 +18,12 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import select_parameters
 
 
-class Observer(nn.Module):
-    """A network that records what it runs under, and can fail."""
-
-    def __init__(self, *layers, fails=False):
-        super().__init__()
-        self.layers, self.fails = nn.ModuleList([nn.Linear(3, 2), *layers]), fails
-        self.seen = {}
-
-    def forward(self, x):
-        self.seen |= state(self)
-        self.last_output = self.layers[0](x)
-        if self.fails:
-            raise KeyError("inside")
-        return self.last_output
-
-
 def state(module):
     return {
         "training": [layer.training for layer in module.modules()],
         "fastpath": torch.backends.mha.get_fastpath_enabled(),
         "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "math": torch.backends.cuda.math_sdp_enabled(),
+        "not math": not torch.backends.cuda.math_sdp_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "mkldnn": torch.backends.mkldnn.enabled,
         "cudnn": torch.backends.cudnn.enabled,
@@ -49,39 +35,24 @@ def state(module):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_guard_restores_everything(fails, outer):
-    model = Observer(nn.Dropout(), nn.LSTM(1, 1), fails=fails)
-    model.layers[1].eval()
-    seen, attributes = model.seen, set(vars(model))
-    network = Network(model)
+    seen = {}
+
+    def forward(m, x):
+        seen.update(state(m))
+        m.last = m.a(x)
+        return m.last if not fails else {}["inside"]
+
+    model = Calls(forward, a=nn.Linear(3, 2), drop=nn.Dropout().eval(), rnn=nn.LSTM(1, 1))
+    attributes, network = set(vars(model)), Network(model)
     with outer(), torch.autocast("cpu", dtype=torch.bfloat16):
         before = state(model)
         try:
-            with network.guarded():
-                model(torch.ones(1, 3))
+            with network.guarded(), torch.enable_grad(), network.guarded():  # they nest
+                network.outputs(torch.ones(1, 3))
         except KeyError:
             assert fails
-        assert state(model) == before
-    assert set(vars(model)) == attributes
-    assert seen == {
-        "training": [False] * 5,
-        "fastpath": False,
-        "flash": False,
-        "math": True,
-        "autocast": False,
-        "mkldnn": False,
-        "cudnn": False,
-        "grad": False,
-        "inference": False,
-    }
-
-
-def test_guards_nest():
-    network = Network(Observer())
-    with network.guarded():
-        with torch.enable_grad(), network.guarded():
-            assert not torch.is_grad_enabled()
-        assert not network.module.training and not torch.backends.mha.get_fastpath_enabled()
-    assert network.module.training and torch.backends.mha.get_fastpath_enabled()
+        assert state(model) == before and set(vars(model)) == attributes
+    assert seen == {"training": [False] * 4} | {name: False for name in before if name[0] != "t"}
 
 
 class Shifted(nn.Module):
@@ -96,48 +67,38 @@ class Shifted(nn.Module):
         return self.sign * self.layer(x) + self.shift
 
 
-def by_data(model):
-    model.layer.weight.data = model.layer.weight.data + 1
-
-
 def in_place(model):
     with torch.no_grad():
         model.layer.weight.add_(1)
 
 
-def with_another_layer(model):
-    model.layer = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).eval()
-
-
-def with_a_hook(model):
-    model.layer.register_forward_hook(lambda layer, given, z: 2 * z)
-
-
-def with_another_buffer(model):
-    model.shift = torch.ones(2)
-
-
-def with_another_attribute(model):
-    model.sign = -1.0
-
-
-CHANGES = by_data, in_place, with_another_layer, with_a_hook, with_another_buffer
-CHANGES = *CHANGES, with_another_attribute, nn.Module.double, nn.Module.train
+CHANGES = {
+    "data": lambda m: setattr(m.layer.weight, "data", m.layer.weight.data + 1),
+    "in place": in_place,
+    "layer": lambda m: setattr(m, "layer", nn.Sequential(nn.Linear(3, 2), nn.Tanh()).eval()),
+    "hook": lambda m: m.layer.register_forward_hook(lambda layer, given, z: 2 * z),
+    "buffer": lambda m: setattr(m, "shift", torch.ones(2)),
+    "attribute": lambda m: setattr(m, "sign", -1.0),
+    "dtype": nn.Module.double,
+    "mode": nn.Module.train,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_calls_are_seen(change):
     model, x = Shifted().eval(), torch.ones(4, 3)
     network = Network(model)
+    other = copy.deepcopy(network)  # of its own module
     for _ in range(2):
         with network.guarded():
             assert_close(network.outputs(x), model(x))
-    change(model)
-    x, mode = x.to(next(model.parameters()).dtype), model.training
-    with network.guarded():
+    CHANGES[change](model)
+    moved, mode = x.to(next(model.parameters()).dtype), model.training
+    with network.guarded(), other.guarded():
         names = tuple(dict(model.named_parameters()))
-        found, weights = network.outputs(x), network.weights(names)
-    assert_close(found, model(x).detach(), rtol=0, atol=0)
+        found, weights = network.outputs(moved), network.weights(names)
+        assert_close(other.outputs(x), other.module(x))
+    assert_close(found, model(moved).detach(), rtol=0, atol=0)
     assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     assert model.training is mode and model.layer.training is mode
 
@@ -167,15 +128,6 @@ def test_a_weight_that_a_loader_changes_during_a_fit_is_noticed(number, keep):
     assert loader.passes == number
 
 
-def test_a_copy_is_of_its_own_module():
-    network = Network(Shifted().eval())
-    other, x = copy.deepcopy(network), torch.ones(4, 3)
-    in_place(network.module)
-    with other.guarded(), network.guarded():
-        assert_close(other.outputs(x), other.module(x))
-        assert not torch.equal(other.outputs(x), network.outputs(x))
-
-
 def test_requires_grad_stays_also_of_frozen_random_weights():
     model = mlp()
     model[0].requires_grad_(False)
@@ -183,26 +135,13 @@ def test_requires_grad_stays_also_of_frozen_random_weights():
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
 
 
-@pytest.mark.parametrize("wrappers", ["DataParallel", "compile", "compile DataParallel compile"])
+@pytest.mark.parametrize("wrappers", ["DataParallel", "compile DataParallel compile"])
 def test_wrapped(wrappers):
     model = mlp()
     for wrapper in wrappers.split():
         model = torch.compile(model) if wrapper == "compile" else nn.DataParallel(model)
     assert linear_model(model).layout.names == linear_model(mlp()).layout.names
     check(model, X)
-
-
-def test_layers_compiled_in_place_or_inside_stay_eager():
-    def compile_nothing(graph, inputs):
-        raise AssertionError("compiled")
-
-    in_place, inside = mlp(), torch.compile(mlp(), backend=compile_nothing)
-    in_place.compile(backend=compile_nothing)
-    for body in (in_place, inside):
-        linear = linear_model(nn.Sequential(body, nn.Linear(2, 2).double()))
-        linear.probe(X)
-        w, u = torch.ones(2, linear.layout.size).double(), torch.ones(2, 5, 2).double()
-        products(linear, X, w, u)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not built")
@@ -215,94 +154,93 @@ def test_distributed_data_parallel(tmp_path):
         dist.destroy_process_group()
 
 
-class TestRefused:
-    """Each error names the module and the remedy."""
+def test_layers_compiled_in_place_or_inside_stay_eager():
+    def compile_nothing(graph, inputs):
+        raise AssertionError("compiled")
 
-    def refuse(self, model, *words, x=X, error=Exception, **kwargs):
-        with pytest.raises(error) as caught:
-            linear_model(model, **kwargs).probe(x)
-        for word in words:
-            assert word in str(caught.value)
-
-    def test_no_module(self):
-        self.refuse(lambda x: x, "Pass an nn.Module", error=TypeError)
-
-    @pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
-    def test_scripted(self):
-        script = torch.jit.script(mlp())
-        self.refuse(script, "scripted", "Pass the Python module", error=TypeError)
-        model = nn.Sequential(script, nn.Linear(2, 2).double())
-        self.refuse(model, "The module '0' is scripted", "leave '0.0.weight'", error=TypeError)
-        check(nn.Sequential(mlp(), nn.Linear(2, 2).double()), X, ["1.*"])
-
-    @pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
-    def test_scripted_trunk_is_fine(self):
-        trunk, head = mlp(), nn.Linear(2, 2).double()
-        w, u = torch.ones(2, 6).double(), torch.ones(2, 5, 2).double()
-        linear = linear_model(nn.Sequential(torch.jit.script(trunk), head), ["1.*"])
+    in_place, inside = mlp(), torch.compile(mlp(), backend=compile_nothing)
+    in_place.compile(backend=compile_nothing)
+    for body in (in_place, inside):
+        linear = linear_model(nn.Sequential(body, nn.Linear(2, 2).double()))
         linear.probe(X)
-        assert all(layer.training for layer in linear.network.module.modules())
-        plain = linear_model(nn.Sequential(trunk, head), ["1.*"])
-        assert_close(products(linear, X, w, u), products(plain, X, w, u))
+        products(linear, X, draw(2, linear.layout.size), draw(2, 5, 2))
 
-    def test_scale_grad_by_freq(self):
-        """Gradients are scaled in training only: J is the derivative."""
-        torch.manual_seed(0)
-        model, ids = (
-            nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)).double(),
-            torch.tensor([[0, 0], [1, 2]]),
-        )
-        other = copy.deepcopy(model)
-        other[0].scale_grad_by_freq = True
-        w, u = torch.ones(1, 12).double(), torch.ones(1, 2, 2, 2).double()
-        each = [linear_model(own) for own in (model, other)]
-        assert [own.probe(ids) for own in each][1].names
-        assert_close(*(products(own, ids, w, u) for own in each))
-        assert other[0].scale_grad_by_freq
 
-    def test_reentrant_checkpoint(self):
-        layers = {"a": nn.Linear(3, 3).double(), "b": mlp()}
-        model = Calls(lambda m, x: checkpoint(m.b, m.a(x), use_reentrant=True), **layers)
-        self.refuse(model, "use_reentrant=True", "checkpoint")  # torch's own words
+@pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
+def test_scripted_parts_may_have_no_weights_of_the_posterior():
+    trunk, head = mlp(), nn.Linear(2, 2).double()
+    script = torch.jit.script(trunk)
+    with pytest.raises(TypeError, match="scripted.* Pass the Python module"):
+        linear_model(script)
+    with pytest.raises(TypeError, match=r"module '0' is scripted.*leave '0.0.weight'"):
+        linear_model(nn.Sequential(script, head))
+    linear, plain = (linear_model(nn.Sequential(own, head), ["1.*"]) for own in (script, trunk))
+    linear.probe(X)
+    w, u = draw(2, 6), draw(2, 5, 2)
+    assert all(layer.training for layer in linear.network.module.modules())
+    assert_close(products(linear, X, w, u), products(plain, X, w, u))
 
-    def test_dropout_in_eval_mode(self):
-        model = Calls(lambda m, x: m.a(F.dropout(x, 0.5)), a=mlp())
-        self.refuse(model, "disagree", "training=self.training")
 
-    def test_not_finite(self):
-        model = mlp()
-        with torch.no_grad():
-            model[2].weight[0, 0] = torch.nan
-        self.refuse(model, "not finite", "weights", error=ValueError)
+def test_scaled_gradients_of_a_table_are_no_derivatives():
+    ids = torch.tensor([[0, 0], [1, 2]])
+    model = prepared(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))
+    other, w, u = copy.deepcopy(model), draw(1, 12), draw(1, 2, 2, 2)
+    other[0].scale_grad_by_freq = True
+    each = [linear_model(own) for own in (model, other)]
+    assert [own.probe(ids) for own in each][1].names
+    assert_close(*(products(own, ids, w, u) for own in each))
+    assert other[0].scale_grad_by_freq
 
-    def test_integer_outputs(self):
-        decide = lambda model, x: model(x).argmax(-1)  # noqa: E731
-        self.refuse(mlp(), "not floating point", "logits", error=TypeError, forward_fn=decide)
 
-    def test_class_dim_out_of_range(self):
-        self.refuse(mlp(), "(5, 2)", "class_dim=2", "from -2 to 1", error=ValueError, class_dim=2)
+def of(forward, **options):
+    return lambda: (Calls(forward, a=mlp(), b=mlp()), X, options)
 
-    def test_embedding_bag(self):
-        model = nn.Sequential(nn.Sequential(nn.EmbeddingBag(6, 3)), nn.Linear(3, 2))
-        ids = torch.tensor([[0, 1, 2]])
-        words = "embedding_bag", "forward mode:", "two reverse passes:", "last_layer"
-        self.refuse(model, *words, x=ids, error=NotImplementedError)
-        check(model.double(), ids, "last_layer")
 
-    def test_nothing_depends_on_the_weights(self):
-        model = Calls(lambda m, x: m.a(x).detach() + m.b(x), a=mlp(), b=mlp())
-        words = "do not depend on the parameters in the posterior", "'a.0.weight'"
-        self.refuse(model, *words, selection=["a.*"], error=NotImplementedError)
+def not_finite():
+    model = mlp()
+    model[2].weight.data[0, 0] = torch.nan
+    return model, X, {}
 
-    def test_outputs_that_are_no_tensor(self):
-        words = "returned dict", "Pass adapter=Adapter(lambda model, inputs"
-        self.refuse(Calls(lambda m, x: {"out": m.a(x)}, a=mlp()), *words, error=TypeError)
+
+REFUSED = {
+    "no module": (TypeError, "Pass an nn.Module", lambda: (len, X, {})),
+    "reentrant checkpoint": (
+        RuntimeError,
+        "use_reentrant=True",
+        of(lambda m, x: checkpoint(m.b, m.a[0](x)[:, :3], use_reentrant=True)),
+    ),
+    "dropout": (ValueError, "disagree.*training=self", of(lambda m, x: m.a(F.dropout(x, 0.5)))),
+    "not finite": (ValueError, "not finite.*weights", not_finite),
+    "labels": (TypeError, "not floating point.*logits", of(lambda m, x: m.a(x).argmax(-1))),
+    "a number": (ValueError, "single number.*logits", of(lambda m, x: m.a(x).sum())),
+    "class_dim": (ValueError, r"\(5, 2\).*class_dim=2.*-2 to 1", lambda: (mlp(), X, {"class_dim": 2})),
+    "bag": (
+        NotImplementedError,
+        "forward mode:.*embedding_bag.*two reverse passes:.*last_layer",
+        lambda: (nn.Sequential(nn.EmbeddingBag(6, 3), nn.Linear(3, 2)), torch.tensor([[0, 1]]), {}),
+    ),
+    "no influence": (
+        NotImplementedError,
+        "do not depend on the parameters in the posterior.*'a.0.weight'",
+        of(lambda m, x: m.a(x).detach() + m.b(x), selection=["a.*"]),
+    ),
+    "a dict": (TypeError, r"returned dict.*Pass adapter=Adapter\(lambda", of(lambda m, x: {"out": m.a(x)})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    """Each error names what is wrong and the remedy."""
+    error, words, make = REFUSED[name]
+    model, x, options = make()
+    with pytest.raises(error, match=f"(?s){words}"):
+        linear_model(model, **options).probe(x)
+    if name == "bag":
+        check(model.double(), x, "last_layer")
 
 
 def test_forward_fn_and_class_dim():
-    torch.manual_seed(0)
-    model = nn.Conv2d(1, 3, 2).double()
-    x = torch.randn(2, 1, 3, 3).double()
+    model, x = prepared(nn.Conv2d(1, 3, 2)), draw(2, 1, 3, 3)
     check(model, {"image": x}, forward_fn=lambda m, d: m(d["image"]), class_dim=1)
     network = Network(model, class_dim=1)
     with network.guarded():

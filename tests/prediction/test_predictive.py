@@ -34,9 +34,9 @@ def parts_of(p):
     return p.mixture.likelihoods, p.mixture.centres, p.mixture.deviations
 
 
-def mixture(likelihood, *sites, class_dim=-1, weights=(0.5, 0.2, 0.3), samples=10):
+def mixture(likelihood, *sites, outputs=C, class_dim=-1, weights=(0.5, 0.2, 0.3), samples=10):
     """A mixture of a posterior and of functions without uncertainty."""
-    plain = prediction(likelihood, *sites, class_dim=class_dim, samples=samples)
+    plain = prediction(likelihood, *sites, outputs=outputs, class_dim=class_dim, samples=samples)
     (kinds, centres, (deviations,)), functions = (
         parts_of(plain),
         draw(2, *plain.centre.shape, seed=7),
@@ -64,49 +64,72 @@ def functions_and_mean(p, at_least=FUNCTIONS):
     return torch.cat(each), lambda values: torch.tensordot(weights, values, 1)
 
 
-BOTH = pytest.mark.parametrize("make", [prediction, mixture])
+def of_heteroscedastic(f):
+    mean, log_variance = f.chunk(2, -1)
+    return Normal(mean, (0.5 * log_variance).exp())
 
 
-@BOTH
+# likelihood: (the distribution of y given f, targets of two sites, or of none)
+KINDS = {
+    Classification(): (lambda f: Categorical(logits=f), torch.tensor([[0, 2], [1, 1], [2, 0], [-100, 0]])),
+    Bernoulli(): (lambda f: distributions.Bernoulli(logits=f), (draw(B, 2, 4, seed=5) > 0).double()),
+    Poisson(): (lambda f: distributions.Poisson(f.exp()), draw(B, 2, 4, seed=5).exp().round()),
+    Binomial(): (lambda f: distributions.Binomial(3, logits=f), 3 * (draw(B, 4, seed=5) > 0).double()),
+    HeteroscedasticRegression(): (of_heteroscedastic, draw(B, 2, 2, seed=5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [prediction, mixture])
 @pytest.mark.parametrize("class_dim", [-1, 1])
-def test_classes_average_over_functions(make, class_dim):
-    p = make(Classification(), 2, class_dim=class_dim)
+@pytest.mark.parametrize("likelihood", KINDS, ids=lambda kind: type(kind).__name__)
+def test_members_are_averages_over_functions(likelihood, class_dim, make):
+    """By the distributions of torch, of the functions that a mixture stands for, with their weights."""
+    of, y = KINDS[likelihood]
+    p = make(likelihood, *[2] * (type(likelihood) is not Binomial), outputs=4, class_dim=class_dim)
+    last = lambda value: value.movedim(class_dim, -1)  # noqa: E731
     functions, mean = functions_and_mean(p)
-    probs = functions.softmax(-1)
-    assert_close(p.probs.movedim(class_dim, -1), mean(probs))
-    assert_close(p.log_probs, p.probs.log())
-    assert_close(p.predictive_variance, p.probs - p.probs.square())
-    assert_close(p.entropy, Categorical(mean(probs)).entropy())
-    assert_close(p.aleatoric, mean(Categorical(probs).entropy()))
-    assert_close(p.epistemic, p.entropy - p.aleatoric)
-    assert_close(p.mean.movedim(class_dim, -1), mean(functions))
-    assert_close(p.variance.movedim(class_dim, -1), mean(functions**2) - mean(functions) ** 2)
+    given, is_labels = of(functions), likelihood.gives_probabilities
+    is_class = is_labels and not likelihood.elementwise
+    means = given.probs if is_labels else given.mean
+    assert_close(last(p.mean), mean(functions))
+    assert_close(last(p.variance), mean(functions**2) - mean(functions) ** 2)
     apart = functions - mean(functions)
     apart = (apart if class_dim == -1 else apart.movedim(-1, 2)).flatten(1)
     assert_close(p.covariance, mean(apart[:, :, None] * apart[:, None]))
-    y = torch.tensor([[0, 2], [1, 1], [2, 0], [-100, 0]])
-    index = y.clamp_min(0).expand(len(functions), B, 2)[..., None]
-    each = functions.log_softmax(-1).gather(-1, index)[..., 0].where(y >= 0, 0.0).sum(-1)
-    assert_close(p.log_prob(y), mean(each.exp()).log())
+    assert_close(last(p.expectation), mean(means))
+    own = (lambda value: value) if is_class else last
+    if is_labels:
+        total = type(given)(probs=mean(means)).entropy()
+        assert_close(own(p.entropy), total)
+        assert_close(own(p.aleatoric), mean(given.entropy()))
+        assert_close(own(p.epistemic), total - mean(given.entropy()))
+        assert_close(p.predictive_variance, p.probs * (1 - p.probs))
+        assert_close(p.log_probs, p.probs.log())
+    elif type(likelihood) is not Binomial:
+        assert_close(last(p.aleatoric), mean(given.variance))
+        assert_close(last(p.epistemic), mean(means**2) - mean(means) ** 2)
+        assert_close(p.predictive_variance, p.aleatoric + p.epistemic)
 
+    def each(given):  # the log-probability of every example
+        if not is_class:
+            return given.log_prob(y).flatten(2).sum(2)
+        return torch.where(y >= 0, given.log_prob(y.clamp_min(0)), 0.0).sum(-1)
 
-@BOTH
-def test_labels_and_counts_average_over_functions(make):
-    b, q = make(Bernoulli()), make(Poisson())
-    functions, mean = functions_and_mean(b)  # those of both
-    labels, rates = functions.sigmoid(), functions.exp()
-    assert_close(b.probs, mean(labels))
-    assert_close(b.log_probs, b.probs.log())
-    assert_close(b.entropy, distributions.Bernoulli(b.probs).entropy())
-    assert_close(b.epistemic, b.entropy - mean(distributions.Bernoulli(labels).entropy()))
-    assert_close(q.expectation, mean(rates))
-    assert_close(q.aleatoric, mean(rates))
-    assert_close(q.epistemic, mean(rates**2) - mean(rates) ** 2)
-    assert_close(q.predictive_variance, q.aleatoric + q.epistemic)
-    for p, values in ((b, labels), (q, rates)):
-        for end, share in zip(p.credible_interval(0.8), (0.1, 0.9)):
-            below = mean((values <= end + 1e-9).double())
-            assert ((below - share).abs() < 0.31).all()  # a function beside holds that much
+    targets = y if is_class else y.movedim(-1, class_dim)
+    assert_close(p.log_prob(targets), mean(each(given).exp()).log())
+    together = 0.0
+    for weight, centre, deviations in zip(p.mixture.weights, *parts_of(p)[1:]):
+        f = centre + functions_of(deviations, JOINT) if len(deviations) else centre[None]
+        together = together + weight * each(of(f)).sum(1).exp().mean()
+    assert_close(p.joint_log_prob(targets), together.log())
+    if type(likelihood) is HeteroscedasticRegression:
+        return
+    one, shares = make(likelihood, samples=1), torch.tensor([0.1, 0.9], dtype=torch.float64)
+    for q in (p, one) if make is prediction else ():
+        values = likelihood.mean(functions_and_mean(q)[0])
+        found = torch.stack(q.credible_interval(0.8))
+        found = found.movedim(q.class_dim + (q.class_dim > 0), -1)
+        assert_close(found, values.quantile(shares, dim=0))
 
 
 def test_entropies_and_log_probs_at_the_edges():
@@ -145,59 +168,18 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
     assert (p.standard_error == 0).all()
 
 
-def test_predicted_noise_splits_the_variance():
+def test_single_functions_are_certain_and_others_have_their_error():
+    m = mixture(Classification())
+    first = prediction_of(*(each[0] for each in parts_of(m)))
+    assert_close(m.standard_error, 0.5 * first.standard_error)
+    sure = prediction_of(Classification(), m.mixture.f, torch.zeros(1, B, C).double())
+    each = m.mixture.f.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
+    assert_close(sure.log_prob(LABELS), each)
+    assert_close(sure.joint_log_prob(LABELS), each.sum())
     p = prediction(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
-    assert p.samples.shape == (K, B, 4, 2)
-    functions = functions_and_mean(p)[0].movedim(-1, 2)
-    mu, variance = functions[:, :, :2], functions[:, :, 2:].exp()
-    assert_close(p.expectation, p.mean[:, :2])
-    assert_close(p.aleatoric, variance.mean(0))
-    assert_close(p.epistemic, mu.var(0, correction=0))
-    assert_close(p.predictive_variance, p.aleatoric + p.epistemic)
     total = Normal(p.expectation, p.predictive_variance.sqrt())
     assert_close(p.entropy, total.entropy())
     assert_close(p.cdf(p.credible_interval(0.9).upper), torch.full((B, 2, 2), 0.95).double())
-    y = draw(B, 2, 2, seed=3)
-    densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(2).sum(2).exp()
-    assert_close(p.log_prob(y), densities.mean(0).log())
-    functions = functions_and_mean(p, JOINT)[0].movedim(-1, 2)
-    mu, variance = functions[:, :, :2], functions[:, :, 2:].exp()
-    densities = Normal(mu, variance.sqrt()).log_prob(y).flatten(1).sum(1).exp()
-    assert_close(p.joint_log_prob(y), densities.mean().log())
-
-
-def test_intervals_of_probabilities_and_rates_are_quantiles_over_functions():
-    for likelihood in (Bernoulli(), Poisson(), Classification(), Binomial()):
-        p, shares = prediction(likelihood), torch.tensor([0.1, 0.9], dtype=torch.float64)
-        due = likelihood.mean(functions_and_mean(p)[0]).quantile(shares, dim=0)
-        assert_close(torch.stack(p.credible_interval(0.8)), due)
-        one = prediction(likelihood, samples=1)
-        ends = likelihood.mean(functions_and_mean(one)[0]).sort(0).values
-        due = ends[:1].lerp(ends[1:], shares.view(2, 1, 1))
-        assert_close(torch.stack(one.credible_interval(0.8)), due)
-
-
-def test_joint_probabilities_are_averages_of_products():
-    p, q = prediction(Classification()), prediction(Poisson())
-    functions = functions_and_mean(p, JOINT)[0]
-    products = functions.softmax(-1)[:, torch.arange(B), LABELS].prod(1)
-    assert_close(p.joint_log_prob(LABELS), products.mean().log())
-    counts = torch.tensor([[0.0, 1, 2]]).expand(B, 3).double()
-    functions = functions_and_mean(q, JOINT)[0]
-    densities = distributions.Poisson(functions.exp()).log_prob(counts).sum((1, 2)).exp()
-    assert_close(q.joint_log_prob(counts), densities.mean().log())
-    m = mixture(Classification())
-    first = prediction_of(*(each[0] for each in parts_of(m)))
-    own = first.joint_log_prob(LABELS).exp()
-    one, two = (
-        f.log_softmax(-1).gather(1, LABELS[:, None]).sum().exp() for f in m.mixture.centres[1:]
-    )
-    assert_close(m.joint_log_prob(LABELS).exp(), 0.5 * own + 0.2 * one + 0.3 * two)
-    assert_close(m.standard_error, 0.5 * first.standard_error)
-    sure = prediction_of(Classification(), p.centre, torch.zeros(1, B, C).double())
-    each = p.centre.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
-    assert_close(sure.log_prob(LABELS), each)
-    assert_close(sure.joint_log_prob(LABELS), each.sum())
 
 
 REGRESSION = Regression(0.5)

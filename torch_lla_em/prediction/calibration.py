@@ -6,7 +6,7 @@ density under weak priors, by L-BFGS on outputs that one pass has stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch_lla_em.prediction.reference import (
     ood_scores,
     require_two,
 )
-from torch_lla_em.prediction.scores import NUMBERS, has_classes, mean_and_error
+from torch_lla_em.prediction.scores import has_classes, mean_and_error
 
 _OF_FACTOR = 0.5
 """Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1. Of 1, test
@@ -240,23 +240,16 @@ def _table(rows: Rows, like: Tensor) -> Tensor:
     return like.new_tensor([[float(number) for number in row] for row in rows])
 
 
-def _pieces(parts: Sequence[Pushforward]) -> Iterator[Pushforward]:
-    """Yield a few examples at a time, in double precision."""
-    for part in parts:
-        for piece in part.split(max(1, NUMBERS // max(1, 64 * part.f[:1].numel()))):
-            yield piece.double()
-
-
 def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None = None) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
-    return torch.cat([p.mixture(table, noise).log_prob(p.y) for p in _pieces(parts)])
+    return torch.cat([p.mixture(table, noise).log_prob(p.y) for own in parts for p in own.pieces()])
 
 
 def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> Tensor | None:
     """Return the squared error of the mean of every example, (N,); None if targets have another form."""
     found: list[Tensor] = []
     for part, table in zip(parts, tables):
-        for piece in _pieces([part]):
+        for piece in part.pieces():
             mean = piece.mixture(table).expected()
             if not part.likelihood.real_valued or mean.shape != piece.y.shape:
                 return None
@@ -307,7 +300,7 @@ def _searched(
     def objective() -> Tensor:
         apart = theta.detach() / deviations
         total, theta.grad = 0.5 * apart.square().sum(), apart / deviations
-        for piece in _pieces(parts):
+        for piece in (piece for part in parts for piece in part.pieces()):
             with torch.enable_grad():
                 loss = -piece.mixture(*numbers.at(theta)).log_prob(piece.y).sum()
             total += loss.detach()

@@ -13,6 +13,7 @@ from torch_lla_em.prediction.functions import MODE, SCALE
 from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.scores import NUMBERS
 
 Rows = list[list[Any]]
 """A table of components as numbers, or as tensors of one number each if it is differentiated."""
@@ -120,17 +121,12 @@ class Pushforward(NamedTuple):
     def member(self, i: int) -> Pushforward:
         """Return the examples under one of the posteriors."""
         one: list[Any] = [(values[i],) for values in self[1:-1]]
-        return Pushforward(self.y, *one, class_dim=self.class_dim)
+        return Pushforward(*[self.y, *one, self.class_dim])
 
     def without_samples(self) -> Pushforward:
         """Return the examples for predictions of the networks, without the samples."""
         none = (None,) * len(self.training)
         return self._replace(Jw=tuple(Jw[:1] for Jw in self.Jw), training=none)
-
-    def double(self) -> Pushforward:
-        """Return the examples in double precision."""
-        outputs = tuple(f.double() for f in self.outputs)
-        return self._replace(outputs=outputs, Jw=tuple(Jw.double() for Jw in self.Jw))
 
     def part(self, examples: slice | Tensor) -> Pushforward:
         """Return some of the examples."""
@@ -138,10 +134,13 @@ class Pushforward(NamedTuple):
         Jw = tuple(Jw[:, examples] for Jw in self.Jw)
         return self._replace(y=self.y[examples], outputs=outputs, Jw=Jw)
 
-    def split(self, size: int) -> Iterator[Pushforward]:
-        """Yield ``size`` examples at a time."""
+    def pieces(self) -> Iterator[Pushforward]:
+        """Yield a few examples at a time, in double precision."""
+        size = max(1, NUMBERS // max(1, 64 * self.f[:1].numel()))
         for start in range(0, len(self.y), size):
-            yield self.part(slice(start, start + size))
+            part = self.part(slice(start, start + size))
+            outputs, Jw = (tuple(map(Tensor.double, own)) for own in (part.outputs, part.Jw))
+            yield part._replace(outputs=outputs, Jw=Jw)
 
 
 def require_one_shape(outputs: Iterable[Tensor], remedy: str = LENGTHS) -> None:
@@ -167,4 +166,4 @@ def stack_members(each: Sequence[Pushforward]) -> Pushforward:
         return each[0]
     require_one_shape([pushed.f for pushed in each], _CLASSES)
     columns: list[Any] = [sum(c, ()) for c in zip(*(pushed[1:-1] for pushed in each))]
-    return Pushforward(each[0].y, *columns, class_dim=each[0].class_dim)
+    return Pushforward(*[each[0].y, *columns, each[0].class_dim])

@@ -63,7 +63,8 @@ def result(name: str, meaning: str, kind: Callable[..., Any] | None = None) -> A
 def save_to_state_dict(la: Any, destination: State, prefix: str, keep_vars: bool) -> None:
     """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and the network its own."""
     try:
-        own = state_of(la, required(la, surely=True))
+        found: Any = required(la, surely=True)
+        own = state_of(la, found)
     except NotFittedError as error:
         if not prefix:
             raise
@@ -285,7 +286,7 @@ def _record(state: State) -> dict[str, Any]:
 
 def _saved_options(state: State) -> dict[str, Any]:
     """Return the options in a file of this version, or of 0.3 and 0.4."""
-    options = files.from_bytes(state["options"])
+    options: dict[str, Any] = files.from_bytes(state["options"])
     former = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
     scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in former)
     if isinstance(scaling, bool):

@@ -3,7 +3,7 @@
 A ``prediction`` is a ``mixture`` of components, of which it has moments and densities by the
 averages of ``functions`` and ``scores``; ``comparison`` compares it with a ``reference``. ``pushforward`` makes it from the
 outputs and products of inputs, and ``neighbours`` shrinks it far from training examples. ``calibration``, ``passes``,
-``metrics``, ``check`` and ``validation`` use held-out data, and ``moved`` training examples in their place. ``posterior`` is the
+``check`` and ``validation`` use held-out data, and ``moved`` training examples in their place. ``posterior`` is the
 frozen record of a fit or of several, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the
 functions of records that users call as methods of the objects that hold them; ``exports`` writes programs, ``summary``
 prints results.
@@ -14,14 +14,6 @@ from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.check import check
 from torch_lla_em.prediction.exports import program_of
-from torch_lla_em.prediction.metrics import (
-    auroc,
-    binned,
-    calibration_error,
-    covered,
-    scores,
-    stated_and_right,
-)
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
@@ -58,8 +50,14 @@ from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_exa
 from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
+    auroc,
+    binned,
+    calibration_error,
     compare,
+    covered,
     predicted_data,
+    scores,
+    stated_and_right,
     warn_of_collapse,
 )
 

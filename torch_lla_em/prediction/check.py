@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_lla_em.data import paired
-from torch_lla_em.prediction.metrics import auroc
 from torch_lla_em.prediction.passes import under_all
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predicted
 from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.summary import Cells, Printed
+from torch_lla_em.prediction.validation import auroc
 
 _FEWEST, _CLEAR = 10, 3.0
 """Fewest examples of a group, and standard errors below the level at which its coverage is too low: groups are many."""

@@ -253,8 +253,8 @@ while True:
 #
 # Each rule is one line of this loop, so try it here first:
 #
-# - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/stages.py`.
+# - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/em.py`.
 # - **H**: replace `new_H`; `over.first_H(q.curved.loss)` keeps it near the network's outputs. In the library it is `H` in
-#   `inference/expectations.py`.
+#   `inference/curved.py`.
 # - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ
 #   is found anew, how far it may move over a small span, and what takes back a step that lowers the bound.

@@ -19,7 +19,7 @@ class Alone:
 
 
 def begin(problem, noise):
-    return Progress(noise.eta, noise.prior.scale, problem.sigma, None)
+    return Progress(noise.eta, noise.prior.scale, (problem.sigma, None, None))
 
 
 def posterior_at(problem, noise, precision, tolerance=1e-9, *, run=over_span, **options):

@@ -325,7 +325,7 @@ class LinearisedLaplace(Printed, nn.Module):
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
             found.require(surely=True)
-            if learnt.complete:  # otherwise the checkpoint continues from the last state
+            if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
                 around.keep(stored.state_of(self, found))
         return found
 

@@ -29,8 +29,6 @@ from torch_lla_em.runtime import Budget, Compute, Group, collected, report, tf32
 
 logger = logging.getLogger("torch_lla_em")
 
-_SECONDS_BETWEEN_UPDATES = 0.5
-
 
 class Session:
     """What surrounds a fit: ranks, checkpoint, progress bar and history."""
@@ -60,11 +58,7 @@ class Session:
     @contextmanager
     def running(self) -> Iterator[Session]:
         """Collect warnings, show the bar, and set torch's modes for a fit."""
-        looks = {
-            "bar_format": "{desc}: {elapsed}{postfix}",
-            "mininterval": _SECONDS_BETWEEN_UPDATES,
-            "miniters": 0,
-        }
+        looks = {"bar_format": "{desc}: {elapsed}{postfix}", "mininterval": 0.5, "miniters": 0}
         looks["disable"] = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
             stack.enter_context(collected(self.messages))
@@ -80,13 +74,12 @@ class Session:
     def plan(self, options: FitOptions, compute: Compute, timed: bool = False) -> Plan:
         """Return the plan of the memory, and if ``timed`` of the seconds of a pass, if the number of examples is known."""
         data, plan = self.problem.data, prepare(self.problem, options.num_samples, compute)
-        every = data.facts.num_rows or data.num_batches() * len(data.first().rows) or math.inf
+        every = data.facts.num_rows or data.num_batches() * len(data.first().rows)
         rows = every * data.largest_share
-        if rows == math.inf:
-            return plan
-        plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))
-        if timed:
-            plan = plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
+        if 0 < rows < math.inf:
+            plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))
+            if timed:
+                plan = plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
         return plan
 
     def follow(self, plan: Plan) -> None:
@@ -99,9 +92,9 @@ class Session:
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
-        state: dict[str, Any] | None = None
-        if self._folder is not None:
-            state = self._folder.load(POSTERIOR, self._device)
+        if self._folder is None:
+            return None
+        state: dict[str, Any] | None = self._folder.load(POSTERIOR, self._device)
         if state is not None:
             self.problem.data.restore(state["facts"])
             self.problem.data.confirm()
@@ -142,9 +135,9 @@ class Session:
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
-                own: dict[str, Any] = {"columns": self.problem.sweep.columns}
-                own |= {"seconds": self._seconds(), "facts": self.problem.data.state()}
+                own = {"columns": self.problem.sweep.columns, "seconds": self._seconds()}
                 own |= {"history": self.history, "messages": self.messages[1:]}
+                own |= {"facts": self.problem.data.state()}
                 self._folder.save(lambda: {**own, "progress": progress()})
         return ends
 

@@ -6,7 +6,7 @@ from tiny import tiny
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.data import Share
-from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.inference.curved import Expectations
 
 ROUNDING = 0.1
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.inference.expectations import COPIES
+from torch_lla_em.inference.curved import COPIES
 from torch_lla_em.inference.span import Span
 
 N, C, K = 200, 3, 8

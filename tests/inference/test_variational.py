@@ -15,9 +15,8 @@ from torch import nn
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.data import Share
 from torch_lla_em.inference import fit as fits
-from torch_lla_em.inference.curved import log_dets
+from torch_lla_em.inference.curved import Expectations, log_dets
 from torch_lla_em.inference.em import e_step
-from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.schedule import SpanFit

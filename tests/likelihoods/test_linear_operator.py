@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal, Normal
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.inference.stages import optimise_MAP, optimise_samples
+from torch_lla_em.inference.em import optimise_MAP, optimise_samples
 from torch_lla_em.solvers.newton import Newton
 
 SIDE, MEASURED, SIGMA = 12, 40, 0.3

@@ -280,17 +280,17 @@ ZEROS = torch.zeros(SIZE, dtype=torch.float64)
 def test_the_gradient_vanishes_and_bounds_the_error(loss):
     exact = Newton(1e-10).minimise(loss, ZEROS)
     assert exact.converged and exact.passes == loss.passes
-    gradient = loss.value_and_gradient(exact.x)[1] + exact.x
-    assert gradient.norm() <= 1e-10 * exact.x.norm()
-    assert exact.loss == loss.value_and_gradient(exact.x)[0]
+    gradient = loss.value_and_gradient(exact.w)[1] + exact.w
+    assert gradient.norm() <= 1e-10 * exact.w.norm()
+    assert exact.loss == loss.value_and_gradient(exact.w)[0]
     rough = Newton(0.1).minimise(loss, ZEROS)
-    assert (rough.x - exact.x).norm() <= rough.error * rough.x.norm()
+    assert (rough.w - exact.w).norm() <= rough.error * rough.w.norm()
     assert rough.converged and rough.error <= 0.1
     few = Newton(1e-10, max_passes=2).minimise(loss, ZEROS)
     assert not few.converged and few.error > 1e-10
     # float32 is enough, and stops where rounding stops it
     single = Newton(5e-3).minimise(loss.float(), ZEROS.float())
-    assert single.converged and (single.x.double() - exact.x).norm() <= 5e-3 * exact.x.norm()
+    assert single.converged and (single.w.double() - exact.w).norm() <= 5e-3 * exact.w.norm()
     single = Newton(1e-12).minimise(loss.float(), ZEROS.float())
     assert not single.converged and single.error < 5e-3
     whole = loss.value_and_gradient
@@ -300,8 +300,8 @@ def test_the_gradient_vanishes_and_bounds_the_error(loss):
         return value + x.norm().item() % 1e-3, gradient
 
     loss.value_and_gradient = coarse  # a descent that rounding hides is not looked for
-    found = Newton(1e-9).minimise(loss, exact.x + 1e-4)
-    assert (found.x - exact.x).norm() <= 1e-3
+    found = Newton(1e-9).minimise(loss, exact.w + 1e-4)
+    assert (found.w - exact.w).norm() <= 1e-3
 
 
 class Quadratic:
@@ -318,7 +318,7 @@ class Quadratic:
 
 def test_a_quadratic_takes_one_step():
     minimum = Newton(1e-12, forcing=0.0).minimise(Quadratic(), ZEROS)
-    assert_close(minimum.x, 1 / (Quadratic.A + 1))
+    assert_close(minimum.w, 1 / (Quadratic.A + 1))
 
 
 def test_faults_of_a_loss_are_refused(loss):

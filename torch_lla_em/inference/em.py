@@ -1,7 +1,7 @@
-"""EM on a linear model: the posterior at given λ, σ and H (E-step), and the λ and σ that follow (M-step).
+"""The stages of the method, and EM on a linear model, which repeats them.
 
-The same two functions serve the whole problem, with iterative solvers (``whole.py``), and its restriction to a span of
-directions, with dense algebra (``over_span.py``).
+``e_step`` finds the posterior at given λ, σ and H, ``m_step`` the λ and σ that follow. They serve the whole problem, with
+iterative solvers (``whole.py``), and its restriction to a span of directions, with dense algebra (``over_span.py``).
 """
 
 from __future__ import annotations
@@ -12,57 +12,199 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.stages import (
-    function_space_Mackay_update,
-    mackay_noise,
-    optimise_MAP,
-    optimise_samples,
-)
+from torch_lla_em.inference.prior import Prior, StochasticPrior
+from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.runtime import PRECISION_BOUNDS, or_float64, report
+from torch_lla_em.solvers import BlockCG, DivergenceError, Minimum, Newton, is_accurate
+
+LEAST_FREEDOM = 0.05
+"""Smallest N - γ in the update of σ, relative to the number N of targets."""
+
+
+class PosteriorSamples(NamedTuple):
+    """Zero-mean samples of the posterior, with error bounds and their γ."""
+
+    w: Tensor
+    certificate: Tensor
+    """w_k, (K, P), and (K,): |J(x)(w_k - w_k*)| is at most this many posterior standard deviations at any x."""
+
+    effective_dims: Tensor
+    """γ of every sample, (K,) or (K, blocks)."""
+
+    error: float
+    converged: bool
+    """√(mean certificate² / max(1, γ)), and whether it met the solver's ``tolerance``."""
+
+
+def optimise_samples(
+    problem: Problem,
+    noise: StochasticPrior,
+    precision: Tensor,
+    solver: Any = BlockCG(),
+    start: Tensor | None = None,
+) -> PosteriorSamples:
+    """Compute samples w_k = argmin_w ½ ‖w - w0_k‖²_Λ + ½ Σ_n ‖J_n w‖²_{H_n} ~ N(0, (G + Λ)⁻¹), by K linear systems.
+
+    Args:
+        problem (Problem): The network, the likelihood and the data.
+        noise (StochasticPrior): The random probes, with their prior.
+        precision (Tensor): Prior precision λ, shape () or (blocks,).
+        solver (BlockCG or SGD): The solver with its options. Default BlockCG().
+        start (Tensor, optional): Initial samples, shape (K, P). Default None: zeros.
+
+    Returns:
+        ``PosteriorSamples`` with the samples ``w``, shape (K, P), the error bound ``certificate``
+        of each, and the ``effective_dims`` γ.
+
+    Raises:
+        DivergenceError: If the solver diverges, or the error is too large for the samples to be used.
+
+    Example:
+        >>> samples = optimise_samples(problem, noise, torch.tensor(1.0)).w
+    """
+    prior, deviation = noise.prior, noise.prior.deviation(precision)
+    x = None if start is None else prior.whitened(start, precision)
+    product = WhitenedGGN(problem, deviation)
+    solution = solver.solve(product, noise.right_hand_side(precision), x)
+    refuse_noise(solution.error, precision, problem.dtype)
+    if not is_accurate(solution.error, solver.tolerance):
+        stagnates = solution.passes < getattr(solver, "max_passes", 0)
+        more = (
+            "Increase" if stagnates else f"Allow {type(solver).__name__} more passes, or increase"
+        )
+        report(
+            "warn",
+            f"The samples are not as accurate as their tolerance asks. {more} Compute(tolerance=){or_float64(problem.dtype)}.",
+        )
+    # ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The second, which cannot be negative, is
+    # used alone for the γ of a block, and if rounding dominates the first, a difference of numbers close to ‖Λ^½ w‖².
+    gamma = prior.sum_of_squares(noise.xi - solution.x)
+    if not prior.layerwise:
+        rounding = torch.finfo(solution.x.dtype).eps * prior.sum_of_squares(solution.x)
+        half = 0.5 * (solution.energy + gamma)
+        gamma = torch.where(solution.energy > rounding, half, gamma)
+    own = solution.certificate, gamma, solution.error, solution.converged
+    return PosteriorSamples(deviation * solution.x, *own)
+
+
+def refuse_noise(error: float, precision: Tensor, dtype: torch.dtype, usable: float = 1e3) -> None:
+    """Raise an error if the numerical error is above the largest usable one."""
+    if error > usable:
+        raise DivergenceError(
+            f"The posterior at a prior precision of {precision.min().item():.1e} has a numerical "
+            f"error of {error:.1e} and cannot be used: the prior is so wide, or the outputs are "
+            "so large, that rounding dominates. Use a larger `prior_precision`, or inputs scaled as "
+            f"in training{or_float64(dtype)}."
+        )
+
+
+def optimise_MAP(
+    problem: Problem,
+    prior: Prior,
+    precision: Tensor,
+    solver: Any = Newton(),
+    start: Tensor | None = None,
+) -> Minimum:
+    """Find the mode of the linear model, w_lin = argmin_w Σ_n loss(J_n w, y_n) + ½ ‖w‖²_Λ.
+
+    Args:
+        problem (Problem): The network, the likelihood and the data.
+        prior (Prior): The prior of ``get_sto_samples``.
+        precision (Tensor): Prior precision λ, shape () or (blocks,).
+        solver (Newton): The solver with its options. Default Newton().
+        start (Tensor, optional): Initial weights, shape (P,). Default None: zeros.
+
+    Returns:
+        A ``Minimum`` with the weights ``w``, the ``loss`` Σ_n -log p(y_n | J_n w), and a bound on the relative ``error`` ‖w - w*‖_Λ / ‖w‖_Λ.
+
+    Raises:
+        DivergenceError: If the loss cannot be decreased, or is not finite.
+
+    Example:
+        >>> mode = optimise_MAP(problem, noise.prior, torch.tensor(1.0))
+    """
+    deviation = prior.deviation(precision)
+    x = problem.zeros(1)[0] if start is None else prior.whitened(start, precision)
+    minimum: Minimum = solver.minimise(WhitenedGGN(problem, deviation), x)
+    if not minimum.converged:
+        report(
+            "warn",
+            f"The mode is not as accurate as its tolerance asks. Increase Compute(tolerance=){or_float64(problem.dtype)}.",
+        )
+    return minimum._replace(w=deviation * minimum.w)
+
+
+def function_space_Mackay_update(
+    effective_dim: Tensor, squared_norm: Tensor, precision: Tensor
+) -> Tensor:
+    """Return MacKay's update of the prior precision, λ ← γ / ‖w_lin‖², within 1e-20 and 1e20.
+
+    Args:
+        effective_dim (Tensor): γ, shape () or (blocks,): the mean of ``effective_dims`` of
+            ``optimise_samples`` over samples.
+        squared_norm (Tensor): ‖w_lin‖² in scaled coordinates, shape () or (blocks,):
+            ``prior.squared_norm(mode.w)`` of the mode that ``optimise_MAP`` returns.
+        precision (Tensor): The current λ. Blocks that the data do not determine (γ = 0) keep it.
+
+    Returns:
+        The new λ, shape () or (blocks,).
+
+    Example:
+        >>> gamma, squared_norm = torch.tensor(8.0), torch.tensor(4.0)
+        >>> float(function_space_Mackay_update(gamma, squared_norm, torch.tensor(1.0)))
+        2.0
+    """
+    proposed = effective_dim / squared_norm
+    return torch.where(proposed > 0, proposed, precision).clamp(*PRECISION_BOUNDS)
+
+
+def mackay_noise(
+    problem: Problem, sigma: Tensor, residual: Tensor, targets: Tensor, dims: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), and whether it may be lost to rounding.
+
+    The sums Σ(y - J w_lin)², Σ y² and γ have the shape of σ.
+    """
+    eps, number = torch.finfo(problem.dtype).eps, problem.data.facts.num_targets
+    count = torch.full_like(sigma, number / sigma.numel())
+    if problem.moments is not None:
+        means = problem.moments[0].square().to(sigma)
+        targets = targets + count * (means if sigma.dim() else means.mean())
+    left = torch.maximum(count - dims, LEAST_FREEDOM * count)
+    learnt = (torch.maximum(residual, eps * targets) / left).sqrt()
+    return torch.where(learnt > 0, learnt, sigma), residual < 10 * eps * targets  # all may be 0
 
 
 class State(NamedTuple):
-    """Where a fit stands. Coordinates in a span are in float64."""
+    """Where a fit stands: λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior; and its fate.
+
+    A span has coordinates in float64. H is that of this rank's examples; None: at the network's outputs, in every pass.
+    """
 
     precision: Tensor
-    """λ, () or (blocks,)."""
-
     sigma: Tensor | None = None
-    """σ, () or (C,); None if it is not learnt."""
-
     H: Any = None
-    """H of this rank's examples; None if it is that at the network's outputs, for every example of a pass."""
-
     mean: Tensor | None = None
-    """The mode m, (P,), or its coordinates in the span, (m,)."""
-
     samples: Tensor | None = None
-    """w_k, (K, P), or their coordinates in the span."""
+    """The mode m, (P,), and w_k, (K, P); or their coordinates in the span, (m,) and (K, m)."""
 
     loss: float = nan
     """E[-log p(y | J w)] under q; without draws that at the mode."""
 
     gamma: Tensor | None = None
-    """γ of every sample, (K,) or (K, blocks)."""
-
     bounds: Tensor | None = None
-    """The bound on the log evidence by γ and the log det of every sample, (K,)."""
+    certificate: Tensor | None = None
+    """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ also (K, blocks)."""
 
     norm: Tensor | None = None
     """‖m‖² in scaled parameters, () or (blocks,)."""
 
-    certificate: Tensor | None = None
-    """The bound on the error of every sample, (K,)."""
-
     errors: tuple[float, float] = (inf, inf)
     """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
 
-    # what the schedule decides by
-
     number: int = 0
-    """Solutions for λ, σ and H so far: over a span, and by a solver steps."""
-
     solved: int = 0
-    """Directions of the span at the last of them."""
+    """Solutions for λ, σ and H so far, by a solver steps; and directions of the span at the last of them."""
 
     last: tuple[float, float] | None = None
     """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
@@ -74,21 +216,15 @@ class State(NamedTuple):
     """The highest bound on the log evidence at which a solution has ended."""
 
     converged: bool = False
-    """Whether λ, σ and H stay fixed."""
-
     why: str = ""
-    """What ended the fit; empty: it goes on."""
+    """Whether λ, σ and H stay fixed; and what ended the fit: empty, it goes on."""
 
     restarts: int = 0
     """How often the span was restricted, since there was no memory for more directions."""
 
-    # over a span
-
     G: Tensor | None = None
-    """G, (m, m)."""
-
     eta: Tensor | None = None
-    """Coordinates of η ~ N(0, G), (K, m)."""
+    """G over the span, (m, m), and coordinates of η ~ N(0, G), (K, m)."""
 
     residuals: Tensor | None = None
     """Residuals of samples and mean, (K + 1, P): the next directions."""
@@ -114,9 +250,7 @@ def m_step(model: Any, q: State) -> tuple[Tensor, Tensor | None]:
     """Return λ and σ by MacKay's updates from a posterior."""
     precision, sigma = function_space_Mackay_update(q.gamma.mean(0), q.norm, q.precision), q.sigma
     if sigma is not None:
-        residual, least, dims, count = model.noise_sums(q)
-        learnt = mackay_noise(torch.maximum(residual, least), dims, count)
-        sigma = torch.where(learnt > 0, learnt, sigma)  # all targets are 0
+        sigma, _ = mackay_noise(model.problem, sigma, *model.noise_sums(q))
     return precision, sigma
 
 

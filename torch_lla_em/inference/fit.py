@@ -1,23 +1,24 @@
-"""A fit: draws the random probes, chooses what EM runs on, and returns the posterior."""
+"""A fit: draws the random probes, chooses what EM runs on, and returns the posterior; and the memory that it will take."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import tensors_in
 from torch_lla_em.inference import whole
-from torch_lla_em.inference.em import State, e_step
-from torch_lla_em.inference.expectations import COPIES, form_of_H
-from torch_lla_em.inference.options import FitOptions
+from torch_lla_em.inference.curved import COPIES, form_of_H
+from torch_lla_em.inference.em import State, e_step, mackay_noise, refuse_noise
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import NoSpan, Span
-from torch_lla_em.inference.stages import refuse_noise
-from torch_lla_em.problem import Problem, sites_of
+from torch_lla_em.problem import KEPT_OUTPUTS, Plan, Problem, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     free_for_each,
@@ -31,30 +32,52 @@ ROOM = 5
 """Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or iterative solvers."""
 
 
+PASSES, LARGEST = 15.0, 5.0
+"""Passes of a usual fit, and those for the upper bound relative to them; of 13 fits none had more than 2.5."""
+
+BASE = 1.5e7
+"""Bytes of a fit apart from what grows with the network and the data."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of a fit."""
+
+    num_samples: int = 32
+    seed: int = 0
+    g_prior: bool | None = None
+    layerwise: bool = False
+    solver: Any = None
+    tolerance: float = 0.03
+    """Largest error of the final samples and mode, in posterior standard deviations."""
+
+    curvature: str | None = None
+    span_memory: float | None = None
+    """Largest size of the span in bytes; None: half of the free memory."""
+
+    em_steps: int = 20
+    """Largest number of steps of λ; 0 keeps λ fixed."""
+
+    prior_precision: Tensor | None = None
+    """Initial λ; None: chosen from the data."""
+
+
 class Progress(NamedTuple):
     """What a checkpoint stores of a fit: tensors, numbers and tuples."""
 
     eta: Tensor
-    """η of the random probes, (K, P)."""
-
     scale: Tensor
-    """The prior standard deviation of every weight at λ = 1, (P,)."""
+    """η of the random probes, (K, P), and the prior standard deviation of every weight at λ = 1, (P,)."""
 
-    sigma: Tensor | None
-    moments: Tensor | None
-    """σ at which η was drawn, and mean and variance of continuous targets, (2, C) or (2,)."""
-
-    network_noise: Tensor | None = None
-    """σ of the network's residuals, the shape of σ."""
+    of_targets: tuple[Tensor | None, ...]
+    """σ at which η was drawn; mean and variance of continuous targets, (2, C) or (2,); σ of the network's residuals."""
 
     state: State | None = None
     """None if only the random probes have been drawn."""
 
     basis: list[Tensor] | None = None
-    """The directions of the span, in blocks; None: EM runs on the whole problem."""
-
     memory: float | None = None
-    """Bytes that the span may take."""
+    """The directions of the span, in blocks, None: EM runs on the whole problem; and bytes that they may take."""
 
 
 def learn(
@@ -75,10 +98,10 @@ def learn(
                 "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
             )
         of_targets = problem.likelihood.observation_noise, problem.moments, problem.network_noise
-        start = begun = Progress(noise.eta, noise.prior.scale, *of_targets)
+        start = begun = Progress(noise.eta, noise.prior.scale, of_targets)
         around.drawn(lambda: begun)
     else:
-        problem.take(start.sigma, start.moments, start.network_noise)
+        problem.take(*start.of_targets)
         noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
     blocks = len(noise.prior.layout.names)
     if given is not None and given.dim() and not (layerwise and given.shape == (blocks,)):
@@ -269,8 +292,7 @@ def _tell(problem: Problem, model: Any, q: State, options: FitOptions) -> None:
         )
     if q.sigma is None or q.curved is None:
         return
-    residual, rounding, *_ = model.noise_sums(q)
-    if (residual < 10 * rounding).any():
+    if mackay_noise(problem, q.sigma, *model.noise_sums(q))[1].any():
         remedy = " If the noise is that small, convert to float64."
         report(
             "warn",
@@ -278,3 +300,43 @@ def _tell(problem: Problem, model: Any, q: State, options: FitOptions) -> None:
             f"above {torch.finfo(problem.dtype).eps ** 0.5:.0e} of the size of the targets. Check that they "
             f"vary.{'' if problem.dtype == torch.float64 else remedy}",
         )
+
+
+def memory_of(
+    problem: Problem, options: FitOptions, plan: Plan, rows: float
+) -> tuple[float, float]:
+    """Return the peak memory of usual and of long fits to so many examples, beyond what is held before it.
+
+    The number of directions depends on the spectrum of the GGN, which is not known before the fit.
+    """
+    model, itemsize, P = problem.linear_model, problem.dtype.itemsize, plan.size
+    first = problem.data.first()
+    joined = max(len(first.rows), problem.data.merge_rows)
+    at_once = min(rows, joined, plan.rows)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
+    each, classes = plan.example.outputs, plan.example.classes
+    activations, of_factors = plan.example.activations, plan.example.nbytes
+    outputs = min(rows * each, KEPT_OUTPUTS) if each > classes else rows * each
+    # activations if there are no factors, else two copies of a batch's factors while they are computed
+    of_batch = (4 * activations if of_factors == math.inf else 2 * of_factors) * at_once
+    kept = 0.0 if of_factors == math.inf else min(plan.factors, rows * of_factors)
+    rest = min(plan.batches, rows * held / len(first.rows)) + kept + of_batch + BASE
+    if options.layerwise or options.solver is not None:
+        return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
+    likelihood, room = problem.likelihood, min(plan.free / 2, options.span_memory or plan.free / 2)
+    moves = options.curvature != "network" and not likelihood.is_quadratic
+
+    each_direction = P + 2 * outputs  # with two copies of J V
+    rest_of_span = 0.0
+    if model.is_last_layer:
+        # weights, the products with features of a few examples, and numbers for each sample and output
+        each_direction, rest_of_span = 3.0 * P, 6.0 * plan.num_samples * outputs
+    of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
+    blocks = 3 * outputs * of_H * itemsize if moves else 0.0
+    size, found = PASSES * (plan.num_samples + 1), []
+    for directions in (min(P, size), min(P, LARGEST * size)):
+        products = 2 * min(directions * outputs, 1 << 24) if model.is_last_layer else 0.0
+        nbytes = (directions * each_direction + products + rest_of_span) * itemsize
+        found.append(min(room, nbytes))
+    expected = found[0] + 0.5 * plan.vectors + blocks + rest
+    return expected, max(expected, found[1] + plan.vectors + 2 * (blocks + rest))

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_lla_em.inference.curved import Curved, log_dets
-from torch_lla_em.inference.em import State
-from torch_lla_em.inference.expectations import Expectations, form_of_H
+from torch_lla_em.inference.curved import Curved, Expectations, form_of_H, log_dets
+from torch_lla_em.inference.em import PosteriorSamples, State
 from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.stages import LinearMode, PosteriorSamples, count_and_rounding
 from torch_lla_em.problem import Hessian, Loss, Problem, root_of
-from torch_lla_em.solvers import DivergenceError, dots
+from torch_lla_em.solvers import DivergenceError, Minimum, dots
 
 START = 0.1
 """λ at the start, relative to the mean variance of the prior's outputs at λ = 1 in units of their size."""
@@ -37,7 +35,7 @@ class OverSpan:
     ):
         """``moves``: H is an expectation under the posterior, and not that at the network's outputs."""
         rows = span.rows
-        self.span, self.share, self._problem = span, rows.share, problem
+        self.span, self.share, self.problem = span, rows.share, problem
         self.f = f = problem.less_shift(rows.f)
         """The network's outputs for this rank's examples, (N, ..., C)."""
 
@@ -67,9 +65,9 @@ class OverSpan:
 
     def at(self, q: State) -> tuple[Curved, StochasticPrior, Curved, Curved]:
         """Return the problem at H and σ of a state, its noise, its solver, and its search for the mode."""
-        self._problem.sweep.say()
+        self.problem.sweep.say()
         curved: Curved = q.curved
-        prior = Prior(self._problem.layout, torch.ones_like(self.span.xi[0]))
+        prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
         noise = StochasticPrior(self.span.xi, curved.eta @ curved.vectors.T, prior)
         moves = self.expected.number > 0 and not q.converged and not self.is_exact
         return curved, noise, curved, curved._replace(roughly=ROUGHLY if moves else 0.0)
@@ -90,7 +88,7 @@ class OverSpan:
             pushed = torch.cat(found) * C**0.5
         return curved._replace(deviations=self.expected.deviations(pushed))
 
-    def found(self, q: State, samples: PosteriorSamples, mode: LinearMode, curved: Curved) -> State:
+    def found(self, q: State, samples: PosteriorSamples, mode: Minimum, curved: Curved) -> State:
         """Return the state with the posterior, and the bound on its log evidence."""
         precision, gamma, theta = float(q.precision), samples.effective_dims, curved.theta
         targets = self.share.total * self.f.shape[1:].numel()
@@ -101,7 +99,7 @@ class OverSpan:
             dets = (theta / precision).log1p().sum().expand_as(dets)
         loss, norm = mode.loss, mode.w.square().sum()
         if q.sigma is not None:
-            count = self._problem.data.facts.num_targets / q.sigma.numel()
+            count = self.problem.data.facts.num_targets / q.sigma.numel()
             loss += count * (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
         kl = precision * norm + dets
         if self.expected.number:
@@ -117,32 +115,30 @@ class OverSpan:
             gamma=gamma, bounds=bounds, curved=curved._replace(near=(mode.w, outputs))
         )
 
-    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
+    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Σ(y - J m)², Σ y² and γ, the shape of σ."""
         sigma, curved = q.sigma, q.curved
         if sigma.dim():
             y, pushed = curved.loss.targets.to(q.outputs), self.span.push(q.samples)
             each = y, y - q.outputs, pushed.double().square().mean(-1).sqrt()
             squares = torch.stack([part.double().square().flatten(0, -2).sum(0) for part in each])
             targets, residual, dims = self.share.sum(squares).to(sigma)
-            dims = dims / sigma**2
-        else:  # the loss is ½ Σ (y - J m)² / σ²
-            loss = self.expected.loss_and_slope
-            found = [loss(curved.loss, h, None)[0] for h in (0 * q.outputs, q.outputs)]
-            targets, residual = 2 * sigma**2 * sigma.new_tensor(found)
-            dims = q.gamma.mean().to(sigma)
-        count, least = count_and_rounding(self._problem, sigma, targets)
-        return residual, least, dims, count
+            return residual, targets, dims / sigma**2
+        # the loss is ½ Σ (y - J m)² / σ²
+        loss = self.expected.loss_and_slope
+        found = [loss(curved.loss, h, None)[0] for h in (q.outputs, 0 * q.outputs)]
+        residual, targets = 2 * sigma**2 * sigma.new_tensor(found)
+        return residual, targets, q.gamma.mean().to(sigma)
 
     # to another H, σ or span
 
     def first(self, precision: float | None = None) -> State:
         """Return the state at this λ, or one chosen by the prior's outputs, and the first H, without a posterior."""
-        span, loss = self.span, self.loss_at(self._problem.sigma)
+        span, loss = self.span, self.loss_at(self.problem.sigma)
         H, like = self.first_H(loss), span.xi
         if precision is None:
             precision = START * self._variance_of_prior(H)
-        q = State(like.new_tensor(precision), self._problem.sigma, H, torch.zeros_like(like[0]))
+        q = State(like.new_tensor(precision), self.problem.sigma, H, torch.zeros_like(like[0]))
         q = self.curved(q)
         slope = self.expected.loss_and_slope(loss, torch.zeros_like(self.f), None)[1]
         if not q.G.any() and self.share.sum(slope.count_nonzero()):
@@ -169,7 +165,7 @@ class OverSpan:
         """
         pushed, C, mean = self.span.push(self.span.xi), self.f.shape[-1], self.share.mean
         square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
-        if not self._problem.likelihood.real_valued:
+        if not self.problem.likelihood.real_valued:
             return square.mean().item()
         product = H.product(pushed.flatten(0, -2)).view(pushed.shape)
         curvature = mean((pushed * product).double().movedim(-1, 0).reshape(-1, C))
@@ -230,7 +226,7 @@ class OverSpan:
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        problem, span = self._problem, self.span
+        problem, span = self.problem, self.span
         curved = Curved(
             problem.linear_model,
             problem.likelihood,

@@ -36,19 +36,13 @@ class Estimate(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """The result of a fit, which a ``Posterior`` contains."""
+    """The result of a fit, which a ``Posterior`` contains: λ, () or (blocks,), and σ of a regression, then q."""
 
     prior_precision: Tensor
-    """λ, () or (blocks,)."""
-
     sigma_noise: Tensor | None
-    """σ of a regression."""
-
     w_lin: Tensor
-    """The mode of the linear model, (P,)."""
-
     w_samples: Tensor
-    """The posterior samples, with mean zero, (K, P)."""
+    """The mode of the linear model, (P,), and the posterior samples, with mean zero, (K, P)."""
 
     scale: Tensor
     """The prior standard deviation of every parameter at λ = 1, (P,)."""
@@ -60,7 +54,7 @@ class FitResult(NamedTuple):
     """The numerical error of each sample, in posterior standard deviations, (K,)."""
 
     log_evidence: Estimate
-    """log p(y | λ, σ) with its standard error."""
+    """log p(y | λ, σ) with its standard error; NaN if it is not known."""
 
     mixture: Tensor | None = None
     """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin,
@@ -68,10 +62,9 @@ class FitResult(NamedTuple):
     learnt from it, otherwise around f."""
 
     examples: Tensor | None = None
-    """J w_k at some of the training examples, (n, K, ..., C), if they are known."""
-
     leverages: Tensor | None = None
-    """(J w_k)ᵀ H J w_l / K at these examples, (n, K, K): how much each determines of its own outputs."""
+    """J w_k at some of the training examples, (n, K, ..., C), if they are known, and (J w_k)ᵀ H J w_l / K there, (n, K, K):
+    how much each determines of its own outputs."""
 
     network_noise: Tensor | None = None
     """σ of the network's residuals relative to ``sigma_noise``, the shape of σ; None: σ is not that of J w_lin,
@@ -82,11 +75,6 @@ class FitResult(NamedTuple):
 
     why: str = "accurate"
     """What ended the fit: "accurate", "all directions", "all steps", "budget", or what else prevented accuracy."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the fit ended by itself, and not because its budget was spent."""
-        return self.why != "budget"
 
 
 def record(q: State) -> dict[str, Any]:

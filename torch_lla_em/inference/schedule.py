@@ -4,29 +4,21 @@ For the linear model h = J w with prior N(0, Λ⁻¹), Λ = λ diag(scale)⁻²,
 
     L(m, A, λ) = E_q[log p(y | J w)] - KL(q ‖ N(0, Λ⁻¹)).
 
-**Mean and covariance.** By the theorems of Bonnet and Price, derivatives of E_q[loss] are expectations of derivatives, so that
-Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0 and A = G + Λ with G = Σ_n J_nᵀ E_q[H_n] J_n at the maximum. If H stays fixed at given outputs, q is
-Laplace's approximation and L, up to a constant, its log evidence. For a Gaussian likelihood both are exact.
+There, Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0 and A = G + Λ with G = Σ_n J_nᵀ E_q[H_n] J_n, by the theorems of Bonnet and Price. For a fixed H,
+q is Laplace's approximation and L its log evidence; for a Gaussian likelihood both are exact. G and m are stationary, so
+dL / d log λ = ½ (γ - λ ‖m‖²) with γ = Tr G A⁻¹, whose zero is the fixed point of MacKay's update λ ← γ / ‖m‖². In L,
+KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)): the log det is the mean of halves from ξ and from η, which over a small span are too
+large and too small by 10 to 15 %, their mean to a few per cent.
 
-**The bound.** There KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)) with γ = Tr G A⁻¹, the mean of ½ (⟨w, G w⟩ + ‖Λ^{-½} ξ - w‖²_Λ)
-over samples A w = Λ^½ ξ + η, η ~ N(0, G). The log det is the mean of the halves from ξ and from η; over a span that is extended for
-their sum alone, one is too large and one too small by 10 to 15 %, and their mean is right to a few per cent.
-
-**λ and σ.** G and m are stationary, so dL / d log λ = ½ (γ - λ ‖m‖²), whose zero is the fixed point of MacKay's update
-λ ← γ / ‖m‖². In the same way σ² ← Σ (y - J m)² / (N - γ).
-
-**The first H** is the average of H(0) and H(f): H(f) alone is nearly 0 where a network has overfitted, and γ and λ with it.
-
-**The schedule.** A fit alternates between two things. (1) It *solves* for λ, σ, H and m over the present span, which takes no
-pass: blocks of three steps, each a step of H half-way to E_q[H], one of λ, and the mean that belongs to both. A block begins at the
-λ where a secant through MacKay's updates at the beginnings of the last two blocks expects none. (2) It *extends* the span by the
-residuals of the K samples and of m at a fixed λ and H, by one pass and a half, for which G only grows. It solves again once the
-span has grown by half or is accurate, and not more exactly than the span allows: the relative error of γ is that of the samples
-squared. λ has converged once a whole solution over an accurate span moves it by no more than its Monte Carlo error. From then on the span
-grows until samples and mean are within the tolerance. If H is fixed, all of this is the same, and steps of H do nothing.
-
-Three measures prevent that λ collapses, as it does otherwise: every example has draws of its own, λ falls by at most ``FALL`` in a
-solution, since small spans overestimate γ, and a block that lowers L is taken back.
+A fit alternates between two things. (1) It *solves* for λ, σ, H and m over the present span, which takes no pass: blocks of
+three steps, each a step of H half-way to E_q[H], one of λ, and the mean that belongs to both. The first H is the average of
+H(0) and H(f), since H(f) alone is nearly 0 where a network has overfitted. A block begins where a secant through MacKay's
+updates at the beginnings of the last two blocks expects none. (2) It *extends* the span by the residuals of the K samples
+and of m at a fixed λ and H, by one pass and a half. It solves again once the span has grown by half or is accurate, and not
+more exactly than the span allows: the relative error of γ is that of the samples squared. λ has converged once a whole
+solution over an accurate span moves it by no more than its Monte Carlo error. Then the span grows until samples and mean
+are within the tolerance. Three measures prevent that λ collapses, as it does otherwise: every example has draws of its
+own, λ falls by at most ``FALL`` in a solution, since small spans overestimate γ, and a block that lowers L is taken back.
 """
 
 from __future__ import annotations
@@ -144,7 +136,12 @@ class SpanFit:
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(start.precision) / FALL
         for number in range(MOST):
             new, last = self._block(q, last, least)
-            if not new.bounds.mean() > q.bounds.mean() - self._allowed_loss(q, new):
+            change = abs(math.log(new.precision / q.precision))
+            allowed = max(_noise(new), SHARE * change * new.gamma.mean().item())
+            allowed = (
+                FALLS if self.over.is_exact else allowed
+            )  # what a block may lower the bound by
+            if not new.bounds.mean() > q.bounds.mean() - allowed:
                 if not number:  # no block is better, but H may be
                     q = self._step(q, q.precision, q.sigma, DAMPING / 2)
                 moved = 0.0 if self.over.is_exact and not number else math.inf
@@ -163,13 +160,6 @@ class SpanFit:
         moved /= self.allowed(q, rises=bool(q.precision > start.precision))
         q = q._replace(peak=max(q.peak, q.bounds.mean().item()))
         return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
-
-    def _allowed_loss(self, q: State, new: State) -> float:
-        """Return what a block may lower the bound by."""
-        if self.over.is_exact:
-            return FALLS
-        change = abs(math.log(new.precision / q.precision))
-        return max(_noise(new), SHARE * change * new.gamma.mean().item())
 
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float

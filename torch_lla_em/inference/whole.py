@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.em import State, e_step, m_step, slope_of
+from torch_lla_em.inference.em import (
+    PosteriorSamples,
+    State,
+    e_step,
+    m_step,
+    slope_of,
+)
 from torch_lla_em.inference.prior import StochasticPrior
-from torch_lla_em.inference.stages import LinearMode, PosteriorSamples, count_and_rounding
 from torch_lla_em.problem import Problem, WhitenedGGN
-from torch_lla_em.solvers import Newton, dot, dots, norm
+from torch_lla_em.solvers import Minimum, Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
 """Errors of samples and mean while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
@@ -55,24 +60,18 @@ class Whole:
         """Return the problem: its loss is that at the mode."""
         return problem
 
-    def found(
-        self, q: State, samples: PosteriorSamples, mode: LinearMode, problem: Problem
-    ) -> State:
+    def found(self, q: State, samples: PosteriorSamples, mode: Minimum, problem: Problem) -> State:
         """Return the state with the posterior; its evidence is not known."""
-        return q._replace(
-            samples=samples.w,
-            gamma=samples.effective_dims,
-            certificate=samples.certificate,
-            mean=mode.w,
-            norm=self.noise.prior.squared_norm(mode.w),
-            loss=mode.loss,
-            bounds=torch.full_like(samples.certificate, nan),
-            errors=(samples.error, mode.error),
-            curved=problem,
+        norm, bounds = (
+            self.noise.prior.squared_norm(mode.w),
+            torch.full_like(samples.certificate, nan),
         )
+        own = {"gamma": samples.effective_dims, "certificate": samples.certificate, "norm": norm}
+        own |= {"errors": (samples.error, mode.error), "bounds": bounds, "curved": problem}
+        return q._replace(samples=samples.w, mean=mode.w, loss=mode.loss, **own)
 
-    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return Σ(y - J m)², the least of it that is no rounding, γ and the number of targets, the shape of σ."""
+    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Σ(y - J m)², Σ y² and γ, the shape of σ."""
         problem, sigma = q.curved, q.sigma
         if sigma.dim():
             columns, total = torch.cat([q.mean[None], q.samples]), torch.zeros((), device="cpu")
@@ -82,14 +81,12 @@ class Whole:
                 total = total.to(columns.device) + squares.flatten(1, -2).sum(1).to(columns.device)
             zeros = columns.new_zeros(len(columns) + 1, len(sigma), dtype=torch.float64)
             total = problem.data.group.sum(zeros + total.to(zeros)).to(sigma.device)
-            residual, targets, dims = total[0], total[1], total[2:].mean(0) / sigma**2
-        else:  # without its constant the loss is ½ Σ (y - J w)² / σ²
-            plain = problem.with_likelihood(problem.likelihood.without_constant())
-            losses = [plain.loss_and_gradient(w)[0] for w in (q.mean, torch.zeros_like(q.mean))]
-            residual, targets = 2 * sigma**2 * sigma.new_tensor(losses)
-            dims = q.gamma.mean(0).sum().to(sigma)
-        count, least = count_and_rounding(problem, sigma, targets)
-        return residual, least, dims, count
+            return total[0], total[1], total[2:].mean(0) / sigma**2
+        # without its constant the loss is ½ Σ (y - J w)² / σ²
+        plain = problem.with_likelihood(problem.likelihood.without_constant())
+        losses = [plain.loss_and_gradient(w)[0] for w in (q.mean, torch.zeros_like(q.mean))]
+        residual, targets = 2 * sigma**2 * sigma.new_tensor(losses)
+        return residual, targets, q.gamma.mean(0).sum().to(sigma)
 
 
 def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:

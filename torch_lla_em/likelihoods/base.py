@@ -50,9 +50,6 @@ class Likelihood:
     is_softmax = False
     """Whether H = diag(p) - p pᵀ for p = E[y | f], so that blocks need not be stored."""
 
-    monotone = False
-    """Whether each entry of E[y | f] increases with its own entry of f and depends on no other."""
-
     from_data = False
     """Whether a fit starts σ from the network's own residuals."""
 

@@ -78,47 +78,38 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         report("log", f"{message}: the posterior is that of the H given.")
 
 
-def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> tuple[str, str, str]:
-    """Return the errors of the gradient, of S Sᵀ u and of H u, each an empty string if it is rounding."""
-    mask, (gradient, exact) = likelihood.mask(y), _by_autograd(likelihood, f, y, u)
-    counts = 1 if mask is None else mask.unsqueeze(-1)
+def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str]:
+    """Return the relative errors of the gradient, of S Sᵀ u and of H u in percent, empty strings for rounding."""
+
+    def by_autograd(y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ∇(-log p) and ∇²(-log p) u."""
+        with torch.enable_grad():
+            at = f.clone().requires_grad_()
+            loss = -likelihood.log_prob(at, y).sum()
+            (gradient,) = torch.autograd.grad(loss, at, create_graph=True)
+            if not gradient.requires_grad:
+                return gradient, torch.zeros_like(f)
+            return gradient.detach(), torch.autograd.grad((gradient * u).sum(), at)[0]
+
+    mask, (gradient, exact) = likelihood.mask(y), by_autograd(y)
+    counts, eps, words = 1 if mask is None else mask.unsqueeze(-1), torch.finfo(f.dtype).eps, []
     own = likelihood.gradient(f, y).detach() * counts
     Hu = likelihood.hessian_product(f, u).detach() * counts
     SSu = Likelihood.hessian_product(likelihood, f, u).detach() * counts
-    of_H = _error(Hu, exact)
-    if of_H and _is_fisher(likelihood, f, u, Hu):
-        of_H = ""
-    return _error(own, gradient), _error(SSu, Hu), of_H
-
-
-def _is_fisher(likelihood: Likelihood, f: Tensor, u: Tensor, Hu: Tensor) -> bool:
-    """Whether ⟨u, H u⟩ is the expectation over y of the Hessian, estimated by draws of y."""
-    generator = torch.Generator(f.device).manual_seed(0)
-    try:
-        targets = [likelihood.sample(f, generator) for _ in range(_DRAWS)]
-    except NotImplementedError:
-        return False
-    each = torch.stack([(_by_autograd(likelihood, f, y, u)[1] * u).sum() for y in targets])
-    allowed = 5 * each.std() / _DRAWS**0.5 + _TOLERANCE * each.mean().abs()
-    return bool(((u * Hu).sum() - each.mean()).abs() <= allowed)
-
-
-def _by_autograd(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ∇(-log p) and ∇²(-log p) u."""
-    with torch.enable_grad():
-        at = f.clone().requires_grad_()
-        loss = -likelihood.log_prob(at, y).sum()
-        (gradient,) = torch.autograd.grad(loss, at, create_graph=True)
-        if not gradient.requires_grad:
-            return gradient, torch.zeros_like(f)
-        return gradient.detach(), torch.autograd.grad((gradient * u).sum(), at)[0]
-
-
-def _error(found: Tensor, expected: Tensor) -> str:
-    """Return the relative error in percent if it exceeds rounding, otherwise an empty string."""
-    finite = found.isfinite() & expected.isfinite()
-    gap, size = (found - expected)[finite].norm(), expected[finite].norm()
-    eps = torch.finfo(found.dtype).eps
-    if gap <= max(_TOLERANCE, 30 * eps**0.5) * size + 100 * eps * found.numel() ** 0.5:
-        return ""
-    return f"{100 * (gap / size.clamp_min(1e-300)).item():.3g} %"
+    for found, expected in ((own, gradient), (SSu, Hu), (Hu, exact)):
+        finite = found.isfinite() & expected.isfinite()
+        gap, size = (found - expected)[finite].norm(), expected[finite].norm()
+        allowed = max(_TOLERANCE, 30 * eps**0.5) * size + 100 * eps * found.numel() ** 0.5
+        error = f"{100 * (gap / size.clamp_min(1e-300)).item():.3g} %"
+        words.append("" if gap <= allowed else error)
+    if words[2]:  # ⟨u, H u⟩ may be the expectation over y of the Hessian, estimated by draws of y
+        generator = torch.Generator(f.device).manual_seed(0)
+        try:
+            targets = [likelihood.sample(f, generator) for _ in range(_DRAWS)]
+        except NotImplementedError:
+            return words
+        each = torch.stack([(by_autograd(y)[1] * u).sum() for y in targets])
+        allowed = 5 * each.std() / _DRAWS**0.5 + _TOLERANCE * each.mean().abs()
+        if ((u * Hu).sum() - each.mean()).abs() <= allowed:
+            words[2] = ""
+    return words

@@ -12,12 +12,6 @@ from torch.nn.functional import logsigmoid, softplus
 from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
 from torch_lla_em.likelihoods.base import ElementwiseLikelihood, Labels, sum_rows
 
-# number of examples all of whose outputs sum to 1 only if they are probabilities
-_SURELY = 4
-
-# On a CPU, softmax over fewer classes than this is faster along the first axis than the last.
-_FEW = 16
-
 
 class Classification(Labels):
     """Softmax over the last axis of the outputs; targets are class indices, shape (B, *sites).
@@ -41,16 +35,16 @@ class Classification(Labels):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         kept, index = self._chosen(f, y)
-        chosen = _log_softmax(f).gather(-1, index).squeeze(-1)
+        chosen = Classification.log_mean(self, f).gather(-1, index).squeeze(-1)
         return sum_rows(chosen.where(kept, 0), y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         kept, index = self._chosen(f, y)
-        others = _softmax(f).scatter(-1, index, 0)
+        others = Classification.mean(self, f).scatter(-1, index, 0)
         return others.scatter(-1, index, -others.sum(-1, keepdim=True)) * kept.unsqueeze(-1)
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        p = _softmax(f)
+        p = Classification.mean(self, f)
         # H annihilates constants; relative to the likeliest class nothing cancels where p is near 1
         u = u - u.gather(-1, f.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1))
         pu = p * u
@@ -58,7 +52,7 @@ class Classification(Labels):
 
     def expected_hessian(self, f: Tensor) -> Tensor:
         # products of small blocks with strides take ten times as long
-        p = _softmax(f).movedim(0, -1).contiguous()
+        p = Classification.mean(self, f).movedim(0, -1).contiguous()
         blocks = p @ (p.mT / -len(f))
         # H annihilates constants, and a sum of the other classes does not cancel where p is near 1
         blocks.diagonal(dim1=-2, dim2=-1).zero_()
@@ -66,7 +60,10 @@ class Classification(Labels):
         return blocks
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
-        log_p, shape = _log_softmax(f), torch.broadcast_shapes(f.shape, noise.shape)
+        log_p, shape = (
+            Classification.log_mean(self, f),
+            torch.broadcast_shapes(f.shape, noise.shape),
+        )
         root_noise, p = (0.5 * log_p).exp() * noise, log_p.exp()
         likeliest = f.argmax(-1, keepdim=True).expand(*shape[:-1], 1)
         own = root_noise.gather(-1, likeliest)
@@ -77,11 +74,17 @@ class Classification(Labels):
         rest = p.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
         return product.scatter(-1, likeliest, own * rest - p.gather(-1, likeliest) * others)
 
+    # on a CPU, softmax over few classes is faster along the first axis than the last
+
     def mean(self, f: Tensor) -> Tensor:
-        return _softmax(f)
+        if f.shape[-1] >= 16:
+            return f.softmax(-1)
+        return f.movedim(-1, 0).softmax(0).movedim(0, -1)
 
     def log_mean(self, f: Tensor) -> Tensor:
-        return _log_softmax(f)
+        if f.shape[-1] >= 16:
+            return f.log_softmax(-1)
+        return f.movedim(-1, 0).log_softmax(0).movedim(0, -1)
 
     def entropy_of(self, p: Tensor) -> Tensor:
         entropy: Tensor = torch.special.entr(p).sum(-1)
@@ -113,7 +116,7 @@ class Classification(Labels):
         is_logit = (f < 0).any() | (f > 1).any() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
-        if not is_logit and f[..., 0].numel() >= _SURELY:
+        if not is_logit and f[..., 0].numel() >= 4:  # fewer may sum to 1 by chance
             raise ValueError(
                 "The outputs are probabilities: all lie between 0 and 1, and those of an example sum to 1. "
                 "Classification needs logits. Leave out the last softmax, or pass "
@@ -185,8 +188,6 @@ class Bernoulli(Labels, ElementwiseLikelihood):
         >>> la = la.fit(torch.randn(20, 2), torch.ones(20, 3), progress_bar=False)
     """
 
-    monotone = True
-
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return sum_rows(y * f - softplus(f), y)
 
@@ -226,22 +227,16 @@ class Poisson(ElementwiseLikelihood):
         >>> la = la.fit(torch.randn(20, 2), torch.ones(20, 1), progress_bar=False)
     """
 
-    monotone = True
-
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return sum_rows(y * f - f.exp() - torch.lgamma(y.to(f) + 1), y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.exp() - y
 
-    def curvature(self, f: Tensor) -> Tensor:
-        return f.exp()
-
     def mean(self, f: Tensor) -> Tensor:
         return f.exp()
 
-    def variance(self, f: Tensor) -> Tensor:
-        return f.exp()
+    curvature = variance = mean
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(f.exp(), generator=generator)
@@ -260,7 +255,16 @@ def compare(model: nn.Module, inputs: Any) -> Tensor:
     if isinstance(inputs, Mapping) and {"chosen", "rejected"} <= inputs.keys():
         inputs = inputs["chosen"], inputs["rejected"]
     candidates = inputs if is_sequence(inputs) else (inputs,)
-    return torch.cat([_reward(default_forward(model, each)) for each in candidates], dim=-1)
+    rewards = []
+    for outputs in (default_forward(model, each) for each in candidates):
+        if outputs.dim() > 2 or outputs.shape[1:] not in ((), (1,)):
+            raise ValueError(
+                "A reward is one number per example, shape (B,) or (B, 1), but the network returned "
+                f"{tuple(outputs.shape)}. Pass adapter=Adapter(lambda model, candidates: ...) that returns "
+                "(B, candidates)."
+            )
+        rewards.append(outputs.view(-1, 1))
+    return torch.cat(rewards, dim=-1)
 
 
 def preferred(batch: Any) -> Tensor:
@@ -270,25 +274,3 @@ def preferred(batch: Any) -> Tensor:
         return torch.zeros(len(first), dtype=torch.long, device=first.device)
     targets: Tensor = default_targets(batch)
     return targets
-
-
-def _softmax(f: Tensor) -> Tensor:
-    return f.softmax(-1) if f.shape[-1] >= _FEW else f.movedim(-1, 0).softmax(0).movedim(0, -1)
-
-
-def _log_softmax(f: Tensor) -> Tensor:
-    if f.shape[-1] >= _FEW:
-        return f.log_softmax(-1)
-    return f.movedim(-1, 0).log_softmax(0).movedim(0, -1)
-
-
-def _reward(outputs: Tensor) -> Tensor:
-    if outputs.dim() == 1:
-        return outputs[:, None]
-    if outputs.dim() == 2 and outputs.shape[1] == 1:
-        return outputs
-    raise ValueError(
-        "A reward is one number per example, shape (B,) or (B, 1), but the network returned "
-        f"{tuple(outputs.shape)}. Pass adapter=Adapter(lambda model, candidates: ...) that returns "
-        "(B, candidates)."
-    )

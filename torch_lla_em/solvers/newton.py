@@ -25,16 +25,16 @@ _SEEN = 1e-4
 
 
 class Minimum(NamedTuple):
-    """x near the minimum of loss(x) + ½‖x‖²."""
+    """w near the minimum of loss(w) + ½‖w‖²."""
 
-    x: Tensor
+    w: Tensor
     """(P,)."""
 
     loss: float
-    """loss(x), without the quadratic."""
+    """loss(w), without the quadratic."""
 
     error: float
-    """‖∇‖ / ‖x‖, which bounds the relative error of x, since the objective is 1-strongly convex."""
+    """‖∇‖ / ‖w‖, which bounds the relative error of w, since the objective is 1-strongly convex."""
 
     passes: int
     """Number of products and gradients."""

@@ -1,6 +1,6 @@
 """The classification problems of the Neural Testbed, where the true probabilities are known.
 
-    python benchmarks/testbed.py                        # 33 problems, one seed: half an hour
+    python benchmarks/testbed.py                        # 33 problems, one seed: 15 minutes of one core
     python benchmarks/testbed.py --inputs 2 --ratios 1 10 --agents network ours
     python benchmarks/testbed.py --report               # the summary of results/testbed.jsonl
 

@@ -1,7 +1,6 @@
 """Passes over the data to a tolerance, by block CG, CG and the paper's SGD.
 
     python benchmarks/paper.py                       # a CNN on digits, K = 8: a quarter of an hour on one core
-    python benchmarks/paper.py --num-samples 32 --solvers "block CG" CG
 
 K posterior samples solve (G + λ) w = λ w0 + Jᵀ S ε, at the λ of a default fit. G and J are computed by
 ``torch.func`` alone. A pass multiplies K columns by G. The error is that of the functions J w on the data,
@@ -170,7 +169,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     la = LinearisedLaplace(network, "classification", num_samples=K)
     precision = la.fit(batches, progress_bar=False).prior_precision.item()
     race = Race(System(network, batches, precision), K)
-    for solver in args.solvers:
+    for solver in ("block CG", "CG", "SGD"):
         points = list(race.trace(solver))
         line = {"solver": solver, "parameters": race.b.shape[1], "K": K}
         yield line | {name: reached(points, target) for name, target in TARGETS.items()}
@@ -178,8 +177,6 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "paper")
-    solvers = "block CG", "CG", "SGD"
-    parser.add_argument("--solvers", nargs="+", choices=solvers, default=solvers)
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--epochs", type=int, default=40, help="of training")

@@ -80,13 +80,9 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
             for record in measured(case, method):
                 extra = (count - 1) * trained if method == "ensemble" else 0.0
                 record["fit_seconds"] = record.get("fit_seconds", 0.0) + extra
-                common = {
-                    "table": name,
-                    "seed": seed,
-                    "network": variant,
-                    "rows": len(task.train.x),
-                }
-                yield common | {"train_seconds": trained} | record
+                common = {"table": name, "seed": seed, "network": variant}
+                common |= {"rows": len(task.train.x), "train_seconds": trained}
+                yield common | record
 
 
 def compared(records: list[dict]) -> Iterator[dict]:

@@ -5,8 +5,8 @@ import torch
 from tiny import tiny
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.data import Share
 from torch_lla_em.inference.curved import Expectations
+from torch_lla_em.runtime import Group
 
 ROUNDING = 0.1
 
@@ -32,14 +32,14 @@ def test_ranks_that_round_differently_take_the_same_steps(name, monkeypatch):
         la = LinearisedLaplace(case.model, name, num_samples=4)
         return la.fit(case.x, case.y, progress_bar=False, validation=False)
 
-    def first(share, tensor):
+    def first(group, tensor):
         told.append(tensor.clone())
         return tensor
 
-    monkeypatch.setattr(Share, "agreed", first)
+    monkeypatch.setattr(Group, "from_first", first)
     expected, count, number = fit(), len(told), len(calls)
     given = iter(told)
-    monkeypatch.setattr(Share, "agreed", lambda share, tensor: next(given).clone())
+    monkeypatch.setattr(Group, "from_first", lambda group, tensor: next(given).clone())
     monkeypatch.setattr(torch.linalg, "eigh", lambda A: (lambda v, V: (rounded(v), V))(*eigh(A)))
     found = fit()
     assert (

@@ -71,10 +71,8 @@ def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     return [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
 
 
-def without_weights(batch: Any, weights: Weights | None) -> tuple[Any, Any]:
-    """Return a batch of a loader without the weights at its end, and these, or None."""
-    if weights != "last":
-        return batch, None
+def without_weights(batch: Any) -> tuple[Any, Any]:
+    """Return a batch of a loader without the weights at its end, and these."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 3:
         raise TypeError(
             'With weights="last" batches are (inputs, targets, weights), not a '

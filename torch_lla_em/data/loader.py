@@ -235,7 +235,8 @@ class Data:
             place = count if parts is None else first + count * step
             is_others = parts is None and count % step != first  # another rank's
             if is_others and not self._by_examples:
-                raw, _ = without_weights(raw, self._weights)
+                if self._weights == "last":
+                    raw, _ = without_weights(raw)
                 seen += len((self._target_fn or default_targets)(raw))
                 continue
             inputs, targets, weights = self._split(raw)
@@ -278,8 +279,9 @@ class Data:
 
     def _split(self, batch: Any) -> tuple[Any, Tensor, Tensor | None]:
         """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is called."""
-        batch, weights = without_weights(batch, self._weights)
-        given = None
+        given = weights = None
+        if self._weights == "last":
+            batch, weights = without_weights(batch)
         if self._target_fn is None:
             batch = map_tensors(lambda tensor: tensor, batch)
             targets = as_targets(default_targets(batch))

@@ -15,7 +15,7 @@ class Share:
     """The n examples of this rank among the N of all ranks.
 
     Of tensors with a row for every example, a rank has its own rows only. What is summed over examples is summed over
-    ranks here, so that every rank has the same result.
+    ranks, and what every rank computes in the same way is taken from the first, as it may be rounded differently.
     """
 
     numbers: Tensor
@@ -31,24 +31,10 @@ class Share:
         """Return the share of a single process."""
         return cls(torch.arange(total, device="cpu"), total)
 
-    def sum(self, own: Tensor) -> Tensor:
-        """Return the sum over ranks of what each has found for its own examples, in place."""
-        return self.group.sum(own)
-
-    def add(self, own: float, like: Tensor) -> float:
-        """Return the sum of every rank's number, by way of the device of a tensor."""
-        if self.group.size == 1:
-            return own
-        return self.group.sum(torch.tensor(own, dtype=torch.float64, device=like.device)).item()
-
-    def agreed(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor: what every rank computes in the same way may be rounded differently."""
-        return self.group.from_first(tensor)
-
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of every column over all examples, (C,), for as many rows (m, C) of each."""
         weight = len(self.numbers) / max(1, self.total)
-        return self.sum(weight * (values.sum(0) / max(1, len(values))))
+        return self.group.sum(weight * (values.sum(0) / max(1, len(values))))
 
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of this rank's examples among ``numbers``, and their rows here."""

@@ -68,7 +68,7 @@ class Expectations:
             part = loss.part(rows)
             total += part.value(f).item() / len(f)
             found.append(part.gradient(f).mean(0))
-        return self.share.add(total, mean), torch.cat(found)
+        return self.share.group.add(total, mean.device), torch.cat(found)
 
     def deviations(self, pushed: Tensor) -> Tensor:
         """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K).
@@ -157,7 +157,11 @@ class Curved(NamedTuple):
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
         """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS, whose first inverse is that by G."""
-        deviation, problem, agreed = loss.deviation, loss.problem, self.span.rows.share.agreed
+        deviation, problem, agreed = (
+            loss.deviation,
+            loss.problem,
+            self.span.rows.share.group.from_first,
+        )
         precision, most = float(deviation[0]) ** -2, 100 if self.tolerance else 2
         pairs: list[tuple[Tensor, Tensor, Tensor]] = []
 

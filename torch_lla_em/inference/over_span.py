@@ -108,7 +108,10 @@ class OverSpan:
                 # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
                 of_xi = (curved.xi.square() * (theta / precision).log1p()).sum(1)
                 kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
-        gamma, bounds = self.share.agreed(gamma.clone()), self.share.agreed(-loss - 0.5 * kl)
+        gamma, bounds = (
+            self.share.group.from_first(gamma.clone()),
+            self.share.group.from_first(-loss - 0.5 * kl),
+        )
         outputs = curved.outputs(mode.w)
         q = q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss, outputs=outputs)
         return q._replace(
@@ -122,7 +125,7 @@ class OverSpan:
             y, pushed = curved.loss.targets.to(q.outputs), self.span.push(q.samples)
             each = y, y - q.outputs, pushed.double().square().mean(-1).sqrt()
             squares = torch.stack([part.double().square().flatten(0, -2).sum(0) for part in each])
-            targets, residual, dims = self.share.sum(squares).to(sigma)
+            targets, residual, dims = self.share.group.sum(squares).to(sigma)
             return residual, targets, dims / sigma**2
         # the loss is ½ Σ (y - J m)² / σ²
         loss = self.expected.loss_and_slope
@@ -141,7 +144,7 @@ class OverSpan:
         q = State(like.new_tensor(precision), self.problem.sigma, H, torch.zeros_like(like[0]))
         q = self.curved(q)
         slope = self.expected.loss_and_slope(loss, torch.zeros_like(self.f), None)[1]
-        if not q.G.any() and self.share.sum(slope.count_nonzero()):
+        if not q.G.any() and self.share.group.sum(slope.count_nonzero()):
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
@@ -175,12 +178,12 @@ class OverSpan:
 
     def moved(self, q: State, precision: Tensor, sigma: Tensor | None, H: Hessian | None) -> State:
         """Return the state at another λ, σ and H (None: the same)."""
-        q, old = q._replace(precision=self.share.agreed(precision)), q.sigma
+        q, old = q._replace(precision=self.share.group.from_first(precision)), q.sigma
         if H is not None:
             return self.curved(q._replace(H=H))
         if sigma is None or torch.equal(sigma, old):
             return q
-        sigma = self.share.agreed(sigma)
+        sigma = self.share.group.from_first(sigma)
         loss = self.loss_at(sigma)
         q = q._replace(sigma=sigma, H=self.first_H(loss))
         if sigma.dim():
@@ -214,7 +217,7 @@ class OverSpan:
             for i in range(0, m - known, 64):
                 lower = 0 if known else i
                 G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
-        G = self.share.sum(G)
+        G = self.share.group.sum(G)
         if known:
             G = torch.cat([torch.cat([q.G, G[:known].T]), G], dim=1)
             eta = torch.cat([q.eta, eta], dim=1)
@@ -225,7 +228,7 @@ class OverSpan:
 
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
-        theta, vectors = map(self.share.agreed, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
+        theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
         problem, span = self.problem, self.span
         curved = Curved(
             problem.linear_model,
@@ -292,7 +295,7 @@ class OverSpan:
         if not span.is_complete:  # what is inside is rounding
             outside = dots(residuals, residuals) - inside.square().sum(1)
             squares += outside.clamp_min(0) / precision
-        squares = self.share.agreed(squares)
+        squares = self.share.group.from_first(squares)
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()

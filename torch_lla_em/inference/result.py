@@ -106,7 +106,9 @@ def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
     """
     f, expected = over.f, over.expected
     curved = q.H.product(f.reshape(-1, 1)).view(f.shape)
-    of_mean, of_f = over.share.sum(torch.stack([(curved * q.outputs).sum(), (curved * f).sum()]))
+    of_mean, of_f = over.share.group.sum(
+        torch.stack([(curved * q.outputs).sum(), (curved * f).sum()])
+    )
     points, scale = 0.0, 1.0
     if likelihood.gives_probabilities:
         left = q.loss / max(expected.loss_and_slope(q.curved.loss, 0 * f, None)[0], 1e-30)
@@ -133,5 +135,5 @@ def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
     curved = q.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
     found = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
     every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in found]
-    examples, leverages = map(over.share.sum, every)
+    examples, leverages = map(over.share.group.sum, every)
     return examples, leverages

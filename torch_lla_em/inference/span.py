@@ -150,7 +150,7 @@ class Span:
         pulled = self._transposed(u).view(-1, shape[-1], u.shape[1])
         counts = [size // shape[-1] for size in layout.sizes]  # of the weight, and of the bias
         parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]
-        total: Tensor = self.rows.share.sum(torch.cat(parts, 1))
+        total: Tensor = self.rows.share.group.sum(torch.cat(parts, 1))
         return total.mul_(self.prior.scale)
 
     # outputs
@@ -177,7 +177,7 @@ class Span:
             at += block.shape[1]
             if first < block.shape[1]:
                 found.append(u.T @ block[:, first:].to(u.dtype))
-        total: Tensor = self.rows.share.sum(torch.cat(found, 1))
+        total: Tensor = self.rows.share.group.sum(torch.cat(found, 1))
         return total
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:

@@ -65,10 +65,9 @@ class Plan(NamedTuple):
 
     rows: float = inf
     columns: int | None = None
-    """Largest numbers of examples, and of columns of a product, that are computed at once; None: all."""
-
     group: int | None = None
-    """Columns that are on the device at once, if vectors are stored elsewhere; None: all."""
+    """Largest numbers of examples, and of columns of a product, that are computed at once, and of columns that are on
+    the device at once, if vectors are stored elsewhere; None: all."""
 
     batches: float = 0.0
     factors: float = 0.0
@@ -76,13 +75,9 @@ class Plan(NamedTuple):
 
     num_samples: int = 0
     size: int = 0
-    """P."""
-
     vectors: float = 0.0
-    """Bytes of the vectors at the peak, without a basis."""
-
     free: float = 0.0
-    """Free memory in bytes where the vectors are stored."""
+    """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are stored."""
 
     example: Report = Report()
     """What an example takes."""

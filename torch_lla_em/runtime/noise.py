@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 # the numbers of SplitMix64, as signed ones
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIERS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_CHUNK = 1 << 22
+_GOLDEN = -0x61C8864680B583EB
+_MULTIPLIERS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+# numbers that are in memory at once
+_CHUNK = 4_194_304
 
 
 def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entries: int) -> Tensor:
@@ -37,17 +38,12 @@ def _gaussian_pairs(counters: Tensor) -> Tensor:
     """Map distinct 64-bit counters, (rows, n), to normals, (rows, 2 n), by Box and Muller."""
     bits = _split_mix(counters)
     radius = (((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle = (_shift(bits, 32).double() + 0.5).mul_(2.0**-31 * pi)
+    angle = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-31 * pi)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)
 
 
 def _split_mix(x: Tensor) -> Tensor:
     """Return the finaliser of SplitMix64 of int64 numbers, whose products wrap around."""
-    x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
-    x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
+    for by, factor in zip((30, 27), _MULTIPLIERS):  # torch's own shift keeps the sign
+        x = (x ^ (x >> by & 2 ** (64 - by) - 1)) * factor
+    return x ^ (x >> 31 & 2**33 - 1)

@@ -35,9 +35,7 @@ class Outer(NamedTuple):
         """Return J w, (rows, K, D), from directions (K, *shape)."""
         weight, *biases = (tangents[name] for name in self.names)
         K = len(weight)
-        rows = self.a.shape[0]  # whose number is free in an export
-        is_long = isinstance(rows, int) and rows >= self.a.shape[1]
-        if self.a.dim() == 2 and self.b is None and is_long:
+        if self.a.dim() == 2 and self.b is None and len(self.a) >= self.a.shape[1]:
             # one product for all vectors, since products with few outputs are slow; the weights are
             # copied, which are fewer numbers than the results
             z = F.linear(self.a, weight.reshape(-1, self.a.shape[1])).unflatten(1, (K, -1))
@@ -128,7 +126,7 @@ class Dense(NamedTuple):
 
     names: tuple[str, ...]
     sizes: list[int]
-    """How many columns of J belong to each; a weight that is used several times is named each time."""
+    """How many columns of J belong to each."""
 
     J: Tensor
     """(rows, D, p)."""
@@ -145,8 +143,7 @@ class Dense(NamedTuple):
 
     def gradient(self, name: str, u: Tensor) -> Tensor:
         """Return every row's own Jᵀu for a weight, (rows, K, p)."""
-        first, *more = [J for own, J in zip(self.names, self.J.split(self.sizes, 2)) if own == name]
-        return u.to(self.J) @ sum(more, first)
+        return u.to(self.J) @ self.J.split(self.sizes, 2)[self.names.index(name)]
 
 
 Term = Outer | Lookup | Dense
@@ -160,12 +157,8 @@ class ByFactors(Rows):
     ):
         """``columns``: the most at once, None: all."""
         self.layout, self.columns, self.f, self.parts = layout, columns, f, parts
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Memory in bytes for storing this between passes."""
-        held = [entry for term in self.parts for entry in term if isinstance(entry, Tensor)]
-        return self.f.nbytes + sum(tensor.nbytes for tensor in held)
+        held = [entry for term in parts for entry in term if isinstance(entry, Tensor)]
+        self.nbytes = f.nbytes + sum(tensor.nbytes for tensor in held)
 
     @property
     def gradients(self) -> int:

@@ -96,7 +96,9 @@ class LinearModel:
             logger.info("J is zero for these examples; derivatives are checked on later ones.")
             return None
         self._report, self._probed = found, (self.network.device, self.dtype)
-        logger.info("%s", found)
+        way = "forward mode" if found.forward else "two reverse passes"
+        factors, error = f"factors of {len(found.names)} tensors", found.adjoint_error
+        logger.info("J by %s, adjoint error %.1e.", factors if found.names else way, error)
         return found
 
     def push(self, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,14 +53,7 @@ class Network:
         self._called = nn.Module()  # calls ``forward_fn``, as functional_call takes it
         self._called.add_module("module", module)
         vars(self._called)["forward"] = partial(self.forward_fn, module)
-        self._leave()
-
-    def _leave(self) -> None:
-        """Forget the tensors, by name and those that a call may write to, their places, and attributes."""
-        self._tensors: dict[str, Tensor] = {}
-        self._written: list[str] = []
-        self._places: dict[str, str] = {}
-        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._note({})
 
     def use(self, precision: str) -> None:
         """Compute matrix products in another precision from now on."""
@@ -125,10 +118,14 @@ class Network:
                     yield
                 finally:
                     self._restore()
-                    self._leave()
+                    self._note({})
 
     def _note(self, layers: dict[str, nn.Module]) -> None:
-        """Note the tensors and the attributes of the layers."""
+        """Note tensors by name, those that a call may write to, their places, and the layers' attributes."""
+        self._tensors: dict[str, Tensor] = {}
+        self._written: list[str] = []
+        self._places: dict[str, str] = {}
+        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
         names: dict[int, str] = {}
         for path, layer in layers.items():
             if isinstance(layer, torch.jit.ScriptModule):  # whose tensors cannot be replaced

@@ -241,21 +241,21 @@ def by_factors(
             for i, z in zip(inner, grads):
                 pieces[i].append(calls[i].columns(z, given[i], dense[i]))
     parts: list[Term] = []
-    held: list[tuple[str, int]] = []
-    columns: list[Tensor] = []
     for call, a, is_dense, end, own in zip(calls, given, dense, ends, pieces):
         if not own and not end:  # no influence
             continue
         b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)
         if is_dense:
-            held += zip(call.names, (call.weight_shape.numel(), call.weight_shape[0]))
-            columns.append(b)
+            parts.append(
+                Dense(
+                    call.names,
+                    [call.weight_shape.numel(), call.weight_shape[0]][: len(call.names)],
+                    b,
+                )
+            )
         elif call.is_lookup:
             parts.append(Lookup(call.names, call.weight_shape, a, b))
         else:
             a = a[:, 0, :, 0] if a.dim() == 4 and a.shape[1] == a.shape[3] == 1 else a
             parts.append(Outer(call.names, a.clone() if keep else a, b))
-    if columns:
-        names, sizes = zip(*held)
-        parts.append(Dense(names, list(sizes), torch.cat(columns, 2)))
     return ByFactors(layout, f.detach(), parts, best)

@@ -33,7 +33,7 @@ class Report(NamedTuple):
     """Whether J w is by forward mode, or by two reverse passes."""
 
     carries: bool = False
-    """Whether J w can be carried along with a forward pass, by the rules of linear and elementwise functions."""
+    """Whether J w can be carried along with a forward pass, by rules of linear and elementwise functions."""
 
     fault: str = ""
     """Why there are only factors: the error message if neither forward mode nor reverse passes are right."""
@@ -42,7 +42,7 @@ class Report(NamedTuple):
     """Relative error of J w and Jᵀu compared with ``backward``."""
 
     least_columns: int = 1
-    """Number of columns from which factors are worth computing even if they are not stored."""
+    """Number of columns from which factors are worth computing even if they are not kept."""
 
     example_bytes: int | None = None
     """Bytes of the largest tensor of one example in a forward pass, on a CPU; None elsewhere."""
@@ -65,11 +65,6 @@ class Report(NamedTuple):
             return most
         best = max(1, int(_FETCHED_BYTES / max(1, self.example_bytes * num_examples(x))))
         return min(best, most or best)
-
-    def __str__(self) -> str:
-        way = "forward mode" if self.forward else "two reverse passes"
-        words = f"J w by {way}, adjoint error {self.adjoint_error:.1e}"
-        return f"{words}; {len(self.names)} parameter tensors have factors" if self.names else words
 
 
 class Rows:

@@ -38,12 +38,12 @@ def dense(model, names, forward):
     if f.numel() > 400:  # of layers without functions of a user's own
         units = torch.eye(f.numel()).to(f)
         each = torch.autograd.grad(f.reshape(-1), chosen, units, is_grads_batched=True)
-        return f.detach(), torch.cat([own.flatten(1) for own in each], 1)
+        return f.detach(), torch.cat([own.flatten(1) for own in each], 1).double()
     for output in f.reshape(-1):
         grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
         each = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
         rows.append(torch.cat([g.reshape(-1) for g in each]))
-    return f.detach(), torch.stack(rows)
+    return f.detach(), torch.stack(rows).double()
 
 
 def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):

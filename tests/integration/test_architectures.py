@@ -1,7 +1,6 @@
 """J of the networks people use: by factors, by ``torch.func`` and by reverse mode it is the same; and fits run."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -56,10 +55,6 @@ def normalised(norm):
     return model
 
 
-def activated(activation):
-    return nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 2)).double().train()
-
-
 def added_in_place(m, x):
     h = m.a(x)
     h += x
@@ -82,20 +77,9 @@ def with_padding():
     return model, {"x": draw(2, 3, 4), "mask": mask}
 
 
-def transposed_weight():
-    model = mlp()
-    model[0].weight = nn.Parameter(draw(3, 4).T)
-    return model
-
-
 def force(m, x):
     """The derivative of a network in its inputs, as of an energy."""
     return torch.func.vmap(torch.func.grad(lambda x: m.b(m.a(x).tanh()).sum()))(x)
-
-
-def one_layer_under_two_names():
-    layer = nn.Linear(3, 3)
-    return build(lambda m, x: m.head(m.b(m.a(x).tanh())), a=layer, b=layer, head=nn.Linear(3, 2))
 
 
 def writing_buffers():
@@ -119,10 +103,6 @@ def of_normalised_weights(module, name):
     if module is nn.utils:  # the reference cannot copy a graph
         model.a.weight = model.a.weight.detach()
     return model
-
-
-def functional_padding(m, ids):
-    return m.head(F.embedding(ids, m.embed.weight, padding_idx=0).sin().mean(1))
 
 
 def gated_without_gradient(m, x):
@@ -262,13 +242,14 @@ OF_TWO_LAYERS = {
 MAPS = {"a": nn.Conv2d(1, 2, 3, padding=1), "b": nn.Conv2d(2, 3, 1)}
 WORDS = torch.tensor([[0, 1, 2, 0], [1, 1, 4, 2], [3, 2, 2, 2], [4, 0, 1, 3]])
 SEQUENCE = embedded(forward=lambda m, ids: m.head(m.embed(ids).tanh()))
+SHARED = nn.Linear(3, 3)
 NARROW = nn.Linear(10, 40), nn.Softmax(-1), nn.Flatten()
 LAST = {"pixels": nn.Conv2d(4, 200, 1), "grouped pixels": nn.Conv2d(4, 200, 1, groups=2)}
 BY_FACTORS = {
     **{name: lambda f=f: (two_layers(f), X) for name, f in OF_TWO_LAYERS.items()},
     **{f"convolution, {n}": lambda own=own: convolution(*own) for n, own in CONVS.items()},
     **{str(n): lambda n=n: (normalised(n), draw(2, 1, 3, 3)) for n in NORMS if n is not NORMS[1]},
-    **{str(layer): lambda a=layer: (activated(a), X) for layer in ACTIVATIONS},
+    **{str(layer): lambda a=layer: (net(nn.Linear(3, 4), a, nn.Linear(4, 2)).train(), X) for layer in ACTIVATIONS},
     **{
         f"a head at every place, {name}": lambda h=head: (net(nn.Conv2d(2, 4, 1), nn.Tanh(), h), draw(2, 2, 3, 1), "last_layer", None, 1)
         for name, head in LAST.items()
@@ -301,11 +282,10 @@ BY_FACTORS = {
     "positions in a batch of one": lambda: (positioned(False), WORDS),
     "outputs of a sequence": lambda: (SEQUENCE, IDS),
     "maps of classes": lambda: (build(lambda m, x: m.b(m.a(x).tanh()), **MAPS), draw(3, 1, 3, 3), None, None, 1),
-    "transposed weight": lambda: (transposed_weight(), X),
-    "one layer under two names": lambda: (one_layer_under_two_names(), X),
+    "one layer under two names": lambda: (build(lambda m, x: m.head(m.b(m.a(x).tanh())), a=SHARED, b=SHARED, head=nn.Linear(3, 2)), X),
     "checkpointing": lambda: (two_layers(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False).tanh())), X),
     "tied padding_idx": lambda: (tied(True, padding_idx=0), IDS),
-    "functional padding_idx": lambda: (embedded(forward=functional_padding), IDS),
+    "functional padding_idx": lambda: (embedded(forward=lambda m, ids: m.head(F.embedding(ids, m.embed.weight, 0).sin().mean(1))), IDS),
     "no_grad inside": lambda: (two_layers(gated_without_gradient), X),
     "a user's function": lambda: (two_layers(lambda m, x: Square.apply(m.a(x))), X),
 }  # fmt: skip
@@ -323,7 +303,7 @@ FORWARD = {
     "sequences with examples on the second axis": lambda: (build(lambda m, x: m.b(m.a(x.transpose(0, 1)).tanh().mean(0)), a=nn.Linear(3, 4), b=nn.Linear(4, 2)), draw(4, 4, 3)),
     "a bias alone": lambda: (two_layers(), X, ["a.bias"]),
     "a weight that acts otherwise": lambda: (mixed(), X, ["inner.*", "both.*"]),
-    "PReLU": lambda: (activated(nn.PReLU()), X),
+    "PReLU": lambda: (net(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)), X),
     "buffers that a pass writes to": lambda: (writing_buffers(), X),
     "large max_norm": lambda: (embedded(max_norm=100.0), IDS),
     "transformer encoder with padding": with_padding,
@@ -333,7 +313,7 @@ FORWARD = {
     "derivative inside": lambda: (two_layers(force), X),
 }  # fmt: skip
 REVERSE = {
-    "RReLU": lambda: (activated(nn.RReLU()), X),
+    "RReLU": lambda: (net(nn.Linear(3, 4), nn.RReLU(), nn.Linear(4, 2)).train(), X),
     "weight_norm": lambda: (of_normalised_weights(parametrizations, "weight_norm"), X),
     "hooks of weight_norm": lambda: (of_normalised_weights(nn.utils, "weight_norm"), X),
     **{
@@ -359,16 +339,7 @@ def test_products_are_those_of_reverse_mode(name):
             assert layer._flat_weights is flat[0]
 
 
-FITTED = (
-    "convolution, 2d",
-    "modules called several times",
-    "tied embedding",
-    "LSTM, True",
-    "weight_norm",
-)
-
-
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", ["convolution, 2d", "tied embedding", "LSTM, True", "weight_norm"])
 def test_fits_run(name):
     model, x = {**BY_FACTORS, **FORWARD, **REVERSE}[name]()
     classes = model.eval()(x).shape[-1]
@@ -388,20 +359,11 @@ def test_max_norm_shortens_a_copy_of_the_weights():
     torch.testing.assert_close((Jw * u).sum((1, 2)), (total * w).sum(1))
 
 
-class Scales(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(0.5))
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return (0.5 * self.scale + 1.0) * self.layer(x * self.scale) + self.shift
-
-
-def test_zero_dimensional_parameters():
-    assert linear_model(Scales()).probe(draw(4, 3).float()).forward
-    assert check(Scales().double(), draw(4, 3))[0].forward
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_dimensional_parameters(dtype):
+    model = Calls(lambda m, x: (0.5 * m.scale + 1) * m.a(x * m.scale) + m.shift, a=nn.Linear(3, 2))
+    model.scale, model.shift = (nn.Parameter(torch.tensor(own)) for own in (2.0, 0.5))
+    assert check(model.to(dtype), draw(4, 3).to(dtype), rtol=1e-5)[0].forward
 
 
 def test_functions_with_one_derivative_raise_and_large_batches_hide_none():
@@ -442,27 +404,17 @@ def test_autocast_inside_and_hooks_of_the_user():
 # networks of torchvision at reduced sizes, and of transformers with their default attention
 
 
-def of_torchvision(name):
-    models = pytest.importorskip("torchvision.models")
-    torch.manual_seed(0)
-    if name == "mobilenet":
-        from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
-
-        block = partial(InvertedResidualConfig, stride=2, dilation=1, width_mult=0.25)
-        blocks = [block(16, 3, 16, 16, True, "RE"), block(16, 5, 32, 16, True, "HS")]
-        return MobileNetV3(blocks, last_channel=16, num_classes=2)
-    return models.SwinTransformer([2, 2], 8, [2, 1], [1, 2], [2, 2], num_classes=2)
-
-
-SIZES = {"mobilenet": 32, "swin": 16}
-
-
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["mobilenet", "swin"])
 @pytest.mark.parametrize("selection", [None, "last_layer"])
 @pytest.mark.slow
 def test_torchvision(name, selection):
-    x = draw(2, 3, SIZES[name], SIZES[name])
-    report, factors = check(of_torchvision(name).double().train(), x, selection)
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    if name == "swin":
+        model = models.SwinTransformer([2, 2], 8, [2, 1], [1, 2], [2, 2], num_classes=2)
+    else:
+        model = models.mobilenet_v3_small(num_classes=2)
+    report, factors = check(model.double().train(), draw(2, 3, 32, 32), selection)
     assert report.forward
     assert bool(factors) == (selection is not None or name == "mobilenet")
 
@@ -470,15 +422,13 @@ def test_torchvision(name, selection):
 TOKENS = torch.tensor([[5, 6, 7, 1], [8, 9, 1, 1]])
 TEXT = {"input_ids": TOKENS, "attention_mask": (TOKENS != 1).long()}
 SINGLE = {"rtol": 1e-5}  # LLaMA's RMSNorm computes in float32, whatever the weights are
-WIDTHS = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-WIDTHS |= {"intermediate_size": 8, "num_labels": 2}
-SMALL = {"vocab_size": 12, "pad_token_id": 1, "num_labels": 2}
-BERT, ENDS = (
-    {**WIDTHS, **SMALL, "max_position_embeddings": 8},
-    {"bos_token_id": 0, "eos_token_id": 2},
-)
+WIDTHS = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 2}
+WIDTHS |= {"intermediate_size": 8}
+SMALL, ENDS = {"vocab_size": 12, "pad_token_id": 1}, {"bos_token_id": 0, "eos_token_id": 2}
+BERT = {**WIDTHS, **SMALL, "max_position_embeddings": 8}
+OF_GPT = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8, "num_labels": 2}
 CONFIGS = {
-    "GPT2": {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8, **SMALL, **ENDS},
+    "GPT2": {**OF_GPT, **SMALL, **ENDS},
     "Bert": BERT,
     "Llama": {**BERT, **ENDS, "num_key_value_heads": 1},
     "ViT": {**WIDTHS, "image_size": 8, "patch_size": 4},

@@ -24,7 +24,6 @@ from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.calibration import temperature_of
 from torch_lla_em.prediction.scores import aligned
 from torch_lla_em.prediction.summary import CALL
-from torch_lla_em.runtime import Adapter
 
 _MOST, _BYTES, _LEAST = 2_000, 2**28, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different examples."""
@@ -196,7 +195,6 @@ def temperature_of_neighbours(
     targets: Tensor | None = None,
     *,
     class_dim: int = -1,
-    adapter: Adapter = Adapter(),
 ) -> float:
     """Return a temperature for the logits of a classifier, from its training data alone.
 
@@ -208,7 +206,6 @@ def temperature_of_neighbours(
         loader (DataLoader, Dataset, list of batches, or inputs): The training data, without augmentation.
         targets (Tensor, optional): The labels, if ``loader`` are inputs.
         class_dim (int): Axis of the classes in the outputs. Default -1.
-        adapter (Adapter, optional): As in ``LinearisedLaplace``.
 
     Raises:
         ValueError: If inputs have no distances, as texts and graphs.
@@ -217,8 +214,8 @@ def temperature_of_neighbours(
         >>> temperature = temperature_of_neighbours(model, x, y)
         >>> probabilities = (model(x) / temperature).softmax(-1)
     """
-    network, likelihood = Network(model, adapter.outputs, class_dim), Classification()
-    data = Data(paired(loader, targets), network.device, adapter.targets)
+    network, likelihood = Network(model, None, class_dim), Classification()
+    data = Data(paired(loader, targets), network.device)
     batches, _ = moved(network, data, likelihood)
     return temperature_of(likelihood, *_outputs(network, likelihood, batches))
 

@@ -196,13 +196,6 @@ def test_notebooks_are_made_from_their_scripts(path, pages):
     stored = (pages.NOTEBOOKS / f"{path.stem}.ipynb").read_text()
     made = pages.notebook(path.stem, *pages.stored(path.stem))
     assert made == stored, f"run: python docs/pages.py {path.stem}"
-    cells = json.loads(stored)["cells"]
-    text, code = ("".join("".join(c["source"]) for c in cells if c["cell_type"] == kind) for kind in ("markdown", "code"))  # fmt: skip
-    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (pages.NOTEBOOKS / link).exists(), link
-    own = [cell.text for cell in pages.cells(path) if cell.is_code]
-    for text in own if pages.is_portable(path.stem) else ():
-        assert re.sub("from helpers.*\n", "", text) in code
     assert (small(path.stem, path.read_text()) != path.read_text()) == (path.stem in SIZES)
     assert {path.stem for path in EXAMPLES} == {path.stem for path in BOOKS}
 
@@ -217,27 +210,20 @@ def test_examples_that_need_their_file_run(path, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_in_a_kernel(path, tmp_path, monkeypatch):
-    """In a folder without other files, with figures shown in the notebook."""
+    """In a folder without other files, with figures shown where they are stored."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("MPLBACKEND", raising=False)
     book, mark = nbformat.read(path, as_version=4), "\n# the next cell\n"
-    stored = [_kinds(cell) for cell in book.cells]
+    stored = nbformat.writes(book).count("image/png")
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     of_all = small(path.stem, mark.join(cell.source for cell in code)).split(mark)
     for cell, source in zip(code, of_all, strict=True):
         cell.source = source
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(book, timeout=280, kernel_name="python3", resources=resources).execute()
-    assert [_kinds(cell) for cell in book.cells] == stored and not list(tmp_path.iterdir())
-
-
-def _kinds(cell):
-    """Return whether a cell prints, and whether it shows a figure."""
-    outputs = [*cell.get("outputs", ())]
-    printed = any(out.get("name") == "stdout" and out["text"].strip() for out in outputs)
-    return printed, any("image/png" in out.get("data", {}) for out in outputs)
+    assert nbformat.writes(book).count("image/png") == stored and not list(tmp_path.iterdir())
 
 
 # the site and its search

@@ -54,10 +54,6 @@ def test_no_message_in_the_source_is_long():
     assert not {place: len(words) for place, words in found.items() if len(words) > MOST}
 
 
-NAMES = """untrained|untrained regression|overfitted|without noise|random labels|no memory|few passes|stagnates
-few steps|no time|no prior|wide""".replace("\n", "|").split("|")
-
-
 @pytest.fixture(scope="module")
 def odd():
     """Fits with something to tell: model, likelihood, data, arguments, and arguments of ``fit``."""
@@ -70,41 +66,25 @@ def odd():
 
     fitted, random = trained(net(2), x, label, steps=150), torch.randint(2, (60,))
     overfitted = trained(net(1, 60), x, real, 800, loss=F.mse_loss)
+    classes = fitted, "classification", x, label
     return {
-        "untrained": (fitted, "classification", x, 1 - label, {}, {}),
+        "untrained": (*classes[:3], 1 - label, {}, {}),
         "untrained regression": (net(1), "regression", x, 9 + real, {}, {}),
         "overfitted": (overfitted, "regression", x, real, {}, {}),
         "without noise": (nn.Linear(3, 1), "regression", x, x[:, :1] + 7, {}, {}),
-        "random labels": (fitted, "classification", x, random, {}, {}),
-        "no memory": (
-            fitted,
-            "classification",
-            x,
-            label,
-            {"compute": Compute(span_memory=1000)},
-            {},
-        ),
-        "few passes": (
-            fitted,
-            "classification",
-            x,
-            label,
-            {"compute": Compute(solver=BlockCG(max_passes=1))},
-            {},
-        ),
-        "stagnates": (
-            fitted,
-            "classification",
-            x,
-            label,
-            {"compute": Compute(solver=BlockCG(), tolerance=1e-9)},
-            {},
-        ),
-        "few steps": (fitted, "classification", x, label, {}, {"em_steps": 1}),
-        "no time": (fitted, "classification", x, label, {"compute": Compute(budget=1e-6)}, {}),
-        "no prior": (net(2), "classification", x, label, {"prior": "layerwise"}, {}),
-        "wide": (fitted, "classification", x, label, {}, {"em_steps": 0, "prior_precision": 1e12}),
+        "random labels": (*classes[:3], random, {}, {}),
+        "no memory": (*classes, {"compute": Compute(span_memory=1000)}, {}),
+        "few passes": (*classes, {"compute": Compute(solver=BlockCG(max_passes=1))}, {}),
+        "stagnates": (*classes, {"compute": Compute(solver=BlockCG(), tolerance=1e-9)}, {}),
+        "few steps": (*classes, {}, {"em_steps": 1}),
+        "no time": (*classes, {"compute": Compute(budget=1e-6)}, {}),
+        "no prior": (net(2), *classes[1:], {"prior": "layerwise"}, {}),
+        "wide": (*classes, {}, {"em_steps": 0, "prior_precision": 1e12}),
     }
+
+
+NAMES = """untrained|untrained regression|overfitted|without noise|random labels|no memory|few passes|stagnates|few steps
+no time|no prior|wide""".replace("\n", "|").split("|")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Bernoulli, Classification
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
-from torch_lla_em.prediction.reference import is_second
+from torch_lla_em.prediction.reference import second_half
 from torch_lla_em.prediction.scores import mass_above, p_values, quantiles
 
 RATES = 0.02, 0.05, 0.1, 0.3, 0.8
@@ -97,8 +97,9 @@ def test_probabilities_that_rounding_orders_enter_a_set_together():
 
 def test_every_other_example_of_each_group_is_the_reference():
     labels = torch.tensor([3, 1, 3, 3, 1, 1, 2, 1, 2])
-    assert is_second(labels).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
-    assert is_second(torch.zeros(5).long()).int().tolist() == [0, 1, 0, 1, 0]
+    assert second_half(labels).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
+    weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0])
+    assert second_half(0 * labels[:5], weights).int().tolist() == [0, 0, 1, 0, 1]
 
 
 def examples(likelihood, deviations):

@@ -19,9 +19,8 @@ from torch_lla_em.prediction.reference import (
     Reference,
     Stated,
     errors_of,
-    is_second,
     ood_scores,
-    require_two,
+    second_half,
 )
 from torch_lla_em.prediction.scores import has_classes, mean_and_error
 
@@ -180,11 +179,9 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
         raise TypeError(
             'groups="classes" needs one class label per example: pass integers instead.'
         )
-    groups = data.y.long() if by_class else groups
-    require_two(groups, " of class" if by_class else " of group", weights, len(data.y))
-    labels = kept[kept].long() if groups is None else groups
-    # each half has every other one of those that count
-    second = is_second(labels if weights is None else 2 * labels + (weights > 0).long())
+    groups, word = (data.y.long(), "class") if by_class else (groups, "group")
+    none = groups is None
+    second = second_half(kept[kept].long() if none else groups, weights, "" if none else word)
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
     own, weights = (each if each is None else each[second] for each in (groups, weights))
     found = reference_of([data.part(second)], _table(table, data.f.double()), noise)

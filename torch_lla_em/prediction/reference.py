@@ -183,24 +183,21 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 """The names of these fields in files."""
 
 
-def require_two(labels: Tensor | None, word: str, weights: Tensor | None, count: int) -> None:
-    """Raise an error if there is one example, or none, of all or of a group: half are the reference."""
-    weights = torch.ones(count, device="cpu") if weights is None else weights
-    each = [("", weights)]
-    if labels is not None:
-        each = [(f"{word} {label}", weights[labels == label]) for label in labels.unique().tolist()]
-    for of, own in each:
-        if own.count_nonzero() < 2:
+def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -> Tensor:
+    """Return which examples are every other one of their label and of positive weight or not, from the second on, (N,).
+
+    Raise an error if fewer than two with a positive weight have a label.
+    """
+    counts = torch.ones_like(labels) if weights is None else (weights > 0).long()
+    for label in labels.unique().tolist():
+        if counts[labels == label].sum() < 2:
+            of = f" of {word} {label}" if word else ""
             raise ValueError(
                 f"There are fewer than two labelled validation examples{of} with a positive weight. Half of them are the "
                 "reference: 18 are needed for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
             )
-
-
-def is_second(labels: Tensor) -> Tensor:
-    """Return which examples are every other one among those with their label, (N,), from the second on."""
-    order = labels.argsort(stable=True)
-    in_order = labels[order]
+    labels = 2 * labels + counts
+    in_order, order = labels.sort(stable=True)
     starts = torch.searchsorted(in_order, in_order)  # the first of each label
     places = torch.arange(len(labels), device=labels.device) - starts
     return torch.zeros_like(labels, dtype=torch.bool).scatter(0, order, places % 2 == 1)

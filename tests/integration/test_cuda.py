@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import re
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,16 +16,8 @@ from models import images, small_cnn
 from tiny import draw, fitted, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._pytree import tree_map
 
-from torch_lla_em import (
-    SGD,
-    BlockCG,
-    Compute,
-    HeteroscedasticRegression,
-    LinearisedLaplace,
-    compare,
-)
+from torch_lla_em import SGD, BlockCG, Compute, HeteroscedasticRegression, LinearisedLaplace
 
 pytestmark = pytest.mark.cuda
 GPU, K = torch.device("cuda"), 16
@@ -65,7 +56,7 @@ def both(name="classification", **options):
     for device in ("cpu", GPU):
         if callable(name):
             model, likelihood, batch, x = name()
-            data = [tree_map(lambda t: t.to(device), batch)]
+            data = [tuple(part.to(device) for part in batch)]
         else:
             case = tiny(name)
             model, likelihood, x = case.model, likelihood_of(name), case.x
@@ -109,7 +100,7 @@ def test_a_fit_equals_that_of_the_cpu(case):
     assert there.w_samples.device.type == ("cpu" if "vectors" in case else "cuda")
     for name in ("prior_precision", "effective_dim", "w_lin", "w_samples"):
         the_same(getattr(there, name), getattr(here, name), **loose)
-    predicted, expected = there.predict(tree_map(torch.Tensor.cuda, x)), here.predict(x)
+    predicted, expected = there.predict(x.cuda()), here.predict(x)
     for name in ("mean", "variance", "covariance", "samples"):
         assert getattr(predicted, name).is_cuda
         the_same(getattr(predicted, name), getattr(expected, name), **loose)
@@ -124,7 +115,6 @@ PREDICTIONS = [
     lambda la, x, y: la.functional_samples(x),
     lambda la, x, y: la.predict(x).joint_log_prob(y),
     lambda la, x, y: la.log_marginal_likelihood().value,
-    lambda la, x, y: next(iter(compare([la], [(x, y)]).log_probs.values())),
     lambda la, x, y: la.export(x).module()(x)["probs"],
     lambda la, x, y: la.calibrate([(x, y)])(x),
 ]
@@ -135,8 +125,6 @@ def test_predictions_equal_those_of_the_cpu(tmp_path):
     for call in PREDICTIONS:
         found, expected = call(there, x.cuda(), case.y.cuda()), call(here, x, case.y)
         the_same(torch.as_tensor(found), torch.as_tensor(expected))
-    printed = (re.sub(r"fitted in \S+ \S+", "fitted", str(la)) for la in (there, here))
-    assert len({*printed}) == 1
     there.save(tmp_path / "la.pt")
     moved = LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood="classification")
     the_same(there(x.cuda()), moved(x))
@@ -226,16 +214,15 @@ def fixed(model, count=200, **compute):
 
 
 def test_products_in_bfloat16():
-    case, las, compute = tiny("classification"), [], Compute(precision="bfloat16", tolerance=0.3)
+    case, compute = tiny("classification"), Compute(precision="bfloat16", tolerance=0.3)
     data, options = (
         [(case.x.float(), case.y)],
         {"em_steps": 0, "curvature": "network", "prior": "g"},
     )
-    for device in ("cpu", GPU):
-        model = tiny("classification").model.float().to(device)
-        las.append(fit(model, "classification", data, compute=compute, **options))
-    off = las[1].w_samples.cpu() - las[0].w_samples
-    assert off.norm() < 0.05 * las[0].w_samples.norm()
+    models = (tiny("classification").model.float().to(device) for device in ("cpu", GPU))
+    here, there = (fit(m, "classification", data, compute=compute, **options) for m in models)
+    off = there.w_samples.cpu() - here.w_samples
+    assert off.norm() < 0.05 * here.w_samples.norm()
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API settings")

@@ -60,8 +60,7 @@ class Compute:
 
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Precision of matrix products inside the network: "float32" (default: the dtype of the model),
-    "tf32" on CUDA, or "bfloat16" by autocast. The error of the products is measured on the first
-    batch and logged. Solvers always use float32 or higher."""
+    "tf32" on CUDA, or "bfloat16" by autocast. Solvers always use float32 or higher."""
 
     vectors: Literal["auto", "device", "cpu"] = "auto"
     """Where samples and directions are stored: on the model's "device", or on the "cpu", from which

@@ -22,6 +22,7 @@ from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss, root_of
+from torch_lla_em.runtime import DoesNotFit
 
 VARIATIONAL = {"curvature": "variational"}
 KINDS = ["classification", "bernoulli", "poisson", "binomial"]
@@ -353,7 +354,7 @@ def test_without_a_span_the_network_is_gone_on_with(monkeypatch):
     )
 
     def none(*_):  # as in an order that changes
-        raise fits.NoSpan
+        raise DoesNotFit("they change")
 
     monkeypatch.setattr(OverSpan, "measured", none)
     for one in (la, plain):

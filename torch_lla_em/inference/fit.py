@@ -17,10 +17,11 @@ from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
 from torch_lla_em.inference.schedule import SpanFit
-from torch_lla_em.inference.span import NoSpan, Span
+from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import KEPT_OUTPUTS, Plan, Problem, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
+    DoesNotFit,
     free_for_each,
     or_float64,
     release,
@@ -48,18 +49,16 @@ class FitOptions:
     g_prior: bool | None = None
     layerwise: bool = False
     solver: Any = None
+    curvature: str | None = None
     tolerance: float = 0.03
     """Largest error of the final samples and mode, in posterior standard deviations."""
 
-    curvature: str | None = None
     span_memory: float | None = None
     """Largest size of the span in bytes; None: half of the free memory."""
 
     em_steps: int = 20
-    """Largest number of steps of λ; 0 keeps λ fixed."""
-
     prior_precision: Tensor | None = None
-    """Initial λ; None: chosen from the data."""
+    """Largest number of steps of λ, 0 keeps λ fixed; and its start, None: chosen from the data."""
 
 
 class Progress(NamedTuple):
@@ -115,14 +114,13 @@ def learn(
     if not takes_solver and (start.state is None or start.basis is not None):
         try:
             found = over_span(problem, noise, options, around, start)
-        except NoSpan:
+        except DoesNotFit as error:
             release()  # what the failed attempt held
             start = start._replace(state=None, basis=None)
             report(
                 "log",
-                "There is no memory for directions, or examples change their order. The fit takes a "
-                "solver and H at the network's outputs, whose predictions are mostly worse. Use fewer `parameters`, or "
-                "a loader with a fixed order.",
+                f"Directions cannot be stored: {error}. The fit takes a solver and H at the network's outputs, "
+                "whose predictions are mostly worse. Use fewer `parameters`, or a loader with a fixed order.",
             )
     if found is None:
         found = by_solver(problem, noise, options, around, start)
@@ -155,7 +153,7 @@ def over_span(
     else:
         is_new = all(map(span.add, start.basis or ()))
     if not is_new:
-        raise NoSpan
+        raise DoesNotFit("examples have several shapes, or change their order")
     over = OverSpan(problem, noise, span, moves, options.tolerance)
     state = known = None if known is None else over.restored(known)
     has_ended = known is not None and known.why not in ("", "budget")
@@ -262,7 +260,7 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
         left -= COPIES * nbytes * of_H
     fits = int(left / span.bytes_of(ROOM)) - 1
     if fits < min(K, 4):
-        raise NoSpan
+        raise DoesNotFit("there is no memory for them")
     if fits < K:
         report(
             "log",

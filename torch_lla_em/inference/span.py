@@ -16,14 +16,11 @@ from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.problem import Problem, Sites, gathered, pull_back
+from torch_lla_em.runtime import DoesNotFit
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
 NEW = 1e-4
 """Relative norm outside of the span below which a direction is only rounding."""
-
-
-class NoSpan(Exception):
-    """The span cannot be stored: there is no memory for it, or the order of examples changes."""
 
 
 class Span:
@@ -145,7 +142,7 @@ class Span:
             per_example = u.T.reshape(u.shape[1], *shape)
             found = pull_back(self._problem, per_example, self.rows.share, self.sites)
             if not self._problem.data.keeps_order:
-                raise NoSpan
+                raise DoesNotFit("examples change their order")
             return found.mul_(self.prior.scale)
         pulled = self._transposed(u).view(-1, shape[-1], u.shape[1])
         counts = [size // shape[-1] for size in layout.sizes]  # of the weight, and of the bias

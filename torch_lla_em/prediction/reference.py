@@ -115,18 +115,19 @@ class Reference(NamedTuple):
                     f"predict was called with {name}, but calibrate was not: call "
                     f"la.calibrate(validation_loader, {name}=...) first."
                 )
-        if self.groups is not None:
-            if inputs.groups is None:
-                raise ValueError(
-                    "calibrate was called with groups, so every input needs its group: la.predict(x, groups=labels). "
-                    'Exported programs take no groups: for them calibrate without groups, or with groups="classes".'
-                )
-            known, asked = (set(labels.tolist()) for labels in (self.groups, inputs.groups))
-            if asked - known:
-                raise ValueError(
-                    f"There are inputs of the groups {sorted(asked - known)}, of which the validation set had no "
-                    f"examples; it had {sorted(known)}."
-                )
+        if self.groups is not None and inputs.groups is None:
+            raise ValueError(
+                "calibrate was called with groups, so every input needs its group: la.predict(x, groups=labels). "
+                'Exported programs take no groups: for them calibrate without groups, or with groups="classes".'
+            )
+        known, asked = (
+            set() if each is None else set(each.tolist()) for each in (self.groups, inputs.groups)
+        )
+        if asked - known:
+            raise ValueError(
+                f"There are inputs of the groups {sorted(asked - known)}, of which the validation set had no examples; "
+                f"it had {sorted(known)}."
+            )
 
     def require(self, needed: int, asked: str, inputs: Stated) -> None:
         """Raise an error if a part to which inputs can belong has too few examples."""

@@ -80,11 +80,9 @@ def p_values(
     own, theirs, bounds = own.expand(len(scores)), mass_of(reference), least(reference)
 
     def of_some(some: Tensor, mass: Tensor, own: Tensor) -> Tensor:
-        total = own + weights.sum()
-        rank = combined((own[:, None] + mass) / total[:, None])
-        each = theirs + own[:, None, None] * (some[:, None] >= bounds)
-        not_above = combined(each / total[:, None, None]) <= (rank + ROUNDING * rank)[:, None]
-        return (own + not_above.double() @ weights) / total
+        rank, each = combined(own[:, None] + mass), own[:, None, None] * (some[:, None] >= bounds)
+        not_above = combined(theirs + each) <= (rank + ROUNDING * rank)[:, None]
+        return (own + not_above.double() @ weights) / (own + weights.sum())
 
     return in_parts(of_some, NUMBERS // max(1, len(reference)), scores, mass_of(scores), own)
 

@@ -178,9 +178,7 @@ class LaplaceEnsemble(Printed, nn.Module):
     ) -> None:
         """Load the numbers of ``calibrate`` from a state; the members load themselves."""
         own, (_, _, missing, _, errors) = stored.without_prefix(state_dict, prefix), more
-        for name in [
-            name for name in own if name[0].isdigit()
-        ]:  # as earlier versions named members
+        for name in filter(lambda name: name[0].isdigit(), own):  # of members, in earlier versions
             state_dict[f"{prefix}members.{name}"] = state_dict.pop(f"{prefix}{name}")
         if not prefix:
             files.check(own, "ensemble")

@@ -144,7 +144,7 @@ class FunctionMixture:
         """Apply ``take`` to all functions of a few examples at a time."""
         f = self.centres[0]
         count = sum(2 * len(d) + max(at_least, 2 * len(d)) for d in self.deviations)  # at most
-        step = max(1, NUMBERS // max(1, count * f[:1].numel()))
+        step = max(1, NUMBERS // max(1, count * f.shape[1:].numel()))
         with without_autocast(f.device):
             if len(f) <= step:  # states no number of rows, so that exported programs take any
                 return take(*self.functions(at_least), slice(None))

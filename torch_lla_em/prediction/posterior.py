@@ -18,12 +18,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import CalibratedComponents, Calibration
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, variances_without, without_itself
-from torch_lla_em.prediction.pushforward import (
-    Pushforward,
-    Rows,
-    posterior_alone,
-    stack_members,
-)
+from torch_lla_em.prediction.pushforward import Pushforward, Rows, posterior_alone, stack_members
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.scores import rounding
 from torch_lla_em.runtime import check_choice, check_whole

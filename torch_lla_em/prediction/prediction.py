@@ -13,12 +13,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import comparison
 from torch_lla_em.prediction.functions import log_mean_exp, quantile
 from torch_lla_em.prediction.mixture import FunctionMixture
-from torch_lla_em.prediction.reference import (
-    Reference,
-    Scored,
-    Stated,
-    ood_scores,
-)
+from torch_lla_em.prediction.reference import Reference, Scored, Stated, ood_scores
 from torch_lla_em.prediction.scores import (
     Interval,
     aligned,
@@ -177,9 +172,6 @@ class Prediction(Printed):
         Returns:
             An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
 
-        Raises:
-            ValueError: If ``level`` does not lie between 0 and 1.
-
         Example:
             >>> lower, upper = la.predict(x).credible_interval(0.9)
         """
@@ -243,9 +235,6 @@ class Prediction(Printed):
 
         Args:
             y (Tensor): Targets, as in the training data.
-
-        Raises:
-            ValueError: If the targets do not fit the outputs.
 
         Example:
             >>> nll = -la.predict(x).log_prob(y).mean()

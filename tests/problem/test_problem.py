@@ -102,21 +102,14 @@ def test_the_trunk_of_a_last_layer_runs_in_one_pass():
 
 def test_the_first_pass_finds_the_facts_and_no_other_changes_them():
     case = tiny("classification")
-    y = case.y.index_fill(0, torch.tensor([1, 4]), -100)
-    problem = replace(case, y=y).problem(10, 20)
-    data, w = problem.data, draw(1, problem.size)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        problem.push_forward(w, stop)
-    assert data.facts == Facts()
-    problem.ggn_product(w)
-    found = data.facts
-    assert found == Facts(30, 30, 30 * case.exact().f.shape[1], 28)
-    problem.noise_features(2, 0)
-    assert data.facts is found
+    problem = replace(case, y=case.y.index_fill(0, torch.tensor([1, 4]), -100)).problem(10, 20)
+    w = draw(1, problem.size)
+    with pytest.raises(ZeroDivisionError):
+        problem.push_forward(w, lambda *_: 1 / 0)
+    assert problem.data.facts == Facts()
+    for _ in range(2):
+        problem.ggn_product(w)
+        assert problem.data.facts == Facts(30, 30, 90, 28)
 
 
 # noise and the scaling of the prior
@@ -143,13 +136,7 @@ def repeated(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_squares_are_exact_by_factors_however_rows_are_batched(name):
     case = repeated(name)
-    for cuts, columns in (
-        ((), None),
-        ((11,), None),
-        (range(1, 70), None),
-        ((1, 2, 33), None),
-        ((), 1),
-    ):
+    for cuts, columns in (((), None), (range(1, 70), None), ((1, 2, 33), None), ((), 1)):
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
         problem.sweep.take(problem.sweep.plan._replace(columns=columns))

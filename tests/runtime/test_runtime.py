@@ -56,73 +56,53 @@ def scaled_by(weight):
     return lambda f: weight * f
 
 
-def clamped(least):
-    return functools.partial(torch.clamp, min=least)
-
-
 # twice the same thing, made anew as another process would, and something else
-ALIKE = {
-    "partial": (lambda: clamped(2.0), clamped(3.0)),
-    "closure": (lambda: scaled_by(2.0), scaled_by(3.0)),
-    "tensor": (lambda: torch.tensor(1.00001).double(), torch.tensor(1.00004).double()),
-    "circle": (Circular, Tempered()),
-    "module": (lambda: functools, os),
-    "array": (lambda: np.arange(5000), np.arange(5000) ** 2),
-    "numpy's generator": (lambda: np.random.default_rng(1), 1),
-    "lock": (threading.Lock, 2),
-    "iterator": (lambda: iter([]), 3),
-    "text": (lambda: "0xabc", "0xabd"),
-    "set": (lambda: {"a", "b"}, {"a", "c"}),
-    "likelihood": (Tempered, Classification()),
-}
+ALIKE = [
+    (lambda: functools.partial(torch.clamp, min=2.0), functools.partial(torch.clamp, min=3.0)),
+    (lambda: scaled_by(2.0), scaled_by(3.0)),
+    (lambda: torch.tensor(1.00001).double(), torch.tensor(1.00004).double()),
+    (Circular, Tempered()),
+    (lambda: functools, os),
+    (lambda: np.arange(5000), np.arange(5000) ** 2),
+    (lambda: np.random.default_rng(1), 1),
+    (lambda: [threading.Lock(), iter([])], 3),
+    (lambda: {"a", "b"}, {"a", "c"}),
+    (Tempered, Classification()),
+]
 
 
 def test_settings_are_the_same_text_in_every_process():
-    for name, (make, other) in ALIKE.items():
+    for make, other in ALIKE:
         kept, anew = make(), make()
-        assert plain({"x": kept}) == plain({"x": anew}) != plain({"x": other}), name
-        assert name == "text" or "0x" not in plain(kept)
+        assert plain({"x": kept}) == plain({"x": anew}) != plain({"x": other})
+        assert "0x" not in plain(kept)
+    assert plain("0xabc") != plain("0xabd")
 
 
-class Masked(nn.Module):
-    """A network with buffers of every kind."""
-
-    def __init__(self, **changed):
-        super().__init__()
-        self.net = tiny.tiny("classification").model
-        buffers = {
-            "mask": torch.tensor([True, True, False]),
-            "places": torch.arange(3),
-            "graph": torch.eye(3).to_sparse(),
-            "phases": torch.ones(2, dtype=torch.complex64),
-            "num_batches_tracked": torch.tensor(5),
-        }
-        for name, buffer in {**buffers, **changed}.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self, x):
-        return self.net(x) * self.mask
-
-
-OTHER = {
-    "mask": torch.tensor([True, False, True]),
-    "places": torch.tensor([0, 2, 1]),
-    "graph": 2 * torch.eye(3).to_sparse(),
-    "phases": torch.tensor([1.0, 1.0j]),
+BUFFERS = {
+    "mask": torch.tensor([True, True, False]),
+    "places": torch.arange(3),
+    "graph": torch.eye(3).to_sparse(),
+    "phases": torch.ones(2, dtype=torch.complex64),
+    "num_batches_tracked": torch.tensor(5),
 }
 
 
+def masked(**changed):
+    """A network with buffers of every kind."""
+    model = tiny.tiny("classification").model
+    for name, buffer in {**BUFFERS, **changed}.items():
+        model.register_buffer(name, buffer)
+    return model
+
+
 def test_other_buffers_are_refused_and_counts_of_batches_are_not(tmp_path):
-    counted = Masked(num_batches_tracked=torch.tensor(6))
-    assert torch.equal(fingerprint(counted), fingerprint(Masked()))
-    case = tiny.tiny("classification")
-    la = LinearisedLaplace(counted, "classification", num_samples=4)
-    la.fit(case.x, case.y, em_steps=0, prior_precision=5.0, progress_bar=False)
+    _, la = tiny.fitted(model=masked(num_batches_tracked=torch.tensor(6)), em_steps=1)
     la.save(tmp_path / "la.pt")
-    LinearisedLaplace.load(tmp_path / "la.pt", Masked())
-    for name, buffer in OTHER.items():
-        other = Masked(**{name: buffer})
-        assert not torch.equal(fingerprint(other), fingerprint(Masked()))
+    LinearisedLaplace.load(tmp_path / "la.pt", masked())
+    for name in ("mask", "places", "graph", "phases"):
+        other = masked(**{name: -1 * BUFFERS[name]})
+        assert not torch.equal(fingerprint(other), fingerprint(masked()))
         with pytest.raises(ValueError, match="weights or buffers"):
             LinearisedLaplace.load(tmp_path / "la.pt", other)
 
@@ -171,7 +151,7 @@ def test_warnings_of_a_fit_are_stored_and_belong_to_the_line_of_the_user(tmp_pat
         logging.disable(logging.NOTSET)
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", la.model)
-    for words in ("lost to rounding", "The network has overfitted", *la.messages[1:]):
+    for words in ("lost to rounding", *la.messages[1:]):
         assert words in " ".join(la.messages)
         for each in (la, again):
             assert words[:20] in " ".join(repr(each).split()) and words in each._repr_html_()
@@ -203,22 +183,9 @@ def test_any_part_of_the_noise_can_be_drawn_again_and_all_keys_matter(monkeypatc
 
 def test_noise_is_that_of_earlier_versions():
     """Otherwise a checkpoint would go on with other random numbers than it began with."""
-    found = normals(2**63 + 5, 1, [0, 3], torch.tensor([0, 7]), 3)
-    expected = [
-        1.54089817,
-        -0.82461103,
-        -0.55522865,
-        2.06422422,
-        0.12137404,
-        -2.88202395,
-        -0.6544449,
-        0.51934893,
-        0.62290072,
-        -0.31185839,
-        -1.07650738,
-        -1.20509995,
-    ]
-    assert_close(found.flatten(), torch.tensor(expected, dtype=torch.float64))
+    found = normals(2**63 + 5, 1, [0, 3], torch.tensor([0, 7]), 3)[:, 1]
+    expected = [[2.06422422, 0.12137404, -2.88202395], [-0.31185839, -1.07650738, -1.20509995]]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.slow

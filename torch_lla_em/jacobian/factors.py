@@ -22,14 +22,11 @@ _NUMBERS = 1e6
 class Outer(NamedTuple):
     """J of a linear or convolutional layer, B ⊗ a summed over places."""
 
-    names: tuple[str, ...]
-    """The weight, and the bias if it has one."""
-
-    a: Tensor
-    """(rows, channels), or (rows, groups, channels, places)."""
-
-    b: Tensor | None
-    """(rows, D, groups × channels × places); None: the outputs are f, place by place."""
+    names: tuple[str, ...]  # of the weight, and of the bias if it has one
+    a: Tensor  # (rows, channels), or (rows, groups, channels, places)
+    b: (
+        Tensor | None
+    )  # (rows, D, groups × channels × places); None: the outputs are f, place by place
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
@@ -90,14 +87,9 @@ class Lookup(NamedTuple):
     """J of an embedding: a fit of a tiny BERT takes 4.0 s, and 16 s by ``torch.func``."""
 
     names: tuple[str, ...]
-    shape: torch.Size
-    """Shape of the table."""
-
-    a: Tensor
-    """The entries that are looked up, (rows, places)."""
-
-    b: Tensor
-    """(rows, D, channels × places)."""
+    shape: torch.Size  # of the table
+    a: Tensor  # the entries that are looked up, (rows, places)
+    b: Tensor  # (rows, D, channels × places)
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
@@ -125,11 +117,8 @@ class Dense(NamedTuple):
     """J itself, of weights for which that takes less arithmetic: a LeNet's fit takes 6 s, by factors alone 22 s."""
 
     names: tuple[str, ...]
-    sizes: list[int]
-    """How many columns of J belong to each."""
-
-    J: Tensor
-    """(rows, D, p)."""
+    sizes: list[int]  # how many columns of J belong to each
+    J: Tensor  # (rows, D, p)
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
@@ -163,8 +152,8 @@ class ByFactors(Rows):
     @property
     def gradients(self) -> int:
         """How many numbers backward passes for every output have found; 0 if none was needed."""
-        held = [term.J if isinstance(term, Dense) else term.b for term in self.parts]
-        return sum(tensor.numel() for tensor in held if tensor is not None)
+        last = [term[-1] for term in self.parts]
+        return sum(tensor.numel() for tensor in last if isinstance(tensor, Tensor))
 
     @property
     def features(self) -> Tensor | None:  # type: ignore[override]

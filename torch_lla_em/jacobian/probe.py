@@ -56,8 +56,7 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
         error = partial(_error, plain, (u, v, JTu), eps)
-        ways = {way: ByAutodiff(network, layout, x, None, way, way) for way in (True, False)}
-        report = _with_torch_func(ways, report, error, eps**0.5)
+        report = _with_torch_func(network, layout, x, report, error, eps**0.5)
         if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
                 # torch warns of a backward pass that vmap takes output by output, which is slow
@@ -141,26 +140,26 @@ def _with_factors(
 
 
 def _with_torch_func(
-    ways: dict[bool, ByAutodiff],
+    network: Network,
+    layout: ParameterLayout,
+    x: Any,
     report: Report,
     error: Callable[[Rows], float],
     tolerance: float,
 ) -> Report:
     """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
-    errors, reasons = dict[bool, float](), list[str]()
-    for forward, rows in ways.items():
-        failures: list[Exception] = []
+    best, reasons = report._replace(adjoint_error=math.inf), list[str]()
+    for forward, name in ((True, "forward mode"), (False, "two reverse passes")):
+        rows, failures = ByAutodiff(network, layout, x, None, forward, forward), list[Exception]()
+        own = math.inf
         with suppressed(failures):  # operations that a direction does not support
-            errors[forward] = error(rows)
-        if not failures and errors[forward] <= tolerance:
-            break
-        words = (
-            str(failures[0]).strip().split("\n")[0] if failures else f"error {errors[forward]:.1e}"
-        )
-        reasons.append(f"{'forward mode' if forward else 'two reverse passes'}: {words}")
-    if min(errors.values(), default=math.inf) > max(tolerance, _ROUNDING):
-        return report._replace(fault=_FAULT.format("; ".join(reasons)))
-    way = min(errors, key=lambda way: (errors[way] > tolerance, errors[way]))
-    return report._replace(
-        forward=way, carries=way and ways[way].carries, adjoint_error=errors[way]
-    )
+            own = error(rows)
+        if own < best.adjoint_error:
+            best = report._replace(forward=forward, carries=rows.carries, adjoint_error=own)
+        if own <= tolerance:
+            return best
+        reason = str(failures[0]).strip().split("\n")[0] if failures else f"error {own:.1e}"
+        reasons.append(f"{name}: {reason}")
+    if best.adjoint_error <= max(tolerance, _ROUNDING):
+        return best
+    return report._replace(fault=_FAULT.format("; ".join(reasons)))

@@ -36,24 +36,14 @@ _ARGUMENTS: dict[Callable, tuple[str, ...]] = {
 class Call(NamedTuple):
     """One product z = W a + b, or a lookup of rows a of a table W."""
 
-    names: tuple[str, ...]
-    """The name of W, and of b if it is in the posterior."""
-
+    names: tuple[str, ...]  # of W, and of b if it is in the posterior
     weight_shape: torch.Size
     given: Tensor
-    version: int
-    """That of the input at the time of the call."""
-
-    edge: GradientEdge
-    """The node at which gradients with respect to z arrive, even if z is changed in place later."""
-
-    shape: torch.Size
-    conv: tuple | None
-    """Stride, padding, dilation and groups."""
-
-    padding_idx: int | None
-    """The row of an embedding that gets no gradient (padding)."""
-
+    version: int  # of the input at the time of the call
+    edge: GradientEdge  # at which gradients in z arrive, even if z is changed in place later
+    shape: torch.Size  # of z
+    conv: tuple | None  # stride, padding, dilation and groups
+    padding_idx: int | None  # the row of an embedding that gets no gradient
     is_lookup: bool
 
     def outputs(self, z: Tensor, rows: int) -> Tensor:
@@ -225,20 +215,20 @@ def by_factors(
     pieces: list[list[Tensor]] = [[] for _ in calls]
     inner = [i for i, end in enumerate(ends) if not end]
 
-    def pull(u: Tensor) -> tuple[Tensor, ...]:
+    def pull(u: Tensor) -> dict[int, Tensor]:
         """Return the gradients at the calls that have an influence."""
         edges = [calls[i].edge for i in inner]
         grads = torch.autograd.grad(f, edges, u, retain_graph=True, allow_unused=True)
-        inner[:] = [i for i, z in zip(inner, grads) if z is not None]
-        return tuple(z for z in grads if z is not None)
+        return {i: z for i, z in zip(inner, grads) if z is not None}
 
     if inner:
         one = torch.eye(D, dtype=f.dtype, device=f.device).view(D, 1, *f.shape[1:])
         u, step = one.expand(D, *f.shape), best or D
         for some in [u] if step >= D else u.split(step):
             # torch.func.vmap, since is_grads_batched takes convolutions one by one
-            grads = torch.vmap(pull)(some) if len(some) > 1 else [z[None] for z in pull(some[0])]
-            for i, z in zip(inner, grads):
+            few = len(some) == 1
+            for i, z in (pull(some[0]) if few else torch.vmap(pull)(some)).items():
+                z = z[None] if few else z
                 pieces[i].append(calls[i].columns(z, given[i], dense[i]))
     parts: list[Term] = []
     for call, a, is_dense, end, own in zip(calls, given, dense, ends, pieces):

@@ -21,43 +21,23 @@ _FETCHED_BYTES = 1.6e7
 
 
 class Report(NamedTuple):
-    """The result of the probe."""
+    """The result of the probe: how J is computed, and what an example takes."""
 
-    names: tuple[str, ...] = ()
-    """The weights whose Jacobian is computed by factors: all that have an influence, or none."""
-
-    shared: tuple[str, ...] = ()
-    """Tables of which one lookup is used for all examples."""
-
-    forward: bool = False
-    """Whether J w is by forward mode, or by two reverse passes."""
-
-    carries: bool = False
-    """Whether J w can be carried along with a forward pass, by rules of linear and elementwise functions."""
-
-    fault: str = ""
-    """Why there are only factors: the error message if neither forward mode nor reverse passes are right."""
-
-    adjoint_error: float = 0.0
-    """Relative error of J w and Jᵀu compared with ``backward``."""
-
-    least_columns: int = 1
-    """Number of columns from which factors are worth computing even if they are not kept."""
-
-    example_bytes: int | None = None
-    """Bytes of the largest tensor of one example in a forward pass, on a CPU; None elsewhere."""
+    names: tuple[
+        str, ...
+    ] = ()  # weights with Jacobian factors: all that have an influence, or none
+    shared: tuple[str, ...] = ()  # tables of which one lookup is used for all examples
+    forward: bool = False  # whether J w is by forward mode, or by two reverse passes
+    carries: bool = False  # whether rules of linear and elementwise functions are enough for that
+    fault: str = ""  # if there are only factors, the error message of the other ways
+    adjoint_error: float = 0.0  # relative error of J w and Jᵀu compared with ``backward``
+    least_columns: int = 1  # from which factors are worth computing even if they are not kept
 
     outputs: int = 1
-    """Number of outputs of an example."""
-
-    classes: int = 1
-    """C, the size of their last axis."""
-
-    activations: float = 0.0
-    """Bytes that a forward pass keeps of an example for its derivatives; 0 if that is not known."""
-
-    nbytes: float = inf
-    """Bytes of an example's Jacobian factors; infinity if they are computed in every pass."""
+    classes: int = 1  # C, the size of the outputs' last axis
+    example_bytes: int | None = None  # of the largest tensor of a forward pass on a CPU
+    activations: float = 0.0  # bytes that are kept for derivatives; 0 if that is not known
+    nbytes: float = inf  # of Jacobian factors; infinity if they are computed in every pass
 
     def columns(self, x: Any, most: int | None) -> int | None:
         """Return the number of columns, of ``most``, whose tensors a CPU does not allocate each time; None: all."""
@@ -73,21 +53,19 @@ class Rows:
     Call them inside ``network.guarded()``. Examples are never vmapped over, columns are.
     """
 
+    layout: ParameterLayout
+
     f: Tensor
     """f(x), shape (B, ..., C)."""
 
-    features: Tensor | None = None
-    """h, (B, ..., D), if J w = W h for all parameters W, those of a last linear layer; else None.
+    columns: int | None
+    """Number of columns that are computed at once; None: all."""
 
-    The last feature is 1 if the layer has a bias."""
+    features: Tensor | None = None
+    """h, (B, ..., D), if J w = W h for all parameters W of a last linear layer; the last is 1 if it has a bias."""
 
     nbytes: float = inf
     """Memory in bytes for storing this between passes; infinity: not worth storing."""
-
-    layout: ParameterLayout
-
-    columns: int | None
-    """Number of columns that are computed at once; None: all."""
 
     def push(self, w: Tensor) -> Tensor:
         """Return J w, shape (K, B, ..., C), of columns (K, P)."""

@@ -1,8 +1,4 @@
-"""Students: networks that predict in one forward pass what a posterior predicts.
-
-``training`` has ``distil``, which makes a ``student`` and measures its error; ``inputs`` gathers unlabelled inputs and makes
-more of them, and ``prediction`` is what a student predicts.
-"""
+"""Students: networks that predict in one forward pass what a posterior predicts; begin with ``training``."""
 
 from torch_lla_em.distil.prediction import StudentPrediction
 from torch_lla_em.distil.student import Student, StudentError

@@ -32,13 +32,13 @@ from torch_lla_em.prediction import (
 
 
 class Scores(NamedTuple):
-    """Scores of the validation set that a student was calibrated on, in float64."""
+    """Scores of the validation set that a student was calibrated on, in float64.
+
+    They are out-of-distribution scores (n, S), and sorted errors (n, outputs), without columns if there are no sets.
+    """
 
     unusual: Tensor
-    """Out-of-distribution scores, (n, S)."""
-
     errors: Tensor
-    """Errors, (n, outputs), sorted; without columns if there are no sets and intervals."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,15 +48,10 @@ class StudentPrediction(Printed):
     Its properties and methods have the names, shapes and meanings of those of ``la.predict(x)``. A student
     learns the distribution of each target on its own, and has nothing that needs functions from the
     posterior, such as joint predictions and samples. ``p_value``, ``is_ood``, ``prediction_set``
-    and ``interval`` need ``student.calibrate``.
-
-    Example:
-        >>> prediction = student.predict(x)  # doctest: +SKIP
-        >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic  # doctest: +SKIP
+    and ``interval`` need ``student.calibrate``, whose scores are ``reference``.
     """
 
     likelihood: Likelihood
-
     centre: Tensor
     """The outputs of the network, classes last, (B, *sites, C)."""
 
@@ -67,10 +62,7 @@ class StudentPrediction(Printed):
     """Logarithms of the out-of-distribution scores, (B, S)."""
 
     class_dim: int = -1
-    """The axis of the classes in the network's outputs."""
-
     reference: Scores | None = None
-    """The scores of a validation set, after ``student.calibrate``."""
 
     @property
     def expectation(self) -> Tensor:
@@ -126,6 +118,11 @@ class StudentPrediction(Printed):
         return infinite_if_nan(self.log_scores.double().exp())
 
     @property
+    def _room(self) -> float:
+        """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
+        return max(rounding(self.centre.dtype), rounding(torch.float32))
+
+    @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,)."""
         unusual, _ = self._compared("p_value")
@@ -167,44 +164,30 @@ class StudentPrediction(Printed):
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
         y = aligned(self.likelihood, y, self.centre, self.class_dim)
-        kept = self.likelihood.labelled(y)
-        some, y = self.part(kept), y[kept]
-        errors = y.new_zeros(len(y), 0)
+        kept, mean = self.likelihood.labelled(y), self.expectation
+        errors = y.new_zeros(len(y), 0)[kept]
         if has_classes(self.likelihood, self.centre):
-            errors = errors_of_classes(some.expectation, y)
+            errors = errors_of_classes(mean[kept], y[kept])
         elif has_values(self.likelihood, self.centre):
-            errors = errors_of_values(some.expectation, some.predictive_variance, y)
-        return some.ood_score, errors.double()
-
-    def part(self, rows: Tensor | slice) -> StudentPrediction:
-        """Return the prediction of some of the inputs, given by their numbers, a mask or a slice."""
-        tensors = {n: getattr(self, n)[rows] for n in ("centre", "log_uncertainty", "log_scores")}
-        return replace(self, **tensors)
+            errors = errors_of_values(mean[kept], self.predictive_variance[kept], y[kept])
+        return self.ood_score[kept], errors.double()
 
     def first(self, count: int) -> StudentPrediction:
         """Return the prediction of the first few inputs."""
-        return self.part(slice(count))
+        f, uncertainty, scores = self.centre, self.log_uncertainty[:count], self.log_scores[:count]
+        return replace(self, centre=f[:count], log_uncertainty=uncertainty, log_scores=scores)
 
     def _compared(self, name: str) -> Scores:
         """Return the scores of the validation set."""
         if self.reference is None:
-            raise ValueError(
-                f"{name} compares inputs with a validation set, but this student has none. Call "
-                "student.calibrate(validation_loader): that of la.calibrate is for the posterior's own scores."
-            )
+            words = "needs the student's own scores of a validation set, not those of la.calibrate"
+            raise ValueError(f"{name} {words}: call student.calibrate(validation_loader).")
         return Scores(*(part.to(self.centre.device) for part in self.reference))
-
-    @property
-    def _room(self) -> float:
-        """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
-        return max(rounding(self.centre.dtype), rounding(torch.float32))
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:
-            raise TypeError(
-                f"A student under {type(self.likelihood).__name__} has no .{name}. Use .{other}, or "
-                f"la.predict(x).{name} of the posterior if it has it."
-            )
+            own = f"A student under {type(self.likelihood).__name__} has no .{name}"
+            raise TypeError(f"{own}. Use .{other}, or the posterior's la.predict(x).{name}.")
 
     def _out(self, values: Tensor) -> Tensor:
         """Move the classes, if values have them, back to their axis in the model's outputs."""

@@ -74,7 +74,7 @@ class NormalWishart(NamedTuple):
         distance = (self.strength[:, None] * deviation * _apply(precision, deviation)).sum()
         dof = self.dof + self.scale.shape[-1] + 2
         log_det = (dof * _log_dets(precision).sum(1)).sum()
-        log_weights = torch.special.xlogy(self.concentration - 1, weights).sum()
+        log_weights: Tensor = torch.special.xlogy(self.concentration - 1, weights).sum()
         return log_weights + 0.5 * (log_det - (self.scale * precision).sum() - distance)
 
     def expectations(self) -> tuple[Tensor, Tensor, Tensor]:

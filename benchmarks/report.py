@@ -56,7 +56,6 @@ NAMES = {
 
 STAGES = {"early": "early stopping", "on": "100 epochs", "late": "400 epochs"}
 HEADED = {"dyadic": "joint NLL", "accuracy": "accuracy", "gain": "OOD AUROC"}
-"""What the headline has beside the NLL."""
 METHODS = (
     *("network", "temperature", "ensemble of 5", "ensemble of 5, temperature"),
     *("laplace-torch, last layer", "laplace-torch, last layer, Monte Carlo"),
@@ -66,7 +65,6 @@ METHODS = (
     *("ours, last layer (validation=False), as fitted", "ours, last layer, as fitted"),
     "ours, last layer, calibrated",
 )
-"""Rows of tables.jsonl, in the order of the pages."""
 
 
 class Shown(NamedTuple):

@@ -93,13 +93,11 @@ def test_records_become_rows_of_tables_and_killed_runs_continue(tmp_path):
     stored = [base | {"row": "a", "nll": 1.0}, base | {"row": "b", "nll": 2.0}]
     assert report.replaced(stored, [base | {"row": "b", "nll": 3.0}])[1]["nll"] == 3.0
     measured, path = [], tmp_path / "lines.jsonl"
-
-    def measure(seed):
-        measured.append(seed)
-        return [{"nll": seed}]
-
-    for seeds in ((0,), (0, 1)):
-        found = markdown.resume(path, [{"seed": seed} for seed in seeds], measure, {})
+    for count in (1, 2):
+        cases = [{"seed": seed} for seed in range(count)]
+        found = markdown.resume(
+            path, cases, lambda seed: measured.append(seed) or [{"nll": seed}], {}
+        )
     assert measured == [0, 1] and [line["nll"] for line in found] == [0, 1]
     assert report.kept(path) == found
 
@@ -121,11 +119,6 @@ def test_shifted_images_and_detectors_have_one_score_each():
     assert_close(shifts["rotated by 90°"].rot90(-1, (2, 3)), x)
     assert_close(shifts["inverted"] + x, torch.ones_like(x))
     assert shifts["blurred"][..., 8:20, 8:20].std() < 0.3 * x.std()  # away from the black border
-    records = [
-        {"part": "ood", "case": "c", "row": "r", "shift": shift, "auroc": area, "flagged": area}
-        for shift, area in (("none", 0.5), ("a", 0.8), ("b", 1.0))
-    ]
-    assert "| r | 0.500 | 0.800 / 0.80 | 1.000 / 1.00 | 0.900 |" in images.report(records)
     pytest.importorskip("pytorch_ood")
     network, y = images.lenet().eval(), torch.arange(60) % 10
     with torch.no_grad():
@@ -212,10 +205,10 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
     assert {line["agent"] for line in lines} == set(testbed.AGENTS)
 
 
-DEVICES = pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)],
+)
 def test_a_gpu_is_measured_whole(tmp_path, device, quick_costs):
     path = tmp_path / "gpu.jsonl"
     gpu.main(["--tiny", "--device", device, "--out", str(path)])
@@ -223,7 +216,6 @@ def test_a_gpu_is_measured_whole(tmp_path, device, quick_costs):
     assert set(steps) == {"fit lenet", "product lenet, float32", "cost mlp"}
     assert not [line for line in steps.values() if "failed" in line]
     assert steps["fit lenet"]["relative_certificate"] <= 1e-3
-    assert steps["product lenet, float32"]["columns"] == 2
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.runtime import without_autocast
-
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
 
@@ -62,17 +60,6 @@ def _rotations(count: int, sets: int) -> np.ndarray:
     return rotations
 
 
-def redrawn(deviations: Tensor, generator: torch.Generator | None, count: int = 0) -> Tensor:
-    """Draw new Gaussian functions, K or ``count``, that have the samples' covariance."""
-    K = len(deviations)
-    device = deviations.device if generator is None else generator.device
-    weights = torch.randn(count or K, K, generator=generator, device=device)
-    weights = weights.to(deviations) / max(1, K) ** 0.5
-    with without_autocast(deviations.device):
-        drawn: Tensor = torch.tensordot(weights, deviations, dims=1)
-    return drawn
-
-
 def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the logarithm of the mean of exp(values) over the first axis."""
     if weights is None:
@@ -94,16 +81,3 @@ def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
         (v.gather(0, below)[0], v.gather(0, above)[0]) for v in (values, places)
     )
     return low.lerp(high, ((share - start) / (end - start).clamp_min(1e-30)).clamp(0, 1))
-
-
-def pair_error(values: Tensor, count: int) -> Tensor:
-    """Return the standard error of the mean over functions, of which the first ``count`` are the samples.
-
-    An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over
-    the samples is therefore that of their covariance, which rotations do not reduce.
-    """
-    half = len(values) // 2
-    pairs = 0.5 * (values[:count] + values[half : half + count])
-    if not count:
-        return values.new_zeros(values.shape[1:])
-    return pairs.std(0) / count**0.5 if count > 1 else torch.full_like(pairs[0], float("nan"))

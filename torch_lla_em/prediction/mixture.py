@@ -16,8 +16,6 @@ from torch_lla_em.prediction.functions import (
     JOINT,
     functions_of,
     log_mean_exp,
-    pair_error,
-    redrawn,
 )
 from torch_lla_em.prediction.scores import NUMBERS, GaussianTargets
 from torch_lla_em.runtime import without_autocast
@@ -124,7 +122,11 @@ class FunctionMixture:
         for i, likelihood in enumerate(self.likelihoods):
             own = (chosen == i).nonzero()[:, 0]
             if len(own):
-                f = self.centres[i] + redrawn(self.deviations[i], generator, len(own))
+                K = len(self.deviations[i])
+                weights = torch.randn(len(own), K, generator=generator, device=device)
+                weights = weights.to(self.f) / max(1, K) ** 0.5
+                with without_autocast(self.f.device):
+                    f = self.centres[i] + torch.tensordot(weights, self.deviations[i], 1)
                 rows.append(own)
                 draws.append(likelihood.sample(f, generator))
         return torch.cat(draws)[torch.cat(rows).argsort()]
@@ -176,12 +178,22 @@ class FunctionMixture:
         return aleatoric + epistemic
 
     def squared_error(self) -> Tensor:
-        """Return the squared Monte Carlo error of E[y], which is that of the samples' covariance."""
+        """Return the squared Monte Carlo error of E[y], which is that of the samples' covariance.
+
+        An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over
+        the samples is therefore that of their covariance, which rotations do not reduce.
+        """
         each = []
         for own in self.posteriors:
-            mean, count = own.likelihood.mean, len(own.deviations[0])
-            error = own._of([0]).over_rows(lambda f, *_: pair_error(mean(f), count))
-            each.append((own.weights[0] * error).square())
+            mean, K = own.likelihood.mean, len(own.deviations[0])
+
+            def squared(f: Tensor, *_: Any, mean: Any = mean, K: int = K) -> Tensor:
+                values, half = mean(f), len(f) // 2
+                pairs = 0.5 * (values[:K] + values[half : half + K])
+                # NaN for a single sample, and 0 without
+                return (pairs - pairs.mean(0)).square().sum(0) / (K * (K - 1) if K else 1)
+
+            each.append(own.weights[0] ** 2 * own._of([0]).over_rows(squared))
         return torch.stack(each).mean(0) / len(each)
 
     def gaussians(self) -> GaussianTargets:

@@ -154,7 +154,8 @@ class Posterior:
         apart = self.training_distances
         if self.reference is not None or apart is None:
             return self.reference
-        return Reference(self.as_fitted().result.mixture, None, apart.view(len(apart), -1), None)
+        fitted, *_ = self.replaced or (self.result.mixture,)
+        return Reference(fitted, None, apart.view(len(apart), -1), None)
 
     def require(self, surely: bool = False) -> None:
         """Raise an error if the network has changed; ``surely`` compares every bit."""

@@ -49,16 +49,19 @@ def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Ten
         >>> mean, variance = regression(x)
     """
     if inputs or not isinstance(x, _LOADERS):
-        each: Iterable[Prediction] = [predict(la, x, **inputs)]
+        found = [_of_y(predict(la, x, **inputs))]
     else:
-        each = predictions(la, x)
-    found = [
-        (p.expectation, p.predictive_variance) if p.likelihood.real_valued else (p.expectation,)
-        for p in each
-    ]
-    require_one_shape((mean for mean, *_ in found), _BATCHES)
+        found = list(map(_of_y, predictions(la, x)))
+        require_one_shape((mean for mean, *_ in found), _BATCHES)
     mean, *more = (torch.cat(v) if len(v) > 1 else v[0] for v in zip(*found))
     return (mean, more[0]) if more else mean
+
+
+def _of_y(prediction: Prediction) -> tuple[Tensor, ...]:
+    """Return the expectation of y, and its variance for continuous targets."""
+    if prediction.mixture.likelihoods[0].real_valued:
+        return prediction.expectation, prediction.predictive_variance
+    return (prediction.expectation,)
 
 
 def predict(

@@ -17,9 +17,6 @@ from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.runtime import PRECISION_BOUNDS, or_float64, report
 from torch_lla_em.solvers import BlockCG, DivergenceError, Minimum, Newton, is_accurate
 
-LEAST_FREEDOM = 0.05
-"""Smallest N - γ in the update of σ, relative to the number N of targets."""
-
 
 class PosteriorSamples(NamedTuple):
     """Zero-mean samples of the posterior, with error bounds and their γ."""
@@ -170,7 +167,7 @@ def mackay_noise(
     if problem.moments is not None:
         means = problem.moments[0].square().to(sigma)
         targets = targets + count * (means if sigma.dim() else means.mean())
-    left = torch.maximum(count - dims, LEAST_FREEDOM * count)
+    left = torch.maximum(count - dims, 0.1 * count)  # γ may come close to N
     learnt = (torch.maximum(residual, eps * targets) / left).sqrt()
     return torch.where(learnt > 0, learnt, sigma), residual < 10 * eps * targets  # all may be 0
 

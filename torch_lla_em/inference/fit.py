@@ -30,11 +30,12 @@ from torch_lla_em.runtime import (
 from torch_lla_em.solvers import BlockCG, is_accurate
 
 ROOM = 5
-"""Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or iterative solvers."""
+"""Directions per sample that must fit into memory, with which tests find the posterior of unlimited memory; otherwise a fit
+takes fewer samples, or iterative solvers."""
 
 
 PASSES, LARGEST = 15.0, 5.0
-"""Passes of a usual fit, and those for the upper bound relative to them; of 13 fits none had more than 2.5."""
+"""Passes of a usual fit, and those for the upper bound relative to them: 51 fits of benchmarks/reference.py took 4 to 20."""
 
 BASE = 1.5e7
 """Bytes of a fit apart from what grows with the network and the data."""

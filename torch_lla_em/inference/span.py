@@ -19,9 +19,6 @@ from torch_lla_em.problem import Problem, Sites, gathered, pull_back
 from torch_lla_em.runtime import DoesNotFit
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
-NEW = 1e-4
-"""Relative norm outside of the span below which a direction is only rounding."""
-
 
 class Span:
     """An orthonormal basis V of scaled parameters z = w / scale, with J V for all examples.
@@ -83,7 +80,9 @@ class Span:
         for _ in range(2):
             for block in self.blocks:
                 add_combined(z, overlap(z, block), block, -1)
-            z, _ = orthonormalise(z, NEW)
+            z, _ = orthonormalise(
+                z, 1e-4
+            )  # shorter ones are rounding; on five tables, twice or half of it does nothing
         return len(z) > 0 and self.add(z)
 
     def add(self, z: Tensor) -> bool:

@@ -13,7 +13,7 @@ all samples, divided by that of five networks. The ensemble costs four further t
 laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
 network in the same run. Lines go to results/cost.jsonl.
 
-Expected: trainings 0.5 to 7 for fits of a few thousand examples; predict F 1 to 60; served 8 about 2.
+Expected: trainings 0.3 to 7 for fits of a few thousand examples, 3 to 100 for last layers; predict F 1 to 60; served 8 0.3 to 7.
 """
 
 import argparse

@@ -276,9 +276,6 @@ def test_kl_is_that_of_torch():
     assert_close(found(Regression(), f, v, w.log()), expected)
 
 
-# the student's own guarantees
-
-
 def drawn(case, count, generator):
     """New examples of the tiny problem."""
     x = torch.randn(count, 2, generator=generator, dtype=torch.float64)
@@ -328,11 +325,8 @@ def test_p_values_are_ranks_among_the_labelled_reference(student):
         prediction.is_ood(0.01)
     assert "39 examples" in repr(student)
     shown = repr(prediction).splitlines()
-    is_real = prediction.likelihood.real_valued
-    numbers = prediction.expectation if is_real else prediction.epistemic
     assert len(shown) == 9 and "of 7" in shown[-1]
-    assert f"{numbers[0].flatten()[0]:.3g}" in shown[2].split()
-    if not is_real:
+    if case.name == "classification":
         student.calibrate(x, y.index_fill(0, torch.arange(10), -100))
         assert len(student.reference.unusual) == 29
         with pytest.raises(ValueError, match="None of the validation examples has a label"):
@@ -360,48 +354,37 @@ def test_ties_of_discrete_inputs_remain_when_a_student_is_cast():
     assert student.reference.unusual.dtype == torch.float64
 
 
-# files and programs
-
-
 def assert_alike(one, other):
     for quantity in ("expectation", "epistemic", "aleatoric", "p_value"):
         assert_close(getattr(one, quantity), getattr(other, quantity))
-
-
-def test_saved_and_loaded(student, tmp_path):
-    case, student = student
-    student.save(tmp_path / "student.pt")
-    again = Student.load(tmp_path / "student.pt", copy.deepcopy(student.network))
-    assert_alike(student.predict(case.x), again.predict(case.x))
-    assert again.error == student.error and repr(again) == repr(student)
-    assert not any(p.requires_grad for p in again.parameters())
-    for parameter in again.parameters():
-        parameter.zero_()
-    again.reference = None
-    both = (nn.ModuleList([case.model, each]) for each in (again, student))
-    next(both).load_state_dict(next(both).state_dict())
-    assert_alike(student.predict(case.x), again.predict(case.x))
-    state = torch.load(tmp_path / "student.pt")
-    record = files.from_bytes(state["student"]) | {"forward_fn": False}
-    torch.save(state | {"student": files.to_bytes(record)}, tmp_path / "former.pt")
-    with pytest.raises(ValueError, match=r"of version 0\.4: distil the posterior again"):
-        Student.load(tmp_path / "former.pt", student.network)
 
 
 def half(model, x):
     return model(x) / 2
 
 
-def test_files_that_do_not_fit(regressed, tmp_path):
-    case, la, student = regressed
-    own, theirs, halves = (tmp_path / f"{n}.pt" for n in ("student", "posterior", "half"))
+def test_files(student, tmp_path):
+    case, student = student
+    own, former, halves = (tmp_path / f"{n}.pt" for n in ("student", "former", "half"))
     student.save(own)
-    la.save(theirs)
-    halved = fitted(adapter=Adapter(outputs=half))[1].distil(case.x, **QUICK)
+    again = Student.load(own, copy.deepcopy(student.network))
+    assert_alike(student.predict(case.x), again.predict(case.x))
+    assert again.error == student.error and repr(again) == repr(student)
+    assert not any(p.requires_grad for p in again.parameters())
+    for parameter in again.parameters():
+        parameter.zero_()
+    again.reference = None
+    again.load_state_dict(student.state_dict())
+    assert_alike(student.predict(case.x), again.predict(case.x))
+    state = torch.load(own)
+    record = files.from_bytes(state["student"]) | {"forward_fn": False}
+    torch.save(state | {"student": files.to_bytes(record)}, former)
+    la = fitted(adapter=Adapter(outputs=half))[1]
+    halved = la.distil(case.x, **QUICK | {"steps": 5})
     halved.save(halves)
     for words, use in {
+        "of version 0.4: distil the posterior again": lambda: Student.load(former, case.model),
         "size mismatch for network": lambda: Student.load(own, small(3).double()),
-        "that of LinearisedLaplace, not of S": lambda: Student.load(theirs, case.model),
         "that of Student, not of": lambda: LinearisedLaplace.load(own, case.model),
         "that of Student, not of L": lambda: la.load_state_dict(student.state_dict()),
         "your own adapter": lambda: Student.load(halves, halved.network),

@@ -83,12 +83,9 @@ def test_other_modules_and_loaders(tmp_path):
     assert isinstance(callback.la.model, Whole) and "posterior/NLL" in callback.metrics
     other = LaplaceCallback("classification", num_samples=K, loader=[data(20, 3).tensors])
     trained(other, tmp_path, 1, Whole, limit_val_batches=0)
-    assert other.la.num_data == 20
-    assert set(other.metrics) == {"posterior/prior_precision", "posterior/effective_dim"}
+    assert other.la.num_data == 20 and "posterior/NLL" not in other.metrics
     with pytest.raises(TypeError, match='Small has no forward.*network="net"'):
         trained(LaplaceCallback("classification"), tmp_path, 1)
-    with pytest.raises(AttributeError, match="nett"):
-        trained(LaplaceCallback("classification", "nett"), tmp_path, 1)
 
 
 SEVERAL = """

@@ -33,11 +33,6 @@ def test_recipes_run(recipe, tmp_path):
     assert "NLL" in printed
 
 
-@pytest.fixture(scope="module")
-def tabular():
-    return names_of("tabular_networks")
-
-
 rng = np.random.default_rng(0)
 SMALL = {"device": "cpu", "random_state": 0, "n_threads": 1, "n_epochs": 3}
 WIDTHS = {"RealMLP_TD": {"hidden_sizes": [8, 8]}, "TabM_D": {"tabm_k": 3, "d_block": 8}}
@@ -55,18 +50,19 @@ def table(count):
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_estimators_of_pytabkit_are_converted_with_their_encodings_and_units(tabular, name):
+def test_estimators_of_pytabkit_are_converted_with_their_encodings_and_units(name):
+    of_pytabkit = names_of("tabular_networks")["of_pytabkit"]
     import pytabkit
 
     (X, y, numbers), (new, *_) = table(120), table(50)
     new.loc[0, "many"] = "unseen"
     estimator = getattr(pytabkit, f"{name}_Classifier")(**SMALL, **WIDTHS[name]).fit(X, y)
-    la = tabular["of_pytabkit"](estimator, num_samples=8)
+    la = of_pytabkit(estimator, num_samples=8)
     found = la.laplace.model(la.inputs(new)).softmax(-1).detach().numpy()
     np.testing.assert_allclose(found, estimator.predict_proba(new), rtol=1e-4, atol=1e-6)
     assert (la.fit(X, y).predict(X) == y).mean() > 0.7
     estimator = getattr(pytabkit, f"{name}_Regressor")(**SMALL, **WIDTHS[name]).fit(X, numbers)
-    la = tabular["of_pytabkit"](estimator, num_samples=8).fit(X, numbers)
+    la = of_pytabkit(estimator, num_samples=8).fit(X, numbers)
     network = la.laplace.model(la.inputs(new)).detach().numpy()[:, 0]
     limits = (numbers.min(), numbers.max()) if name == "RealMLP_TD" else (-np.inf, np.inf)
     np.testing.assert_allclose(network.clip(*limits), estimator.predict(new), rtol=1e-4)

@@ -70,7 +70,6 @@ def test_a_classifier_of_a_mixed_frame():
     np.testing.assert_allclose(probs, la(torch.tensor(encoded)).numpy())
     np.testing.assert_allclose(probs.sum(1), 1)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(own)).predict_proba(encoded), probs)
-    assert own.predict_proba(encoded.astype("float32")).dtype == "float64"
     sets = own.predict_set(encoded, 0.9)
     inside = sets[np.arange(250), (labels == "yes").astype(int)]
     assert sets.shape == (250, 2) and inside.mean() > 0.85

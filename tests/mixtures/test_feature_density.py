@@ -90,7 +90,7 @@ def test_features_of_any_rank_become_rows():
 
 def test_features_are_of_any_layer_inside_tuples_and_without_weights(network):
     x = data()[0]
-    for wrap in (lambda x: (x, None), lambda x: [(x,)], lambda x: {"hidden": x, "rest": 0}):
+    for wrap in (lambda x: [(x, None)], lambda x: {"hidden": x, "rest": 0}):
         assert_close(FeatureDensity(Echo(wrap), "").features(x), x)
     still = copy.deepcopy(network).eval()
     for layer, expected in (("", still(x)), ("head", still(x)), ("body.0", still.body[0](x))):

@@ -15,7 +15,6 @@ from torch.testing import assert_close
 from torch_lla_em.mixtures import (
     GaussianMixture,
     Gaussians,
-    NormalWishart,
     VariationalGaussianMixture,
     starts,
 )
@@ -165,7 +164,7 @@ def test_the_seed_determines_the_fit():
 
 DEGENERATE = {
     "equal": torch.full((20, 3), 5.0),
-    "constant column": torch.cat([draw(n=40, dim=2), torch.full((40, 1), 1e6)], 1),
+    "constant": torch.cat([draw(n=40, dim=2), torch.full((40, 1), 1e6)], 1),
     "equal columns": draw(n=40, dim=2)[:, [0, 1, 0]],
     "N = K": draw(n=3),
     "tiny": draw(n=30) * 1e-8,
@@ -185,10 +184,6 @@ def test_degenerate_data_give_finite_densities(kind, structure):
         assert_close(mixture.responsibilities(x).sum(1), torch.ones(len(x)).to(x))
 
 
-def one_row(value):
-    return draw().index_fill(0, torch.tensor([4]), value)
-
-
 NONE = {"by_label": True}
 
 
@@ -196,8 +191,7 @@ NONE = {"by_label": True}
     ("message", "data", "how"),
     [
         ("have 2 examples for 3 components. Give at most one", draw(n=2), {}),
-        ("1 examples with NaN or infinity", one_row(float("nan")), {}),
-        ("1 examples with NaN or infinity", one_row(float("inf")), {}),
+        ("1 examples with NaN or infinity", draw().index_fill(0, torch.tensor([4]), torch.inf), {}),
         (r"shape \(300,\). Pass tensors with one row", draw()[:, 0], {}),
         (r"one row per example, shape \(n, D\)", draw()[:, :0], {}),
         ("no examples. Is the loader empty", [], {}),
@@ -308,31 +302,6 @@ def test_classes_keep_components_of_their_own(monkeypatch):
     assert torch.isfinite(mixture.class_log_prob(x)).all()
 
 
-@pytest.mark.slow
-def test_fits_end_as_high_as_the_best_of_five_of_scikit_learn():
-    """On six sets of clusters, long and round, near and apart."""
-    theirs = pytest.importorskip("sklearn.mixture").GaussianMixture
-    gaps = []
-    for number, apart in enumerate((2.0, 4.0, 8.0, 2.0, 4.0, 8.0)):
-        generator = torch.Generator().manual_seed(200 + number)
-        normal = {"generator": generator, "dtype": torch.float64}
-        centres = apart * torch.randn(6, 3, **normal)
-        owner = torch.randint(6, (600,), generator=generator)
-        widths = ((number % 2) * torch.randn(6, 3, **normal)).exp()
-        x = centres[owner] + widths[owner] * torch.randn(600, 3, **normal)
-        other = theirs(6, max_iter=1000, tol=1e-4, n_init=5, random_state=0).fit(x.numpy())
-        other = (other.weights_, other.means_, other.covariances_)
-        both = (
-            GaussianMixture(6, max_steps=1000).fit(x).parameters,
-            Gaussians(*map(torch.tensor, other)),
-        )
-        ours, best = (
-            log_joint(x, p, "full").logsumexp(1).sum() + log_prior(x, p, "full") for p in both
-        )
-        gaps.append((best - ours) / len(x))
-    assert sum(gaps) / len(gaps) < 0.005
-
-
 # the variational mixture, next to scikit-learn's
 
 
@@ -364,8 +333,8 @@ def test_the_end_of_variational_em_is_a_fixed_point_of_scikit_learn(structure, d
     names = "weight_concentration_ means_ mean_precision_ degrees_of_freedom_ covariances_".split()
     known, close = ours.parameters, {"rtol": 1e-4, "atol": 1e-4}
     covariances = known.expected().covariances
-    root = torch.linalg.cholesky(covariances.inverse()) if structure == "full" else None
-    root = covariances.rsqrt() if root is None else root
+    is_full = structure == "full"
+    root = torch.linalg.cholesky(covariances.inverse()) if is_full else covariances.rsqrt()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs.fit(x.numpy())
@@ -394,12 +363,3 @@ def test_the_bound_of_diagonal_covariances_is_the_sum_over_columns():
         return VariationalGaussianMixture(1, covariance="diagonal").fit(x).lower_bounds[-1]
 
     assert bound(x) == pytest.approx(sum(bound(x[:, i : i + 1]) for i in range(3)), rel=1e-9)
-
-
-def test_the_expected_mixture_approaches_the_density_with_many_examples():
-    x = draw(n=4000)
-    mixture = VariationalGaussianMixture(2, max_steps=500).fit(x)
-    assert isinstance(mixture.parameters, NormalWishart)
-    plain = log_joint(x, mixture.parameters.expected(), "full").logsumexp(1)
-    assert (mixture.log_prob(x) <= plain).all()
-    assert_close(mixture.log_prob(x), plain, atol=0.02, rtol=0)

@@ -203,8 +203,6 @@ class LinearisedLaplace(Printed, nn.Module):
     reference = result("reference", "The scores of validation examples, if there are any.")
     calibration = result("calibration", "The result of the last ``calibrate``, if any.")
     num_data = result("num_data", "The number of training examples with a label.")
-    training_deviations = result("result.examples", "J w_k of some training examples.")
-    largest_variance = result("largest_variance", "The largest variance of their outputs.")
     history = result("history", "A record of every EM step.", list)
     messages = result("messages", "The memory plan, then the warnings.", list)
 

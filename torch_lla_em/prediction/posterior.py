@@ -62,8 +62,7 @@ class Posterior:
     """What the fit has learnt, with the components as fitted or as calibrated."""
 
     largest_variance: Tensor | None = None
-    """The largest variance of the centred outputs of the training examples that are kept, each without itself
-    in the posterior, ()."""
+    """The largest variance of the centred outputs of training examples, each without itself in the posterior, ()."""
 
     training_distances: Tensor | None = None
     """The distances of each to the nearest other one, without itself in the posterior, (n, 2)."""

@@ -73,15 +73,15 @@ def calibrate(
         >>> improvement = str(la.calibrate(x, y).calibration)
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
-    known, stated = required(la, None).as_fitted(), Stated(groups, weights)
-    found: Any
+    known: Any = required(la, None).as_fitted()
+    stated, found = Stated(groups, weights), known
     if loader is not None:  # all ranks check the network together
         found = known.calibrated(*calibrated_on(known, paired(loader, targets), stated))
     else:
         data, of_data = getattr(la, "trained_with", (None, None))
         if data is None or groups is not None or weights is not None:
             raise NoDistance(
-                "it needs the training data of fit, which files, copies and ensembles do not hold, and no groups or weights"
+                "that needs the training data of fit, which files, copies and ensembles do not hold, and no groups or weights"
             )
         found = calibrated_on_moved(known, data, of_data)
     if isinstance(la, type(found)):

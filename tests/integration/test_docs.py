@@ -32,14 +32,14 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-def blocks(text):
+def blocks(name):
     """Return the Python code blocks of a page."""
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", page(name), re.DOTALL)
 
 
 def run_page(name, **names):
     """Run the code of a page, and return the names it defines."""
-    for block in blocks(page(name)):
+    for block in blocks(name):
         exec(block, names)
     return names
 
@@ -96,10 +96,9 @@ def test_links_and_lists_are_complete():
 
 
 def run_mixtures():
-    generator, labels = torch.Generator().manual_seed(0), torch.arange(300) % 3
-    x = 3 * torch.eye(3)[labels] + torch.randn(300, 3, generator=generator)
-    model = nn.Sequential(OrderedDict(body=nn.Linear(3, 3, bias=False)))
-    nn.init.eye_(model.body.weight)
+    labels = torch.arange(300) % 3
+    x = 3 * torch.eye(3)[labels] + torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(OrderedDict(body=nn.Identity(), head=nn.Linear(3, 3)))
     loader = list(zip(x.split(50), labels.split(50), strict=True))
     return run_page("mixtures", model=model, train_loader=loader, features=x, x=x)
 
@@ -144,7 +143,7 @@ def test_the_page_on_other_libraries_runs(package, tmp_path, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples" / "recipes")
-    (block,) = [block for block in blocks(page("other_libraries")) if f"from {package}" in block]
+    (block,) = [block for block in blocks("other_libraries") if f"from {package}" in block]
     case, la = known()
     names = {"la": la, "model": la.model, "x": case.x, "y": case.y}
     if package == "pytabkit":
@@ -162,7 +161,7 @@ def test_code_of_laplace_torch_and_ours_runs_and_shapes_agree():
     """Of laplace-torch where it is installed."""
     theirs = {} if importlib.util.find_spec("laplace") else None
     ours, seen = {}, []
-    for block in blocks(page("coming_from_laplace_torch")):
+    for block in blocks("coming_from_laplace_torch"):
         if not block.startswith("# laplace-torch"):
             exec(block, ours)
             if theirs is not None and not block.startswith("# torch_lla_em"):
@@ -184,10 +183,9 @@ def test_code_of_laplace_torch_and_ours_runs_and_shapes_agree():
 def pages():
     """The module that makes notebooks and pages from the scripts."""
     pytest.importorskip("griffe")
-    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        return importlib.import_module("pages")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +29,7 @@ library: ctypes.CDLL | None = None
 absent: str | None = "no CUDA device: see tests/simulated_gpu"
 """Why there is no simulated GPU; None if there is one."""
 
-_watchers: list[Callable[[str], None]] = []
+_watching: list[Counter[tuple[str, str]]] = []
 _callbacks: list[object] = []
 
 
@@ -72,25 +72,20 @@ def _built(compiler: str, headers: Path) -> Path:
 
 
 def _report(what: bytes) -> None:
-    for watcher in list(_watchers):
-        watcher(what.decode())
+    own = [f for f in traceback.extract_stack() if re.search(r"/torch_lla_em/", f.filename)]
+    place = [f"{f.filename.rpartition('/torch_lla_em/')[2]}:{f.lineno}" for f in own[-1:]]
+    for counts in _watching:
+        counts[what.decode(), "".join(place) or "elsewhere"] += 1
 
 
 @contextmanager
 def watched() -> Iterator[Counter[tuple[str, str]]]:
     """Count what the runtime reports (synchronisations, races), by line of the library."""
-    counts: Counter[tuple[str, str]] = Counter()
-
-    def watch(what: str) -> None:
-        own = [f for f in traceback.extract_stack() if re.search(r"/torch_lla_em/", f.filename)]
-        place = [f"{f.filename.rpartition('/torch_lla_em/')[2]}:{f.lineno}" for f in own[-1:]]
-        counts[what, "".join(place) or "elsewhere"] += 1
-
-    _watchers.append(watch)
+    _watching.append(Counter())
     try:
-        yield counts
+        yield _watching[-1]
     finally:
-        _watchers.remove(watch)
+        _watching.pop()
 
 
 def waits(counts: Counter[tuple[str, str]]) -> int:
@@ -99,10 +94,7 @@ def waits(counts: Counter[tuple[str, str]]) -> int:
 
 
 def fail_at_malloc(count: int) -> int:
-    """Make the ``count``-th allocation from now on run out of memory, once.
-
-    Returns how many allocations were left until the failure that was requested before.
-    """
+    """Make the ``count``-th allocation from now on fail, once; return how many were left until the failure requested before."""
     requested = ctypes.c_long.in_dll(library, "gpu_fail_malloc")
     left, requested.value = requested.value, count
     return left

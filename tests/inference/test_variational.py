@@ -184,7 +184,7 @@ def test_the_bound_is_that_of_its_samples(monkeypatch):
 
 def expectations(mean, draws, many=False):
     """E[H] of three classes with so many draws."""
-    return Expectations(mean, Share.whole(30), 0, draws, many)
+    return Expectations(mean, Share(torch.arange(30), 30), 0, draws, many)
 
 
 @pytest.mark.parametrize("many", [False, True])

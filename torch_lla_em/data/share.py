@@ -26,11 +26,6 @@ class Share:
 
     group: Group = Group()
 
-    @classmethod
-    def whole(cls, total: int) -> Share:
-        """Return the share of a single process."""
-        return cls(torch.arange(total, device="cpu"), total)
-
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of every column over all examples, (C,), for as many rows (m, C) of each."""
         weight = len(self.numbers) / max(1, self.total)

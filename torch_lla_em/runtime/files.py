@@ -83,10 +83,9 @@ def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> Non
     except BaseException as error:
         remove(path.parent, temporary.name)
         if isinstance(error, (OSError, RuntimeError)):  # which torch raises, as for a full disk
-            known = isinstance(error, OSError) and error.errno and error.strerror
-            number, words = (
-                (error.errno, error.strerror) if known else (EIO, f"could not be written: {error}")
-            )
+            number, words = EIO, f"could not be written: {error}"
+            if isinstance(error, OSError) and error.errno:
+                number, words = error.errno, error.strerror or words
             raise OSError(number, words, str(path)) from error
         raise
 

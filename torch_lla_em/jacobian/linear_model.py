@@ -56,7 +56,7 @@ class LinearModel:
     @property
     def factored(self) -> tuple[str, ...]:
         """The parameters whose Jacobian is computed by factors: all that have an influence, or none."""
-        return () if self._report is None else self._report.names
+        return self._report.names if self._report else ()
 
     @property
     def is_last_layer(self) -> bool:
@@ -85,8 +85,7 @@ class LinearModel:
     def probe(self, x: Any) -> Report | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
 
-        Raises an error with a remedy if no way is exact. Returns None if J is zero at these inputs, so
-        that other inputs are needed. The model, its buffers and the random state are not changed.
+        Raises an error with a remedy if no way is exact; returns None if J is zero, so that other inputs are needed.
         """
         with self.network.guarded(), self.network.computing("float32"), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
@@ -116,9 +115,8 @@ class LinearModel:
     ) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
-        ``columns`` is the total number of columns; ``keep`` is whether the result should be stored
-        between passes, if possible. ``at_once`` is the number of columns that fit into memory; None:
-        all.
+        ``columns`` is the total number of columns, of which ``at_once`` fit into memory (None: all); ``keep`` is whether
+        the result should be stored between passes, if possible.
         """
         known = self._report
         may = known is not None and bool(known.names) and not torch.is_grad_enabled()
@@ -150,8 +148,7 @@ class LinearModel:
         self._change(names=())
 
     def _change(self, **values: Any) -> None:
-        if self._report is not None:
-            self._report = self._report._replace(**values)
+        self._report = self._report and self._report._replace(**values)
 
     def outputs(self, x: Any) -> Tensor:
         """Return f(x), shape (B, ..., C)."""

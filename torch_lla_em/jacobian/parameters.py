@@ -117,8 +117,16 @@ def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -
     every = dict(module.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(every.items())}
     if selection == "last_layer":
-        layer = module.get_submodule(last_layer or _registered_last(module))
-        return {first[id(parameter)] for parameter in layer.parameters()}
+        if last_layer is None:  # the last with a matrix: scales, shifts and PReLU do not count
+            layers = [
+                (p, m) for p, m in module.named_modules() if ".parametrizations" not in f".{p}"
+            ]
+            with_weights = [path for path, layer in layers if owns_weights(layer)]
+            with_any = [
+                path for path, layer in layers if any(True for _ in layer.parameters(False))
+            ]
+            last_layer = (with_weights or with_any or [""])[-1]
+        return {first[id(parameter)] for parameter in module.get_submodule(last_layer).parameters()}
     matched: set[str] = set()
     patterns = [selection] if isinstance(selection, str) else list(selection)
     words = (
@@ -143,14 +151,6 @@ def owns_weights(layer: nn.Module) -> bool:
     """Whether a layer has a matrix or kernel of its own, like a head."""
     holders = (layer, *getattr(layer, "parametrizations", {}).values())
     return any(p.ndim > 1 for holder in holders for p in holder.parameters(recurse=False))
-
-
-def _registered_last(module: nn.Module) -> str:
-    """Return the path of the last layer with a matrix; scales, shifts and PReLU do not count."""
-    layers = [(p, m) for p, m in module.named_modules() if ".parametrizations" not in f".{p}"]
-    with_weights = [path for path, layer in layers if owns_weights(layer)]
-    with_any = [path for path, layer in layers if any(True for _ in layer.parameters(False))]
-    return (with_weights or with_any or [""])[-1]
 
 
 def _normalisation_parameters(module: nn.Module) -> set[str]:

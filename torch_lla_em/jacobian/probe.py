@@ -61,8 +61,14 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
-                found = _with_factors(network, layout, x, report, error)
-                report = found if found and found.adjoint_error <= eps**0.5 else report
+                found = find(network, layout, x, report)
+                rows = None if found is None else by_factors(network, layout, x, found[0])
+                is_fast = rows is not None and rows.gradients <= _MOST_GRADIENTS * found[1]
+                if is_fast and (own := error(rows)) <= eps**0.5:
+                    least, nbytes = report.outputs if rows.gradients else 1, rows.nbytes / len(f)
+                    report = found[0]._replace(
+                        adjoint_error=own, least_columns=least, nbytes=nbytes
+                    )
     if report.fault and not report.names:
         raise NotImplementedError(report.fault)
     return report
@@ -118,25 +124,6 @@ def _error(
     of_blocks = (wrong / sizes.clamp_min(1e-300)).max()
     error = torch.stack([each.to(of_blocks) for each in (lacking, beyond, of_blocks)]).max().item()
     return error if math.isfinite(error) else math.inf
-
-
-def _with_factors(
-    network: Network,
-    layout: ParameterLayout,
-    x: Any,
-    report: Report,
-    error: Callable[[Rows], float],
-) -> Report | None:
-    """Return the weights with factors and their error; None if not all have them, or if they are slow."""
-    found = find(network, layout, x, report)
-    rows = None if found is None else by_factors(network, layout, x, found[0])
-    if rows is None or rows.gradients > _MOST_GRADIENTS * found[1]:
-        return None
-    return found[0]._replace(
-        least_columns=report.outputs if rows.gradients else 1,
-        adjoint_error=error(rows),
-        nbytes=rows.nbytes / len(rows.f),
-    )
 
 
 def _with_torch_func(

@@ -100,10 +100,9 @@ class Rows:
 class ByAutodiff(Rows):
     """The linear model at a batch by its definition, the derivatives of ``torch.func.functional_call``.
 
-    J w is by ``torch.func.jvp``, or by its rules alone where these are enough, and Jᵀu by one recorded graph:
-    ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one 1.1 (LeNet) to 2.3 times (an MLP with
-    one input). Networks with operations that this does not support are differentiated by reverse mode twice, column by
-    column. Differentiable in x inside ``enable_grad``.
+    J w is by ``torch.func.jvp``, or by rules where these are enough; where it fails, by reverse mode twice, column by
+    column. Jᵀu is by one recorded graph: ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one
+    1.1 (LeNet) to 2.3 times (an MLP with one input). Differentiable in x inside ``enable_grad``.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class ByAutodiff(Rows):
         forward: bool = False,
         carries: bool = False,
     ):
-        """``forward``: J w by forward mode, so many columns at once; else by two reverse passes."""
         self.layout, self.columns = layout, columns if forward else 1
         self._forward, self._of_weights = forward, partial(network.outputs, x)
         self._leaves = network.leaves(layout.names)
@@ -123,9 +121,7 @@ class ByAutodiff(Rows):
         """Whether J w is carried along with a forward pass; set to False where that is not possible."""
 
         self._f: Tensor | None = None
-        self._graph: Tensor | None = None
-        """f with its graph, at whose ends are the leaves."""
-
+        self._graph: Tensor | None = None  # f, with the leaves at the ends of its graph
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def _function(self, weights: dict[str, Tensor]) -> Tensor:

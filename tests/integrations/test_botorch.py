@@ -39,7 +39,7 @@ def la():
 
 
 def test_samples_are_those_of_the_posterior(la):
-    for shape in ((5, 2), (3, 5, 2), (2, 3, 5, 2)):
+    for shape in ((5, 2), (2, 3, 5, 2)):
         X = torch.rand(*shape, dtype=torch.float64)
         posterior = LaplaceModel(la).posterior(X)
         assert posterior.values.shape == (*shape[:-2], 24, 5, 1)

@@ -1,6 +1,7 @@
 """The interface of laplace-torch: its numbers, its documentation's examples, and what is gone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -79,6 +80,13 @@ def test_the_evidence_is_that_of_the_fitted_precision_and_noise():
     )
     due = 0.5 * 2 * ((la.mean - 0.5).square().sum() - la.mean.square().sum())
     assert_close(la.log_marginal_likelihood() - other.log_marginal_likelihood(), due)
+    # every example counts half as with √2 of the noise, but for the constant
+    warm, noisy = (
+        fitted(*given, loader=loader, **how)
+        for how in ({"sigma_noise": 0.4, "temperature": 2.0}, {"sigma_noise": 0.4 * 2**0.5})
+    )
+    gap = warm.log_marginal_likelihood() - noisy.log_marginal_likelihood()
+    assert_close(gap.item(), 0.5 * loader.dataset.tensors[1].numel() * math.log(2))
     la.sigma_noise, la.prior_precision = 0.4, 3.0
     with pytest.raises(NotFittedError, match="another prior or noise. Call"):
         la.log_marginal_likelihood()
@@ -200,7 +208,7 @@ def test_the_example_of_expected_improvement_runs_with_its_own_enums():
 
     torch.manual_seed(123)
     model = nn.Sequential(nn.Linear(2, 10), nn.GELU(), nn.Linear(10, 1))
-    loader = DataLoader(TensorDataset(torch.randn(5, 2), torch.randn(5, 1)), batch_size=3)
+    loader = [(torch.randn(5, 2), torch.randn(5, 1))]
     chosen = SubsetOfWeights.ALL, HessianStructure.KRON
     la = fitted(model, Likelihood.REGRESSION, *chosen, enable_backprop=True, loader=loader)
     la.optimize_prior_precision(PredType.GLM, n_steps=10, lr=0.1)

@@ -50,12 +50,11 @@ def of_body(network, by_label=False, mixture=None, **options):
     return FeatureDensity(network, "body", mixture, by_label=by_label, **options)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_gaussian_for_each_class(network, training):
+def test_a_gaussian_for_each_class(network):
     x, labels = data()
-    network.train(training)
+    network.train()
     density = of_body(network, True).fit(loader(x, labels))
-    assert network.training == training and not network.body._forward_hooks and network.calls == 1
+    assert network.training and not network.body._forward_hooks and network.calls == 1
     with torch.no_grad():
         z = copy.deepcopy(network).eval().body(x)
     weights, means, covariances = density.mixture.parameters
@@ -93,9 +92,8 @@ def test_features_are_of_any_layer_inside_tuples_and_without_weights(network):
     for wrap in (lambda x: [(x, None)], lambda x: {"hidden": x, "rest": 0}):
         assert_close(FeatureDensity(Echo(wrap), "").features(x), x)
     still = copy.deepcopy(network).eval()
-    for layer, expected in (("", still(x)), ("head", still(x)), ("body.0", still.body[0](x))):
-        for choice in (layer, network.get_submodule(layer)):
-            assert_close(FeatureDensity(network, choice).features(x), expected.detach())
+    for layer, expected in (("", still(x)), (network.head, still(x)), ("body.0", still.body[0](x))):
+        assert_close(FeatureDensity(network, layer).features(x), expected.detach())
     x = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))  # more features than rows
     plain = FeatureDensity(nn.Sequential(nn.Flatten()), "0", by_label=True)
     plain.fit([(x, torch.arange(30) % 3)])

@@ -1,7 +1,4 @@
-"""Other libraries: one module for each, which needs its library.
-
-``sklearn`` has estimators, ``lightning`` a callback, and ``botorch`` a model.
-"""
+"""Other libraries: one module for each, which needs its library."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

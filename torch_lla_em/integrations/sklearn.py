@@ -26,6 +26,7 @@ with needs("sklearn"):
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
+# with 192 the NLL of four tables changes by 3 % at most; with 64 also, but on one is 22 % less, in 1.5 times the time
 _BATCH = 128
 # half of them are the reference of sets and intervals, and those of 90 % need nine
 _LEAST_HELD_OUT = 20

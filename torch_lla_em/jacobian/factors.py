@@ -156,7 +156,7 @@ class ByFactors(Rows):
         return sum(tensor.numel() for tensor in last if isinstance(tensor, Tensor))
 
     @property
-    def features(self) -> Tensor | None:  # type: ignore[override]
+    def features(self) -> Tensor | None:
         """The features of a last linear layer, if its weights are all parameters."""
         term = self.parts[0]
         whole = len(self.parts) == 1 and term.names == self.layout.names

@@ -64,11 +64,13 @@ class Call(NamedTuple):
         if self.conv is None:
             return a.reshape(rows, 1, -1, a.shape[-1]).mT
         *options, groups = self.conv
-        kernel, n = self.weight_shape[2:], len(self.weight_shape) - 2
-        stride, padding, dilation = (
+        kernel: Any = self.weight_shape[2:]
+        n = len(kernel)
+        each: list[Any] = [
             (own,) * n if isinstance(own, (int, str)) else tuple(own) * (n // len(own))
             for own in options
-        )
+        ]
+        stride, padding, dilation = each
         if padding[0] == "same":
             totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
             a = F.pad(a, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])

@@ -162,9 +162,9 @@ class ByAutodiff(Rows):
             torch.func.jvp, self._function, ({n: w.detach() for n, w in self._leaves.items()},)
         )
         if len(next(iter(columns.values()))) == 1:
-            self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))
+            self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
             return Jw[None]
-        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))
+        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))[:2]
         return Jw
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:

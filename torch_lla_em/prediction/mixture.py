@@ -191,7 +191,8 @@ class FunctionMixture:
                 values, half = mean(f), len(f) // 2
                 pairs = 0.5 * (values[:K] + values[half : half + K])
                 # NaN for a single sample, and 0 without
-                return (pairs - pairs.mean(0)).square().sum(0) / (K * (K - 1) if K else 1)
+                apart: Tensor = (pairs - pairs.mean(0)).square().sum(0)
+                return apart / (K * (K - 1) if K else 1)
 
             each.append(own.weights[0] ** 2 * own._of([0]).over_rows(squared))
         return torch.stack(each).mean(0) / len(each)

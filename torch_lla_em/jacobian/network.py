@@ -61,8 +61,10 @@ class Network:
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters, detached."""
+        if self._tensors:  # which are detached
+            return {name: self._tensors[name] for name in names}
         with ONE_AT_A_TIME:
-            known = self._tensors or dict(self.module.named_parameters())
+            known = dict(self.module.named_parameters())
             return {name: known[name].detach() for name in names}
 
     def leaves(self, names: tuple[str, ...]) -> dict[str, Tensor]:

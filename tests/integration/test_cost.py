@@ -93,6 +93,11 @@ def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
         problem.ggn_product(torch.ones(5, problem.size).double())
     assert (data.cache is not None) == keeps and data.room == plan.batches
     assert 0 < sweep.plan.factors < plan.factors if keeps else sweep.plan.factors == 0
+    other = tiny("classification").problem(10, 20)  # with room for less than the factors of a batch
+    other.sweep.take(prepare(other, 4, Compute(keep_data=keeps))._replace(factors=1.0))
+    other.ggn_product(torch.ones(5, other.size).double())
+    other.ggn_product(torch.ones(5, other.size).double())
+    assert other.sweep.plan.factors == 1.0
 
 
 def test_data_that_fit_in_memory_are_read_a_few_times(monkeypatch):

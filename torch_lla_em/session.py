@@ -135,7 +135,10 @@ class Session:
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
-                own = {"columns": self.problem.sweep.columns, "seconds": self._seconds()}
+                own: dict[str, Any] = {
+                    "columns": self.problem.sweep.columns,
+                    "seconds": self._seconds(),
+                }
                 own |= {"history": self.history, "messages": self.messages[1:]}
                 own |= {"facts": self.problem.data.state()}
                 self._folder.save(lambda: {**own, "progress": progress()})

@@ -137,7 +137,7 @@ class Curved(NamedTuple):
     deviations: Tensor | None = None
     """Draws of the outputs less J m, (S, N, ..., C); None without draws."""
 
-    dtype = torch.float64
+    dtype: torch.dtype = torch.float64
 
     def ggn_product(self, c: Tensor) -> Tensor:
         """Return G c for coordinates c (k, m)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +158,8 @@ class OverSpan:
         H = self.expected.H(loss, f, None)
         if not self.expected.number:
             return H
-        average: Hessian = self.expected.H(loss, torch.zeros_like(f), None).towards(H, 0.5)
+        at_zero: Any = self.expected.H(loss, torch.zeros_like(f), None)
+        average: Hessian = at_zero.towards(H, 0.5)
         return average
 
     def _variance_of_prior(self, H: Hessian) -> float:
@@ -169,12 +171,12 @@ class OverSpan:
         pushed, C, mean = self.span.push(self.span.xi), self.f.shape[-1], self.share.mean
         square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
         if not self.problem.likelihood.real_valued:
-            return square.mean().item()
+            return float(square.mean())
         product = H.product(pushed.flatten(0, -2)).view(pushed.shape)
         curvature = mean((pushed * product).double().movedim(-1, 0).reshape(-1, C))
         f = self.f.double().reshape(-1, C)
         size = mean((f - mean(f)).square()) + square / curvature
-        return (square / size).nan_to_num(0.0).mean().item()
+        return float((square / size).nan_to_num(0.0).mean())
 
     def moved(self, q: State, precision: Tensor, sigma: Tensor | None, H: Hessian | None) -> State:
         """Return the state at another λ, σ and H (None: the same)."""

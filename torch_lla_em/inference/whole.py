@@ -66,7 +66,11 @@ class Whole:
             self.noise.prior.squared_norm(mode.w),
             torch.full_like(samples.certificate, nan),
         )
-        own = {"gamma": samples.effective_dims, "certificate": samples.certificate, "norm": norm}
+        own: dict[str, Any] = {
+            "gamma": samples.effective_dims,
+            "certificate": samples.certificate,
+            "norm": norm,
+        }
         own |= {"errors": (samples.error, mode.error), "bounds": bounds, "curved": problem}
         return q._replace(samples=samples.w, mean=mode.w, loss=mode.loss, **own)
 

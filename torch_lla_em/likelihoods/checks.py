@@ -98,7 +98,7 @@ def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str
     SSu = Likelihood.hessian_product(likelihood, f, u).detach() * counts
     for found, expected in ((own, gradient), (SSu, Hu), (Hu, exact)):
         finite = found.isfinite() & expected.isfinite()
-        gap, size = (found - expected)[finite].norm(), expected[finite].norm()
+        gap, size = (torch.where(finite, part, 0.0).norm() for part in (found - expected, expected))
         allowed = max(_TOLERANCE, 30 * eps**0.5) * size + 100 * eps * found.numel() ** 0.5
         error = f"{100 * (gap / size.clamp_min(1e-300)).item():.3g} %"
         words.append("" if gap <= allowed else error)

@@ -85,6 +85,7 @@ SHARP = [
     ("default", 1.0, 1e6, torch.float64),
     ("weights", 1e4, 0.0, torch.float64),
     ("weights", 1.0, 1e2, torch.float32),
+    ("plain prior", 1.0, 1e2, torch.float32),  # σ is not lost to rounding
 ]
 REST = [(1e-6, 0.0, torch.float32), (30.0, 0.0, torch.float64), (1e7, 0.0, torch.float32)]
 REST += [(1.0, -3.0, torch.float32), (1.0, 1e2, torch.float32), (1.0, 1e6, torch.float64)]

@@ -166,7 +166,7 @@ def mackay_noise(
     count = torch.full_like(sigma, number / sigma.numel())
     if problem.moments is not None:
         means = problem.moments[0].square().to(sigma)
-        targets = targets + count * (means if sigma.dim() else means.mean())
+        targets = targets + eps * count * (means if sigma.dim() else means.mean())
     left = torch.maximum(count - dims, 0.1 * count)  # γ may come close to N
     learnt = (torch.maximum(residual, eps * targets) / left).sqrt()
     return torch.where(learnt > 0, learnt, sigma), residual < 10 * eps * targets  # all may be 0

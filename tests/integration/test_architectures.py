@@ -17,6 +17,7 @@ from torch_lla_em import LinearisedLaplace
 
 IDS = torch.tensor([[0, 1, 2, 0], [3, 3, 0, 0]])
 IGNORED = """There is a performance drop:UserWarning
+Using padding=.same. with even kernel:UserWarning
 enable_nested_tensor is True:UserWarning
 `torch.nn.utils.weight_norm` is:FutureWarning
 `gradient_checkpointing_enable` is:FutureWarning
@@ -223,7 +224,7 @@ CONVS = {
     "grouped": (nn.Conv2d(4, 6, 3, groups=2, bias=False), 4, 4, 5, 5),
     "depthwise": (nn.Conv1d(3, 6, 3, groups=3), 4, 3, 5),
     "dilated": (nn.Conv2d(2, 3, 3, dilation=2, padding=2), 4, 2, 6, 6),
-    "same": (nn.Conv2d(2, 3, (3, 5), dilation=(2, 1), padding="same"), 4, 2, 5, 4),
+    "same": (nn.Conv2d(2, 3, (3, 4), dilation=(2, 1), padding="same"), 4, 2, 5, 4),
     "valid": (nn.Conv1d(2, 3, 2, padding="valid"), 4, 2, 5),
     "reflected": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), 4, 2, 5, 5),
     "one place": (nn.Conv2d(2, 30, 3), 4, 2, 3, 3),

@@ -99,7 +99,6 @@ STAGED = {
     "accuracy": "accuracy",
     "gain": "OOD AUROC",
 }
-"""Scores that the benchmarks have at every stage."""
 PROMISED = {"coverage": "coverage of 90 %", "flagged": "false alarms at 5 %"}
 PROMISES = {"set": "unseen", "row": "ours, calibrated"}
 OF_NETWORK = {"problem": "network", "weights": "parameters", "rows": "examples", "K": "samples"}

@@ -1,6 +1,7 @@
 """Every stage and solver against the dense posterior, with a basis in place of random noise."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,11 +160,15 @@ def test_precision_starts_at_the_mean_where_zero_is_the_mode():
 
 
 def test_updates_are_their_formulas_within_their_bounds():
-    gamma, norm, precision, count = torch.tensor([3.0, 2.0, 5.0, 20.0]).double()
+    gamma, norm, precision = torch.tensor([3.0, 2.0, 5.0]).double()
     assert_close(function_space_Mackay_update(gamma, norm, precision), gamma / norm)
-    residual = torch.tensor(8.0).double()
-    assert_close(mackay_noise(residual, gamma, count), (residual / 17).sqrt())
-    assert_close(mackay_noise(residual, 6 * gamma, count), (residual / 2).sqrt())
+    facts = SimpleNamespace(facts=SimpleNamespace(num_targets=20))
+    problem = SimpleNamespace(dtype=torch.float64, data=facts, moments=None)
+    residual, targets, sigma = torch.tensor([8.0, 30.0, 1.0]).double()
+    for freedom, left in ((gamma, 17), (6 * gamma, 2)):  # γ may come close to N
+        learnt, is_lost = mackay_noise(problem, sigma, residual, targets, freedom)
+        assert_close(learnt, (residual / left).sqrt())
+        assert not is_lost
     gamma, norm = torch.tensor([[1.0, 1.0, 0.0], [1e-30, 1.0, 0.0]]).double()
     precision = torch.full((3,), 7.0).double()
     updated = function_space_Mackay_update(gamma, norm, precision)

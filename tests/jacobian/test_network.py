@@ -205,9 +205,14 @@ def not_finite():
 REFUSED = {
     "no module": (TypeError, "Pass an nn.Module", lambda: (len, X, {})),
     "reentrant checkpoint": (
-        RuntimeError,
-        "use_reentrant=True",
+        NotImplementedError,
+        "reentrant.*'a.2.bias'.*use_reentrant=False",
         of(lambda m, x: checkpoint(m.b, m.a[0](x)[:, :3], use_reentrant=True)),
+    ),
+    "reentrant checkpoint of the first layers": (
+        NotImplementedError,
+        "reentrant.*'a.0.bias'.*use_reentrant=False",
+        of(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)[:, [0, 1, 1]])),
     ),
     "dropout": (ValueError, "disagree.*training=self", of(lambda m, x: m.a(F.dropout(x, 0.5)))),
     "not finite": (ValueError, "not finite.*weights", not_finite),
@@ -228,6 +233,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     """Each error names what is wrong and the remedy."""

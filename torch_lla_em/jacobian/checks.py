@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torch_lla_em.data import tensors_in
+from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import owns_weights
 from torch_lla_em.runtime import report
@@ -46,13 +46,18 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             "Two forward passes over the same inputs disagree: the model draws random numbers "
             "or keeps state in eval mode. F.dropout(x) needs training=self.training."
         )
+    unused = sorted(set(names) - reached_again)
+    if unused and _skips_weights(network, x):
+        raise NotImplementedError(
+            f"The model uses reentrant activation checkpointing, which has no derivatives in {unused[0]!r}. "
+            "Pass use_reentrant=False to torch.utils.checkpoint, or switch checkpointing off."
+        )
     if not reached_again:
         raise NotImplementedError(
             "The outputs do not depend on the parameters in the posterior: autograd records no "
             f"operation on {names[0]!r} or any other of them. Look for no_grad, detach or another "
             "copy of the model in the forward pass, or change `parameters`."
         )
-    unused = sorted(set(names) - reached_again)
     if unused:
         report(
             "log",
@@ -78,6 +83,16 @@ def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, s
             "Register it as a parameter, or leave it out of `parameters`."
         )
     return f.detach(), {name for name, leaf in leaves.items() if id(leaf) in ends}
+
+
+def _skips_weights(network: Network, x: Any) -> bool:
+    """Whether there is a reentrant checkpoint, of which only gradients of inputs leave a trace."""
+    with torch.enable_grad():
+        x = map_tensors(
+            lambda t: t.detach().requires_grad_().clone() if t.is_floating_point() else t, x
+        )
+        nodes = nodes_of(network.outputs(x))
+        return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
 
 
 def nodes_of(f: Tensor) -> Iterator[Any]:

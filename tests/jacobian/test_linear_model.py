@@ -44,6 +44,16 @@ def test_large_batches_take_few_columns_at_once():
         known = known._replace(names=())
 
 
+def test_factors_take_more_columns_at_once_than_the_layers_of_the_network():
+    """Columns of J of a first convolution need none of its many places."""
+    layers = nn.Conv2d(1, 8, 3, padding=1), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(8 * 9, 2)
+    linear, x = linear_model(net(*layers)), draw(400, 1, 24, 24)
+    linear.probe(x[:5])
+    with linear.network.guarded():
+        by_factors, otherwise = linear.at(x, 9), linear.by_autodiff(x)
+        assert type(by_factors) is ByFactors and by_factors.columns > 20 * otherwise.columns
+
+
 def test_a_first_batch_of_zeros_is_no_verdict():
     layers = {"layer": nn.Linear(2, 3, bias=False), "head": nn.Linear(3, 2, bias=False)}
     linear = linear_model(prepared(Calls(lambda m, x: m.head(F.relu(m.layer(x))), **layers)))

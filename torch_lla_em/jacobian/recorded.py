@@ -249,4 +249,11 @@ def by_factors(
         else:
             a = a[:, 0, :, 0] if a.dim() == 4 and a.shape[1] == a.shape[3] == 1 else a
             parts.append(Outer(call.names, a.clone() if keep else a, b))
-    return ByFactors(layout, f.detach(), parts, best)
+    # products by factors hold what the layers of these return, without places that a `Dense` has summed over
+    widths = [
+        f[0].numel(),
+        *(t.b.shape[2] for t in parts if not isinstance(t, Dense) and t.b is not None),
+    ]
+    of_one = known.example_bytes and max(widths) * f.itemsize
+    most = known._replace(example_bytes=of_one).columns(x, at_once)
+    return ByFactors(layout, f.detach(), parts, most)

@@ -20,7 +20,7 @@ print(constant.check(x, y))
 
 # %% [markdown]
 # `check` counts how many test prices are inside the 90 % intervals, for quarters of the diamonds by
-# carat ("feature 0"). The quarters differ, and the last line says what to do.
+# the predicted price ("predicted mean"). The quarters differ, and the last line says what to do.
 #
 # ## Predict the noise
 #

@@ -97,8 +97,10 @@ print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
 
 # %%
 level = 0.1
-control = RiskControl(la, [validation], level=level, classes=range(1, 5))
-sets, missed = control.sets(prediction.probs), control.loss(prediction.probs, test[1])
+x, y = validation
+control = RiskControl(la, [(x, y.where(y > 0, VOID))], level=level)  # the background does not count
+sets = control.sets(prediction.probs)
+missed = control.loss(prediction.probs, test[1].where(ink, VOID))
 print(f"smallest probability in a set {control.threshold:.3f}, classes in a set ", end="")
 print(
     f"{sets.sum(1)[ink].float().mean():.2f}, missed {missed.mean():.3f} (at most {level:g} expected)"

@@ -38,6 +38,8 @@ figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85
 </style><h1>{title}</h1>{body}</html>
 """
 
+_NOTHING = "Nothing: no problem was found."
+
 
 def report(
     la: Any, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
@@ -60,13 +62,14 @@ def report(
     of_scores = Table(
         f"Scores on {len(rows.targets):,} examples", [("", name, "posterior"), *cells]
     )
-    to_do = "".join(f"<li>{escape(words)}</li>" for words in to_do_for(la, rows))
-    to_do = f"<h2>What to do</h2><ul>{to_do or '<li>Nothing: no problem was found.</li>'}</ul>"
-    parts = [la._repr_html_(), of_scores._repr_html_(), to_do]
+    to_do, covered = to_do_for(la, rows), ""
     if la.reference is not None:
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
-            parts.append(la.check(loader)._repr_html_())
-    parts.append(f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>")
+            found = la.check(loader)
+            to_do, covered = to_do + found.problems, Table(*found._table())._repr_html_()
+    lines = "".join(f"<li>{escape(words)}</li>" for words in to_do or [_NOTHING])
+    parts = [la._repr_html_(), of_scores._repr_html_(), f"<h2>What to do</h2><ul>{lines}</ul>"]
+    parts += [covered, f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>"]
     numbers = Table("All numbers of the fit", la.details().rows[len(known) :])
     page = _PAGE.format(title=escape(title), body="".join([*parts, numbers._repr_html_()]))
     Path(path).write_text(page, encoding="utf-8")

@@ -62,6 +62,9 @@ def test_coverage_of_classes_is_shown_and_inputs_that_are_not_finite_are_named(t
     calibrated = copy.copy(la).calibrate(case.x + 0.1, case.y)
     page = page_of(calibrated, [(case.x, case.y)], tmp_path / "report.html")
     assert "Coverage at a level of 0.9" in page and "class 2" in page
+    page = page_of(calibrated, [(case.x, (case.y + 2) % 3)], tmp_path / "report.html")
+    to_do, covered = page.split("Coverage at a level of 0.9")
+    assert "(low)" in covered and "<li>The coverage is clearly below 0.9 for: all" in to_do
 
 
 def test_warnings_are_saved_with_the_posterior(tmp_path, caplog):

@@ -66,13 +66,12 @@ class Check(Printed):
     """The prediction of the examples."""
 
     @property
-    def findings(self) -> list[str]:
-        """What follows, as sentences."""
-        low = [group.name for group in self.groups if group.is_low(self.level)]
-        lines = ["No group has a coverage that is clearly below the level."]
+    def problems(self) -> list[str]:
+        """What was found, and what to do about it, as sentences."""
+        low, lines = [group.name for group in self.groups if group.is_low(self.level)], []
         if low:
             names = f"{self.level:g} for: {', '.join(low)}"
-            lines = [f"The coverage is clearly below {names}. {self._remedy(low)}"]
+            lines.append(f"The coverage is clearly below {names}. {self._remedy(low)}")
         blind = [f"{name} ({area:.2f})" for name, area in self.shifted.items() if area < _BLIND]
         if blind:
             lines.append(
@@ -80,6 +79,11 @@ class Check(Printed):
                 "Do not rely on is_ood for such shifts."
             )
         return lines
+
+    @property
+    def findings(self) -> list[str]:
+        """The problems, or that there are none."""
+        return self.problems or ["No group has a coverage that is clearly below the level."]
 
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
@@ -120,9 +124,8 @@ def check(
 ) -> Check:
     """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
-    Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the predicted noise or
-    entropy and by the features with the most extreme values. For images it also says how well ``is_ood`` detects
-    shifted copies of up to 200 of the examples.
+    Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the predicted entropy, or by
+    the predicted mean and noise. For images it also says how well ``is_ood`` detects shifted copies of up to 200 examples.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
@@ -148,14 +151,14 @@ def check(
         prediction, shifted = predicted(record, data), {}
         if record.reference is not None and record.reference.groups is not None:
             prediction = replace(prediction, stated=stated)
-        found = list(_groups(prediction, data.y, x, stated.groups, level))
+        found = list(_groups(prediction, data.y, stated.groups, level))
         if x is not None and x.is_floating_point() and x.dim() == 4:
             shifted = dict(_shifted(record, prediction, x[:_COPIES]))
     return Check(level, found, shifted, prediction)
 
 
 def _groups(
-    prediction: Prediction, y: Tensor, x: Tensor | None, labels: Tensor | None, level: float
+    prediction: Prediction, y: Tensor, labels: Tensor | None, level: float
 ) -> Iterator[GroupCoverage]:
     """Yield the coverage within each group."""
     reference, is_real = prediction.judged("check", True)[0], prediction.likelihood.real_valued
@@ -165,18 +168,16 @@ def _groups(
     else:
         sets = prediction.prediction_set(level)
         values = sets.gather(1, y.long()[:, None]), sets.sum(1), prediction.entropy
-    inside, size, noise = (v.double().reshape(len(y), -1).mean(1) for v in values)
+    inside, size, noise, mean = (
+        v.double().reshape(len(y), -1).mean(1) for v in (*values, prediction.expectation)
+    )
     rows: dict[str, tuple[Any, Any]] = {"all": (slice(None), slice(None))}
     kinds = ("group", labels, reference.groups), ("class", y, reference.classes)
     for kind, given, known in kinds[: 1 if is_real else 2]:
         for label in [] if given is None else given.unique().tolist():
             own = slice(None) if known is None else known == label
             rows[f"{kind} {int(label)}"] = given == label, own
-    columns = {"predicted noise" if is_real else "entropy": noise}
-    if x is not None and x.dim() == 2 and x.is_floating_point():
-        extreme = ((x - x.mean(0)) / x.std(0).clamp_min(1e-30)).abs().amax(0)
-        for feature in extreme.topk(min(3, x.shape[1])).indices.tolist():
-            columns[f"feature {feature}"] = x[:, feature].to(inside)
+    columns = {"predicted mean": mean, "predicted noise": noise} if is_real else {"entropy": noise}
     for name, values_of in columns.items():
         parts = values_of.argsort(stable=True).tensor_split(4)
         if values_of.min() < values_of.max():

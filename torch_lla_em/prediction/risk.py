@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Any
 
@@ -23,9 +23,9 @@ class RiskControl:
 
     Args:
         predict (callable): Inputs -> probabilities, such as a fitted ``LinearisedLaplace``.
-        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read one by one.
+        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read one by one. Pixels whose
+            label is not a class, such as -100, do not count; an image of them alone has the loss 0.
         level (float): Largest expected loss. Default 0.1.
-        classes (sequence of int, optional): Only pixels with these labels count. Images without any have the loss 0.
         class_dim (int): Axis of the classes in the probabilities. Default 1.
 
     Attributes:
@@ -48,16 +48,15 @@ class RiskControl:
         predict: Callable[[Any], Tensor],
         loader: Iterable[tuple[Any, Tensor]],
         level: float = 0.1,
-        classes: Sequence[int] | None = None,
         class_dim: int = 1,
     ):
         """Choose the threshold; the class documents the arguments."""
         require_share(level)
-        self._classes, self._class_dim = classes, class_dim
-        grid, self.num_images = _thresholds(), 0
+        self._class_dim, self.num_images = class_dim, 0
+        grid = torch.linspace(-16, 16, 4096, dtype=torch.float64, device="cpu").sigmoid()
         total = torch.zeros_like(grid)
         for inputs, labels in loader:
-            for chosen, counts in _chosen(predict(inputs), labels, classes, class_dim):
+            for chosen, counts in _chosen(predict(inputs), labels, class_dim):
                 if (chosen[counts] < 0).any():
                     raise ValueError(
                         f"Probabilities of image {self.num_images} are NaN, so no threshold bounds the loss: "
@@ -94,14 +93,12 @@ class RiskControl:
             labels (Tensor): Labels, as those of ``loader``.
         """
         missed = torch.zeros(len(labels), dtype=torch.float64, device="cpu")
-        for i, (p, kept) in enumerate(_chosen(probs, labels, self._classes, self._class_dim)):
+        for i, (p, kept) in enumerate(_chosen(probs, labels, self._class_dim)):
             missed[i] = (p[kept] < self.threshold).sum() / max(1, int(kept.sum()))
         return missed
 
 
-def _chosen(
-    probs: Tensor, labels: Tensor, classes: Sequence[int] | None, class_dim: int
-) -> list[tuple[Tensor, Tensor]]:
+def _chosen(probs: Tensor, labels: Tensor, class_dim: int) -> list[tuple[Tensor, Tensor]]:
     """Return, for every image, the probability of each pixel's label, and which pixels count."""
     p = probs.movedim(class_dim, -1)
     if p.shape[:-1] != labels.shape:
@@ -113,11 +110,4 @@ def _chosen(
     index = labels.where(known, 0).long().to(p.device).unsqueeze(-1)
     # NaN is in no set, also not in that of all classes
     own = p.gather(-1, index).squeeze(-1).double().cpu().flatten(1).nan_to_num(nan=-1.0)
-    if classes is not None:
-        known &= torch.isin(labels, torch.as_tensor(list(classes), device=labels.device))
     return list(zip(own, known.cpu().flatten(1)))
-
-
-def _thresholds() -> Tensor:
-    """Return the thresholds that can be chosen, on an even grid of logits."""
-    return torch.linspace(-16, 16, 4096, dtype=torch.float64, device="cpu").sigmoid()

@@ -16,7 +16,6 @@ from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
-from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.problem.problem import Problem
 
 
@@ -145,7 +144,7 @@ def prediction_of(
 ) -> Prediction:
     """The prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C)."""
     parts = (likelihood,), (centre,), (deviations,)
-    return Prediction(FunctionMixture(*parts, centre.new_ones(1)), class_dim)
+    return Prediction(*parts, centre.new_ones(1), class_dim=class_dim)
 
 
 class Basis(StochasticPrior):

@@ -16,6 +16,7 @@ from torchmetrics.functional.classification import (
 )
 
 from torch_lla_em import Prediction
+from torch_lla_em.prediction.functions import functions_at
 
 _LABELS, _BATCHES = 10, 500
 _NINETY = 1.6449
@@ -27,7 +28,7 @@ Groups = dict[str, Tensor]
 
 def functions_of(prediction: Prediction) -> Tensor:
     """Return functions of equal weight, (S, B, ..., C), whose averages are as exact as the prediction's own."""
-    found, weights = prediction.mixture.functions()
+    found, weights = functions_at(prediction)
     if weights is None:
         return found
     counts = (weights / weights[0]).round().clamp_max(1024).long()

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
 from torch_lla_em.likelihoods import Classification, Regression
+from torch_lla_em.prediction.functions import functions_at
 from torch_lla_em.prediction.neighbours import output_variance, without_itself
 from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.reference import errors_of
@@ -143,7 +144,7 @@ def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     x = x[:400]
     (Jw,) = la.posterior.at(x).Jw
     assert_close(la.posterior.result.examples, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
-    p = la.predict(x, mean="linear").mixture.functions()[0].softmax(-1)
+    p = functions_at(la.predict(x, mean="linear"))[0].softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
     (training,), found = la.posterior.at(x).training, la.posterior.training_distances
@@ -164,7 +165,7 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
         share = (la.posterior.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
         assert_close(found.mean, share[:, None] * plain.mean)
-        own, other = (p.mixture.deviations[0] for p in (found, plain))
+        own, other = (p.deviations[0] for p in (found, plain))
         assert_close(own, other)
 
 
@@ -214,7 +215,7 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         mine = la.predict(x[500:600], groups=torch.full((100,), g))
         errors = reference.errors[reference.groups == g].sort(0).values
         bound = errors[-(-(len(errors) + 1) * 9 // 10) - 1]
-        of_all = errors_of(own.mixture, torch.zeros(100).long())
+        of_all = errors_of(own, torch.zeros(100).long())
         sets = mine.prediction_set(0.9)
         assert torch.equal(sets[:, 0], (of_all <= bound + prediction.ties)[:, 0])
         assert torch.equal(both[mixed == g], sets[mixed == g])
@@ -287,7 +288,7 @@ def test_weights_reach_the_ranks_and_files_keep_what_was_stated(blobs, tmp_path)
     ties = judged.scored.values, prediction.ties, judged.scored.units
     assert_close(prediction.p_value, p_values(reference.unusual, *ties, **given))
     bounds = quantiles(reference.errors, 0.8, **given)
-    inside = errors_of(judged.mixture, torch.zeros(100).long()) <= bounds + prediction.ties
+    inside = errors_of(judged, torch.zeros(100).long()) <= bounds + prediction.ties
     assert torch.equal(prediction.prediction_set(0.8)[:, 0], inside[:, 0])
     safe = la.predict(x[300:400]).prediction_set(0.8)  # inputs without a weight have the largest
     assert (safe >= la.predict(x[300:400], weights=[weights.min()] * 100).prediction_set(0.8)).all()

@@ -1,7 +1,6 @@
 """Every member of a Prediction against a direct formula."""
 
 import weakref
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,8 +17,9 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
+from torch_lla_em.prediction import Prediction
 from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, functions_of
-from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.prediction.targets import gaussians
 
 K, B, C = 9, 4, 3
 LABELS = torch.tensor([0, 2, 1, 1])
@@ -31,7 +31,7 @@ def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
 
 
 def parts_of(p):
-    return p.mixture.likelihoods, p.mixture.centres, p.mixture.deviations
+    return p.likelihoods, p.centres, p.deviations
 
 
 def mixture(likelihood, *sites, outputs=C, class_dim=-1, weights=(0.5, 0.2, 0.3), samples=10):
@@ -42,25 +42,24 @@ def mixture(likelihood, *sites, outputs=C, class_dim=-1, weights=(0.5, 0.2, 0.3)
         draw(2, *plain.centre.shape, seed=7),
     )
     parts = kinds * 3, (*centres, *functions), (deviations, deviations[:0], deviations[:0])
-    own = FunctionMixture(*parts, torch.tensor(weights).double(), (0,) * 3)
-    return replace(plain, mixture=own)
+    return Prediction(*parts, torch.tensor(weights).double(), (0,) * 3, class_dim)
 
 
 def together(*predictions):
     """The mixture of several posteriors, as an ensemble has it."""
     parts = (sum(each, ()) for each in zip(*map(parts_of, predictions)))
-    owners = tuple(i for i, p in enumerate(predictions) for _ in p.mixture.centres)
-    weights = torch.cat([p.mixture.weights for p in predictions]) / len(predictions)
-    return replace(predictions[0], mixture=FunctionMixture(*parts, weights, owners))
+    owners = tuple(i for i, p in enumerate(predictions) for _ in p.centres)
+    weights = torch.cat([p.weights for p in predictions]) / len(predictions)
+    return Prediction(*parts, weights, owners, predictions[0].class_dim)
 
 
 def functions_and_mean(p, at_least=FUNCTIONS):
     """The functions of all components, and the mean over them by the components' weights."""
     each = [
         c + functions_of(d, at_least) if len(d) else c[None]
-        for c, d in zip(p.mixture.centres, p.mixture.deviations)
+        for c, d in zip(p.centres, p.deviations)
     ]
-    weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in zip(p.mixture.weights, each)])
+    weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in zip(p.weights, each)])
     return torch.cat(each), lambda values: torch.tensordot(weights, values, 1)
 
 
@@ -118,7 +117,7 @@ def test_members_are_averages_over_functions(likelihood, class_dim, make):
     targets = y if is_class else y.movedim(-1, class_dim)
     assert_close(p.log_prob(targets), mean(each(given).exp()).log())
     together = 0.0
-    for weight, centre, deviations in zip(p.mixture.weights, *parts_of(p)[1:]):
+    for weight, centre, deviations in zip(p.weights, *parts_of(p)[1:]):
         f = centre + functions_of(deviations, JOINT) if len(deviations) else centre[None]
         together = together + weight * each(of(f)).sum(1).exp().mean()
     assert_close(p.joint_log_prob(targets), together.log())
@@ -172,8 +171,8 @@ def test_single_functions_are_certain_and_others_have_their_error():
     m = mixture(Classification())
     first = prediction_of(*(each[0] for each in parts_of(m)))
     assert_close(m.standard_error, 0.5 * first.standard_error)
-    sure = prediction_of(Classification(), m.mixture.f, torch.zeros(1, B, C).double())
-    each = m.mixture.f.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
+    sure = prediction_of(Classification(), m.f, torch.zeros(1, B, C).double())
+    each = m.f.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
     assert_close(sure.log_prob(LABELS), each)
     assert_close(sure.joint_log_prob(LABELS), each.sum())
     p = prediction(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
@@ -218,9 +217,7 @@ def test_functions_keep_covariance_and_mean(count):
 def test_samples_of_mixtures_come_in_its_shares():
     p, other = mixture(Classification(), samples=200), mixture(Classification(), samples=50)
     for first in (20, 200):
-        counts = [
-            (p.samples[:first] == f).all(-1).all(-1).sum().item() for f in p.mixture.centres[1:]
-        ]
+        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in p.centres[1:]]
         assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
     both = together(p, other)
     assert_close(both.probs, (p.probs + other.probs) / 2)
@@ -259,7 +256,7 @@ def test_neither_chunks_nor_garbage_matter(monkeypatch):
         return [*values, p.joint_log_prob(y), *p.credible_interval()]
 
     whole = everything()
-    monkeypatch.setattr("torch_lla_em.prediction.mixture.NUMBERS", 1)
+    monkeypatch.setattr("torch_lla_em.prediction.functions.NUMBERS", 1)
     assert_close(everything(), whole)
     for make in (prediction, mixture):
         other = make(Classification())
@@ -288,7 +285,7 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
         p = together(p, prediction_of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
-    density = p.mixture.gaussians()
+    density = gaussians(p, "cdf")
     each = Normal(density.means[:, None], density.deviations[:, None]).log_prob(grid).exp()
     whole = (density.weights.view(-1, 1, 1, 1) * each).sum(0)
     if outputs == 1:  # the same density as that of log_prob

@@ -1,7 +1,7 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-A ``prediction`` is a ``mixture`` of components, of which it has moments and densities by the
-averages of ``functions`` and ``scores``; ``comparison`` compares it with a ``reference``. ``pushforward`` makes it from the
+A ``prediction`` is a mixture of components, of which it has moments and densities by the averages of ``functions``
+and ``scores``; ``targets`` has its intervals and draws, and ``comparison`` compares it with a ``reference``. ``pushforward`` makes it from the
 outputs and products of inputs, and ``neighbours`` shrinks it far from training examples. ``calibration``, ``passes``,
 ``check`` and ``validation`` use held-out data, and ``moved`` training examples in their place. ``posterior`` is the
 frozen record of a fit or of several, and ``stored`` writes and reads it. ``predictor`` and ``calibrates`` have the

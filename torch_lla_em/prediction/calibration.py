@@ -193,7 +193,7 @@ def reference_of(
 ) -> Reference:
     """Return the scores of examples to which these numbers were not fitted, ``folds`` if each member has its own."""
     parts = [part.part(part.likelihood.labelled(part.y)) for part in parts]
-    each = [(part.mixture(table, noise), part) for part in parts]
+    each = [(part.prediction(table, noise), part) for part in parts]
     return Reference(
         table,
         each[0][0].likelihood.observation_noise,
@@ -239,7 +239,9 @@ def _table(rows: Rows, like: Tensor) -> Tensor:
 
 def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None = None) -> Tensor:
     """Return log p(y | x) of every example, (N,)."""
-    return torch.cat([p.mixture(table, noise).log_prob(p.y) for own in parts for p in own.pieces()])
+    return torch.cat(
+        [p.prediction(table, noise).log_density(p.y) for own in parts for p in own.pieces()]
+    )
 
 
 def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> Tensor | None:
@@ -247,7 +249,7 @@ def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> T
     found: list[Tensor] = []
     for part, table in zip(parts, tables):
         for piece in part.pieces():
-            mean = piece.mixture(table).expected()
+            mean = piece.prediction(table).expectation
             if not part.likelihood.real_valued or mean.shape != piece.y.shape:
                 return None
             found.append((mean - piece.y).square().reshape(len(mean), -1).mean(1))
@@ -300,7 +302,7 @@ def _searched(
         total, theta.grad = 0.5 * apart.square().sum(), apart / deviations
         for piece in (piece for part in parts for piece in part.pieces()):
             with torch.enable_grad():
-                loss = -piece.mixture(*numbers.at(theta)).log_prob(piece.y).sum()
+                loss = -piece.prediction(*numbers.at(theta)).log_density(piece.y).sum()
             total += loss.detach()
             theta.grad += torch.autograd.grad(loss, theta)[0]
         return total

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.reference import Reference, Score, chosen
 from torch_lla_em.prediction.scores import (
     ROUNDING,
@@ -98,13 +97,13 @@ def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
     Example:
         >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
     """
-    if not has_classes(prediction.likelihood, prediction.mixture.f):
+    if not has_classes(prediction.likelihood, prediction.f):
         raise TypeError(
             "prediction_set is for one class label per example: use interval(level) for a regression, and "
             "RiskControl(la, validation_loader) for a label at every pixel or token."
         )
     reference, own = prediction.judged("prediction_set", by_labels=True)
-    probs = own.mixture.expected()
+    probs = own.expectation
     threshold = reference.quantiles(reference.errors, level, prediction.stated, probs.shape[1])
     inside: Tensor = prediction.shaped(conformal_set(probs, threshold, prediction.ties))
     return inside
@@ -130,18 +129,18 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     Example:
         >>> lower, upper = regression.predict(x).interval(level=0.8)
     """
-    if not has_values(prediction.likelihood, prediction.mixture.f):
+    if not has_values(prediction.likelihood, prediction.f):
         raise TypeError(
             "interval is for continuous targets of shape (B,) or (B, C): use prediction_set(level) for classes, and "
             "credible_interval(level) otherwise."
         )
     reference, own = prediction.judged("interval", by_labels=True)
-    centre, errors = own.mixture.expected(), reference.errors
+    centre, errors = own.expectation, reference.errors
     if joint and centre.shape[1:].numel() > 1:
         errors = errors.amax(1, keepdim=True)
     size = reference.quantiles(errors, level, prediction.stated)
     folds = reference.folds is not None
-    variance = _variance_of_error(own.mixture) if folds else own.mixture.variance()
+    variance = _variance_of_error(own) if folds else own.predictive_variance
     ends = conformal_interval(centre, variance, size, prediction.ties)
     return Interval(*map(prediction.shaped, ends))
 
@@ -156,7 +155,7 @@ def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Referen
     """
     reference = prediction.reference
     if prediction.origin is None or reference is None or (by_labels and reference.errors is None):
-        several = prediction.mixture.owners[-1] > 0
+        several = prediction.owners[-1] > 0
         la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
         raise ValueError(
             f"{name} compares inputs with a validation set, but this prediction has none. "
@@ -167,11 +166,11 @@ def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Referen
     return reference, prediction.by_reference
 
 
-def _variance_of_error(mixture: FunctionMixture) -> Tensor:
+def _variance_of_error(prediction: Any) -> Tensor:
     """Return the expected squared error of the mean of all members, from the mean v of their variances.
 
     It is v - D with the variance D of their means; v / (1 + D / v) is that to first order, and positive.
     """
-    v = torch.stack([member.variance() for member in mixture.posteriors]).mean(0)
-    means = torch.stack([member.expected() for member in mixture.posteriors])
+    v = torch.stack([member.predictive_variance for member in prediction.members]).mean(0)
+    means = torch.stack([member.expectation for member in prediction.members])
     return v / (1 + means.var(0, correction=0) / v)

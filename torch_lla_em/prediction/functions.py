@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import log, prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from torch_lla_em.prediction.scores import NUMBERS
+from torch_lla_em.runtime import without_autocast
+
+Take = Callable[[Tensor, "Tensor | None", slice], Tensor]
+"""Maps functions (S, b, ..., C), their weights (S,) or None, and the rows of these examples to values."""
 
 FUNCTIONS = 64
 """The least number of functions in an average over one example.
@@ -60,6 +68,43 @@ def _rotations(count: int, sets: int) -> np.ndarray:
     return rotations
 
 
+def functions_at(
+    prediction: Any, rows: slice = slice(None), at_least: int = FUNCTIONS
+) -> tuple[Tensor, Tensor | None]:
+    """Return S functions of a prediction, (S, B, ..., C), those of its first component first, and their weights; None: equal."""
+    each = [
+        centre[rows] + functions_of(d[:, rows], at_least) if len(d) else centre[None, rows]
+        for centre, d in zip(prediction.centres, prediction.deviations)
+    ]
+    if len(each) == 1:
+        return each[0], None
+    shares = [(weight / len(f)).expand(len(f)) for weight, f in zip(prediction.weights, each)]
+    return torch.cat(each), torch.cat(shares)
+
+
+def over_rows(prediction: Any, take: Take, dim: int = 0, at_least: int = FUNCTIONS) -> Tensor:
+    """Apply ``take`` to all functions of a few examples at a time."""
+    f = prediction.centres[0]
+    count = sum(2 * len(d) + max(at_least, 2 * len(d)) for d in prediction.deviations)  # at most
+    step = max(1, NUMBERS // max(1, count * f.shape[1:].numel()))
+    with without_autocast(f.device):
+        if len(f) <= step:  # states no number of rows, so that exported programs take any
+            return take(*functions_at(prediction, at_least=at_least), slice(None))
+        parts = map(slice, range(0, len(f), step), range(step, len(f) + step, step))
+        return torch.cat([take(*functions_at(prediction, p, at_least), p) for p in parts], dim)
+
+
+def in_shares(samples: Tensor, others: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Return samples, (K, B, ..., C), of which other functions replace some in proportion to the weights of all."""
+    every = torch.cat([samples, *(f[None] for f in others)])
+    count = torch.arange(len(samples), device="cpu")
+    # multiples of the golden ratio have the shares among the first few, too
+    places = ((count.double() + 0.5) * (5**0.5 - 1) / 2).frac()
+    ends = weights.detach().double().cpu().cumsum(0)
+    at = torch.searchsorted(ends / ends[-1], places).clamp(max=len(ends) - 1)
+    return every[torch.where(at > 0, len(count) + at - 1, count).to(every.device)]
+
+
 def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the logarithm of the mean of exp(values) over the first axis."""
     if weights is None:
@@ -67,7 +112,7 @@ def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
     return (values.movedim(0, -1) + weights.log().to(values)).logsumexp(-1)
 
 
-def quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
+def weighted_quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
     """Return a quantile over the first axis, between the least and the largest value of share 0 and 1."""
     values, order = values.sort(0)
     if weights is None:

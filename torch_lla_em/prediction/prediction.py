@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,19 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import comparison
-from torch_lla_em.prediction.functions import log_mean_exp, quantile
-from torch_lla_em.prediction.mixture import FunctionMixture
+from torch_lla_em.likelihoods import Likelihood, average, mean_square
+from torch_lla_em.prediction import comparison, targets
+from torch_lla_em.prediction.functions import JOINT, in_shares, log_mean_exp, over_rows
 from torch_lla_em.prediction.reference import Reference, Scored, Stated, ood_scores
-from torch_lla_em.prediction.scores import (
-    Interval,
-    aligned,
-    gaussian_entropy,
-    require_share,
-    rounding,
-)
+from torch_lla_em.prediction.scores import aligned, gaussian_entropy, rounding
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
+from torch_lla_em.runtime import without_autocast
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -38,8 +33,20 @@ class Prediction(Printed):
         >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
 
-    mixture: FunctionMixture
-    """The components with their weights, classes last: each posterior, and single functions such as the network."""
+    likelihoods: tuple[Likelihood, ...]
+    """The likelihood of each component, with its observation noise: posteriors, and functions such as the network."""
+
+    centres: tuple[Tensor, ...]
+    """The mean of f of each, (B, ..., C), classes last."""
+
+    deviations: tuple[Tensor, ...]
+    """The samples of each minus its mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 for a function."""
+
+    weights: Tensor
+    """The weight of each, (components,), with sum 1."""
+
+    owners: tuple[int, ...] = (0,)
+    """The number of the posterior of each. The first component of a posterior has the samples."""
 
     class_dim: int = -1
     """The axis of the classes in the network's outputs."""
@@ -59,61 +66,117 @@ class Prediction(Printed):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, of an ensemble that of the first member: they may differ in σ."""
-        return self.mixture.likelihoods[0]
+        return self.likelihoods[0]
 
     @property
+    def f(self) -> Tensor:
+        """The mean of the first component, for its shape, dtype and device."""
+        return self.centres[0]
+
+    @cached_property
     def members(self) -> tuple[Prediction, ...]:
         """The prediction of each posterior: of a single one, or of all members of an ensemble."""
         return tuple(
-            replace(self, mixture=own, origin=self.origin and self.origin.member(i))
-            for i, own in enumerate(self.mixture.posteriors)
+            self.of_some(
+                [i for i, n in enumerate(self.owners) if n == k],
+                self.origin and self.origin.member(k),
+            )
+            for k in range(1 + self.owners[-1])
         )
+
+    def of_some(self, some: list[int], origin: Any = None) -> Prediction:
+        """Return the prediction of some of the components, as one posterior.
+
+        Args:
+            some (list): Their numbers.
+            origin (Pushforward, optional): What they are of.
+        """
+        lists = self.likelihoods, self.centres, self.deviations
+        parts: list[Any] = [tuple(own[i] for i in some) for own in lists]
+        weights = self.weights[some]
+        parts += [weights / weights.sum(), (0,) * len(some), self.class_dim, origin]
+        parts += [self.reference, self.stated, self.room]
+        return Prediction(*parts)
+
+    def map(self, change: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Prediction:
+        """Return the prediction of some inputs, alone, with every tensor of values changed.
+
+        Args:
+            change (callable): Maps tensors whose last axes are (B, ..., C).
+            rows (slice): Which inputs. Default: all.
+        """
+        centres = tuple(change(centre[rows]) for centre in self.centres)
+        deviations = tuple(change(d[:, rows]) for d in self.deviations)
+        parts = self.likelihoods, centres, deviations, self.weights, self.owners
+        return Prediction(*parts, self.class_dim)
 
     # f
 
     @property
     def centre(self) -> Tensor:
         """The mean of f, with the classes last."""
-        return self.mixture.mean()
+        return self._averaged(self.centres)
 
     @property
     def mean(self) -> Tensor:
         """The mean of f, shape (B, ..., C)."""
-        return self.shaped(self.mixture.mean())
+        return self.shaped(self.centre)
 
     @property
     def variance(self) -> Tensor:
         """The variance of f, without observation noise, shape (B, ..., C)."""
-        return self.shaped(self.mixture.variance_of_f())
+        return self.shaped(self._total(map(mean_square, self.deviations), self.centres))
 
     @property
     def covariance(self) -> Tensor:
         """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
-        return self.mixture.covariance(lambda rows: self.shaped(rows, 1).flatten(1))
+        mean, found = self.centre, []
+        with without_autocast(mean.device):
+            for centre, deviations in zip(self.centres, self.deviations):
+                size = max(1, len(deviations)) ** 0.5
+                rows = torch.cat([deviations / size, (centre - mean)[None]])
+                rows = self.shaped(rows, 1).flatten(1)
+                found.append(rows.T @ rows)
+        return self._averaged(found)
 
     @property
     def samples(self) -> Tensor:
         """K samples of f, (K, B, ..., C), joint over inputs: f + √τ J w_k for a single posterior.
 
-        Further functions of the mixture replace some of them in proportion to their weight. An
+        Further components replace some of them in proportion to their weight. An
         ensemble has the samples of all members.
         """
-        return self.shaped(self.mixture.samples(), 1)
+        found = []
+        for each in self.members:
+            first, *others = each.centres
+            samples = first + each.deviations[0]
+            found.append(in_shares(samples, others, each.weights) if others else samples)
+        return self.shaped(torch.cat(found), 1)
+
+    def joint_deviations(self) -> Tensor:
+        """Return samples minus the mean, classes last: those of the posterior, or those of all posteriors."""
+        if self.owners[-1] == 0:
+            return self.deviations[0]
+        mean = self.centre
+        return torch.cat([m.deviations[0] + (m.centre - mean) for m in self.members])
 
     # y
 
     @property
     def expectation(self) -> Tensor:
         """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        found = self.mixture.expected()
-        return found if self.class_dim == -1 else self.shaped(found)
+        mean = self.likelihoods[0].mean
+        if self.likelihoods[0].real_valued:
+            return self.shaped(mean(self.centre))
+        return self.shaped(over_rows(self, lambda f, weights, _: average(mean(f), weights)))
 
     @property
     def predictive_variance(self) -> Tensor:
         """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each indicator."""
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
-        return self.shaped(self.mixture.variance())
+        aleatoric, epistemic = self.uncertainties()
+        return self.shaped(aleatoric + epistemic)
 
     @property
     def standard_error(self) -> Tensor:
@@ -122,23 +185,38 @@ class Prediction(Printed):
         It is that of the samples' covariance, and has not the errors of λ and of the curvature. On seven tables,
         fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for continuous targets and NaN for
         a single sample.
+
+        An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over the samples is
+        therefore that of their covariance, which rotations do not reduce.
         """
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)
-        return self.shaped(self.mixture.squared_error().sqrt())
+        each = []
+        for own in self.members:
+            mean, K = own.likelihood.mean, len(own.deviations[0])
+
+            def squared(f: Tensor, *_: Any, mean: Any = mean, K: int = K) -> Tensor:
+                values, half = mean(f), len(f) // 2
+                pairs = 0.5 * (values[:K] + values[half : half + K])
+                # NaN for a single sample, and 0 without
+                apart: Tensor = (pairs - pairs.mean(0)).square().sum(0)
+                return apart / (K * (K - 1) if K else 1)
+
+            each.append(own.weights[0] ** 2 * over_rows(own.of_some([0]), squared))
+        return self.shaped((torch.stack(each).mean(0) / len(each)).sqrt())
 
     @property
     def probs(self) -> Tensor:
         """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a probability."""
-        self._require(self.likelihood.gives_probabilities, "probs")
+        self._require_probabilities("probs")
         return self.expectation
 
     @property
     def log_probs(self) -> Tensor:
         """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow."""
-        self._require(self.likelihood.gives_probabilities, "log_probs")
+        self._require_probabilities("log_probs")
         log_mean = self.likelihood.log_mean
-        found = self.mixture.over_rows(lambda f, weights, _: log_mean_exp(log_mean(f), weights))
+        found = over_rows(self, lambda f, weights, _: log_mean_exp(log_mean(f), weights))
         return self.shaped(found)
 
     @property
@@ -148,87 +226,33 @@ class Prediction(Printed):
         For regression it is that of a Gaussian with the same mean and variance.
         """
         if self.likelihood.real_valued:
-            return self.shaped(gaussian_entropy(self.mixture.variance()))
+            return gaussian_entropy(self.predictive_variance)
         entropy = self.likelihood.entropy
-        return self.shaped(self.mixture.over_rows(lambda f, w, _: entropy(f, w)))
+        return self.shaped(over_rows(self, lambda f, w, _: entropy(f, w)))
 
     @property
     def aleatoric(self) -> Tensor:
         """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self.shaped(self.mixture.uncertainties()[0])
+        return self.shaped(self.uncertainties()[0])
 
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self.shaped(self.mixture.uncertainties()[1])
+        return self.shaped(self.uncertainties()[1])
 
-    def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return the interval between equal tails: of continuous targets y, otherwise of E[y | f].
+    def uncertainties(self) -> tuple[Tensor, Tensor]:
+        """Return the aleatoric and the epistemic uncertainty, classes last."""
+        likelihood, mean = self.likelihood, self.likelihood.mean
+        if likelihood.observation_noise is not None:  # mean is linear
+            means = map(mean, self.centres)
+            spread = self._total((mean_square(mean(d)) for d in self.deviations), means)
+            each = (own.variance(centre) for own, centre in zip(self.likelihoods, self.centres))
+            return self._averaged(each), spread
+        both = over_rows(self, lambda f, w, _: torch.stack(likelihood.uncertainties(f, w)), 1)
+        return both[0], both[1]
 
-        Args:
-            level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
-                guaranteed coverage use ``interval``, after ``calibrate``.
-
-        Returns:
-            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
-
-        Example:
-            >>> lower, upper = la.predict(x).credible_interval(0.9)
-        """
-        tails = 0.5 - 0.5 * require_share(level), 0.5 + 0.5 * level
-        if self.likelihood.real_valued:
-            return Interval(*map(self.quantile, tails))
-        mean = self.likelihood.mean
-
-        def quantiles(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
-            return torch.stack([quantile(mean(f), share, weights) for share in tails])
-
-        return Interval(*map(self.shaped, self.mixture.over_rows(quantiles, 1)))
-
-    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training data.
-
-        Args:
-            n (int): Number of draws. Default 1.
-            generator (torch.Generator, optional): Source of randomness. Default None: torch's own.
-
-        Example:
-            >>> y = regression.predict(x).sample(100)
-        """
-        return self.shaped(self.mixture.sample(n, generator), 1)
-
-    def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y <= y) of each continuous output on its own, (B, ..., C).
-
-        Args:
-            y (Tensor): Targets, as in the training data.
-        """
-        self._require(self.likelihood.real_valued, "cdf")
-        return self.shaped(self.mixture.gaussians().cdf(self._aligned(y)))
-
-    def quantile(self, q: float) -> Tensor:
-        """Return the value that each continuous output is below with probability q, (B, ..., C).
-
-        Args:
-            q (float): A probability, between 0 and 1.
-
-        Example:
-            >>> median = regression.predict(x).quantile(0.5)
-        """
-        self._require(self.likelihood.real_valued, "quantile")
-        return self.shaped(self.mixture.gaussians().quantile(require_share(q, "q")))
-
-    def crps(self, y: Tensor) -> Tensor:
-        """Return the continuous ranked probability score of each output, (B, ..., C), in closed form; lower is better.
-
-        Args:
-            y (Tensor): Targets, as in the training data.
-
-        Example:
-            >>> score = regression.predict(x).crps(regression.predict(x).mean).mean()
-        """
-        self._require(self.likelihood.real_valued, "crps")
-        return self.shaped(self.mixture.gaussians().crps(self._aligned(y)))
+    credible_interval, sample = targets.credible_interval, targets.sample
+    cdf, quantile, crps = targets.cdf, targets.quantile, targets.crps
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example on its own, (B,); several continuous outputs count as independent.
@@ -239,7 +263,7 @@ class Prediction(Printed):
         Example:
             >>> nll = -la.predict(x).log_prob(y).mean()
         """
-        return self.mixture.log_prob(self._aligned(y))
+        return self.log_density(self.aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed form.
@@ -247,14 +271,35 @@ class Prediction(Printed):
         Args:
             y (Tensor): Targets, as in the training data.
         """
-        return self.mixture.log_prob(self._aligned(y), joint=True)
+        return self.log_density(self.aligned(y), joint=True)
+
+    def log_density(self, y: Tensor, joint: bool = False) -> Tensor:
+        """Return the same of targets that are aligned.
+
+        Args:
+            y (Tensor): Targets with the outputs last.
+            joint (bool): Whether it is that of all inputs together. Default False.
+        """
+        found = []
+        for i, own in enumerate(self.likelihoods):
+            known = own.predictive_log_prob(self.centres[i], self.deviations[i], y, joint)
+            found.append(self.of_some([i])._averaged_density(y, joint) if known is None else known)
+        return log_mean_exp(torch.stack(found), self.weights)
+
+    def _averaged_density(self, y: Tensor, joint: bool) -> Tensor:
+        """Return it for a single component, as an average over functions."""
+        own = self.likelihood.log_prob
+        if joint:
+            each = over_rows(self, lambda f, _, rows: own(f, y[rows]), 1, JOINT)
+            return log_mean_exp(each.sum(1))
+        return over_rows(self, lambda f, _, rows: log_mean_exp(own(f, y[rows])))
 
     # comparison with a validation set
 
     @cached_property
     def scored(self) -> Scored:
         """The out-of-distribution scores that p-values compare, and their units."""
-        return ood_scores(self.mixture, *(self.origin.distances() if self.origin else (None, None)))
+        return ood_scores(self, *(self.origin.distances() if self.origin else (None, None)))
 
     @property
     def p_value(self) -> Tensor:
@@ -277,37 +322,43 @@ class Prediction(Printed):
 
     @cached_property
     def by_reference(self) -> Prediction:
-        """The prediction by the numbers that the scores of the reference are of."""
+        """The prediction by the numbers that the scores of the reference are of, classes last."""
         reference, sigma, noise = self.reference, self.origin.likelihood.observation_noise, None
         if reference.sigma is not None and sigma is not None:
             noise = reference.sigma / sigma.to(reference.sigma)
-        return replace(self, mixture=self.origin.mixture(reference.table, noise), reference=None)
-
-    def first(self, count: int) -> Prediction:
-        """Return the prediction of the first few inputs, detached, without what they are compared with.
-
-        Args:
-            count (int): The number of inputs.
-        """
-        return Prediction(self.mixture.part(slice(count)).map(Tensor.detach), self.class_dim)
+        found: Prediction = self.origin.prediction(reference.table, noise)
+        return replace(found, class_dim=-1)
 
     @property
     def ties(self) -> float:
         """Relative difference up to which scores are ties."""
-        return max(self.room, rounding(self.mixture.f.dtype))
+        return max(self.room, rounding(self.f.dtype))
 
-    def _aligned(self, y: Tensor) -> Tensor:
-        return aligned(self.likelihood, y, self.mixture.f, self.class_dim)
+    def aligned(self, y: Tensor) -> Tensor:
+        """Return targets with the outputs last; raise an error if they do not fit.
 
-    def _require(self, holds: bool, name: str) -> None:
-        if not holds:
-            kind, what = type(self.likelihood).__name__, "its E[y] is not a probability"
-            if not name.endswith("probs"):
-                what = "its targets are not continuous"
-            raise TypeError(
-                f"A prediction under {kind} has no .{name}: {what}. Use .expectation, "
-                ".credible_interval(level) or log_prob(y)."
-            )
+        Args:
+            y (Tensor): Targets, as in the training data.
+        """
+        return aligned(self.likelihood, y, self.f, self.class_dim)
+
+    def _require_probabilities(self, name: str) -> None:
+        holds = self.likelihood.gives_probabilities
+        targets.require_kind(holds, self, name, "its E[y] is not a probability")
+
+    def _averaged(self, values: Iterable[Tensor]) -> Tensor:
+        """Return the mean of a quantity over the components."""
+        first, *others = values
+        return average(torch.stack([first, *others]), self.weights) if others else first
+
+    def _total(self, within: Iterable[Tensor], means: Iterable[Tensor]) -> Tensor:
+        """Return the mean of a variance over the components, plus the variance of a mean."""
+        first, *others = within
+        if not others:
+            return first
+        means = list(means)
+        mean = self._averaged(means)
+        return self._averaged(v + (m - mean).square() for v, m in zip([first, *others], means))
 
     def shaped(self, values: Tensor, leading: int = 0) -> Tensor:
         """Move the classes, if there are any, back to their axis in the model's outputs.
@@ -317,7 +368,7 @@ class Prediction(Printed):
             leading (int): The number of axes before the examples. Default 0.
         """
         axis = self.class_dim
-        if axis == -1 or values.dim() < self.mixture.f.dim() + leading:
+        if axis == -1 or values.dim() < self.f.dim() + leading:
             return values
         return values.movedim(-1, axis + leading * (axis >= 0))
 

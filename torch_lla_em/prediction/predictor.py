@@ -59,7 +59,7 @@ def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Ten
 
 def _of_y(prediction: Prediction) -> tuple[Tensor, ...]:
     """Return the expectation of y, and its variance for continuous targets."""
-    if prediction.mixture.likelihoods[0].real_valued:
+    if prediction.likelihoods[0].real_valued:
         return prediction.expectation, prediction.predictive_variance
     return (prediction.expectation,)
 
@@ -120,7 +120,7 @@ def predict(
     else:
         found = predicted(known, known.at(x))
     if is_stated:
-        f = found.mixture.f
+        f = found.f
         found = replace(found, stated=Stated(groups, weights).checked(len(f), f.device))
     return found
 
@@ -205,8 +205,8 @@ def functional_samples(la: Any, x: Any) -> Tensor:
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
-    mixture = data.mixture(known.tables, known.noise)
-    return Prediction(mixture, data.class_dim, data, known.compared, room=known.room)
+    found = data.prediction(known.tables, known.noise)
+    return replace(found, reference=known.compared, room=known.room)
 
 
 def _whole(known: Posterior | Posteriors, x: Any) -> Pushforward:

@@ -1,4 +1,4 @@
-"""Examples with f and the products J w of posteriors, and the mixtures of functions that are made of them."""
+"""Examples with f and the products J w of posteriors, and the predictions that are made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, SCALE
-from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.scores import NUMBERS
@@ -68,8 +67,8 @@ class Pushforward(NamedTuple):
         """The outputs of the first member's network."""
         return self.outputs[0]
 
-    def mixture(self, table: Tables, noise: Tensor | None = None) -> FunctionMixture:
-        """Return the mixture by a table of components, for regression with σ times ``noise``.
+    def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
+        """Return the prediction by a table of components, for regression with σ times ``noise``.
 
         Predictions around the network alone have the σ of its own residuals.
         """
@@ -100,11 +99,7 @@ class Pushforward(NamedTuple):
         likelihoods, centres, each, shares, owners = zip(*found)
         is_fitted = any(isinstance(share, Tensor) for share in shares)
         weights = torch.stack(shares).to(f) if is_fitted else f.new_tensor(shares)
-        return FunctionMixture(likelihoods, centres, each, weights, owners)
-
-    def prediction(self, table: Tables) -> Prediction:
-        """Return the prediction of the examples."""
-        return Prediction(self.mixture(table), self.class_dim, self)
+        return Prediction(likelihoods, centres, each, weights, owners, self.class_dim, self)
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.mixture import FunctionMixture
 from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.prediction.scores import (
     ROUNDING,
@@ -214,11 +213,11 @@ class Scored(NamedTuple):
     """The scale of each score, relative to which it is rounded, (S,)."""
 
 
-def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor | None) -> Scored:
+def ood_scores(prediction: Any, distances: Tensor | None, unit: Tensor | None) -> Scored:
     """Return the scores of predictions and, if known, distances (B, 2), the second of which has this ``unit``, ()."""
-    likelihood = mixture.likelihood
+    likelihood = prediction.likelihood
     # small scores are differences of large numbers
-    double = mixture.map(Tensor.double)
+    double = prediction.map(Tensor.double)
     if likelihood.real_valued:
         aleatoric, epistemic = double.uncertainties()
         variance = epistemic = epistemic / aleatoric
@@ -228,7 +227,7 @@ def ood_scores(mixture: FunctionMixture, distances: Tensor | None, unit: Tensor 
             epistemic = double.uncertainties()[1]
     scores = [epistemic, variance] if distances is None else [epistemic]
     columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
-    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=mixture.f.device)
+    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=prediction.f.device)
     if distances is not None and unit is not None:
         columns.append(distances.double())
         units = torch.stack([units[0], torch.ones_like(units[0]), unit.double()])
@@ -250,10 +249,10 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
     return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]
 
 
-def errors_of(mixture: FunctionMixture, y: Tensor) -> Tensor:
+def errors_of(prediction: Any, y: Tensor) -> Tensor:
     """Return the error of each prediction, (B, outputs), of classes or of values; no columns for others."""
-    if has_classes(mixture.likelihood, mixture.f):
-        return errors_of_classes(mixture.expected(), y)
-    if has_values(mixture.likelihood, mixture.f):
-        return errors_of_values(mixture.expected(), mixture.variance(), y)
-    return mixture.f.new_zeros(len(y), 0).double()
+    if has_classes(prediction.likelihood, prediction.f):
+        return errors_of_classes(prediction.expectation, y)
+    if has_values(prediction.likelihood, prediction.f):
+        return errors_of_values(prediction.expectation, prediction.predictive_variance, y)
+    return y.new_zeros(len(y), 0, dtype=torch.float64)

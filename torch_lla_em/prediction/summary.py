@@ -67,7 +67,7 @@ def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
     title = f"{title} under {type(likelihood).__name__}"
     if prediction.centre.dim() != 2 or not count:
         return title, [("outputs", f"of shape {tuple(prediction.expectation.shape)}")]
-    p = prediction.first(_SHOWN)
+    p = prediction.map(Tensor.detach, slice(_SHOWN))
     columns = {"E[y]": p.expectation}
     if likelihood.real_valued:
         columns = {"mean": p.expectation, "sd of y": p.predictive_variance.sqrt()}

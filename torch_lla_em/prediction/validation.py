@@ -107,7 +107,7 @@ class PredictedData(NamedTuple):
 
     def gain(self) -> Tensor:
         """Return by how much log p(y | x) of each labelled example exceeds that of the network alone."""
-        each = (p.mixture.log_prob(self.targets) for p in (self.posterior, self.network))
+        each = (p.log_density(self.targets) for p in (self.posterior, self.network))
         own, alone = (values.double() for values in each)
         return (own - alone)[self.posterior.likelihood.labelled(self.targets)]
 
@@ -220,7 +220,7 @@ def compare(
         rows = predicted_data(record, loader)
         known = rows.targets if known is None else known
         same_targets(rows.targets, known)
-        each = rows.posterior.mixture.log_prob(rows.targets)
+        each = rows.posterior.log_density(rows.targets)
         log_probs[name] = each.double()[record.likelihood.labelled(rows.targets)].cpu()
         gains[name] = rows.gain().cpu()
         records[name] = {
@@ -266,7 +266,7 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
         network = prediction.origin.network()
         count = stated_and_right(network, y)[0].numel()
         most = log(2 if likelihood.elementwise else network.probs.shape[-1])
-        nll = -network.mixture.log_prob(y).double().sum().item() / max(count, 1)
+        nll = -network.log_density(y).double().sum().item() / max(count, 1)
         if count and nll >= most:
             yield (
                 f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "

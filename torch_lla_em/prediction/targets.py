@@ -1,0 +1,133 @@
+"""Continuous targets y under a prediction, draws of them and intervals; methods of ``Prediction``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.likelihoods import mean_square
+from torch_lla_em.prediction.functions import functions_at, over_rows, weighted_quantile
+from torch_lla_em.prediction.scores import GaussianTargets, Interval, require_share
+from torch_lla_em.runtime import without_autocast
+
+
+def credible_interval(prediction: Any, level: float = 0.95) -> Interval:
+    """Return the interval between equal tails: of continuous targets y, otherwise of E[y | f].
+
+    Args:
+        prediction: The prediction, which has this as a method.
+        level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
+            guaranteed coverage use ``interval``, after ``calibrate``.
+
+    Returns:
+        An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
+
+    Example:
+        >>> lower, upper = la.predict(x).credible_interval(0.9)
+    """
+    tails = 0.5 - 0.5 * require_share(level), 0.5 + 0.5 * level
+    if prediction.likelihood.real_valued:
+        return Interval(*map(prediction.quantile, tails))
+    mean = prediction.likelihood.mean
+
+    def quantiles(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
+        return torch.stack([weighted_quantile(mean(f), share, weights) for share in tails])
+
+    return Interval(*map(prediction.shaped, over_rows(prediction, quantiles, 1)))
+
+
+def sample(prediction: Any, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+    """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training data.
+
+    Args:
+        prediction: The prediction, which has this as a method.
+        n (int): Number of draws. Default 1.
+        generator (torch.Generator, optional): Source of randomness. Default None: torch's own.
+
+    Example:
+        >>> y = regression.predict(x).sample(100)
+    """
+    device = prediction.f.device if generator is None else generator.device
+    weights = prediction.weights.detach().to(device)
+    chosen = torch.multinomial(weights, n, True, generator=generator).to(prediction.f.device)
+    rows, draws = [], []
+    for i, likelihood in enumerate(prediction.likelihoods):
+        own = (chosen == i).nonzero()[:, 0]
+        if len(own):
+            deviations = prediction.deviations[i]
+            K = len(deviations)
+            weights = torch.randn(len(own), K, generator=generator, device=device)
+            weights = weights.to(deviations) / max(1, K) ** 0.5
+            with without_autocast(deviations.device):
+                f = prediction.centres[i] + torch.tensordot(weights, deviations, 1)
+            rows.append(own)
+            draws.append(likelihood.sample(f, generator))
+    found: Tensor = prediction.shaped(torch.cat(draws)[torch.cat(rows).argsort()], 1)
+    return found
+
+
+def cdf(prediction: Any, y: Tensor) -> Tensor:
+    """Return P(Y <= y) of each continuous output on its own, (B, ..., C).
+
+    Args:
+        prediction: The prediction, which has this as a method.
+        y (Tensor): Targets, as in the training data.
+    """
+    found: Tensor = prediction.shaped(gaussians(prediction, "cdf").cdf(prediction.aligned(y)))
+    return found
+
+
+def quantile(prediction: Any, q: float) -> Tensor:
+    """Return the value that each continuous output is below with probability q, (B, ..., C).
+
+    Args:
+        prediction: The prediction, which has this as a method.
+        q (float): A probability, between 0 and 1.
+
+    Example:
+        >>> median = regression.predict(x).quantile(0.5)
+    """
+    found: Tensor = prediction.shaped(
+        gaussians(prediction, "quantile").quantile(require_share(q, "q"))
+    )
+    return found
+
+
+def crps(prediction: Any, y: Tensor) -> Tensor:
+    """Return the continuous ranked probability score of each output, (B, ..., C), in closed form; lower is better.
+
+    Args:
+        prediction: The prediction, which has this as a method.
+        y (Tensor): Targets, as in the training data.
+
+    Example:
+        >>> score = regression.predict(x).crps(regression.predict(x).mean).mean()
+    """
+    found: Tensor = prediction.shaped(gaussians(prediction, "crps").crps(prediction.aligned(y)))
+    return found
+
+
+def gaussians(prediction: Any, name: str) -> GaussianTargets:
+    """Return the distribution of continuous targets as a mixture of Gaussians, classes last, for the method ``name``."""
+    likelihood, mean = prediction.likelihood, prediction.likelihood.mean
+    require_kind(likelihood.real_valued, prediction, name, "its targets are not continuous")
+    if likelihood.observation_noise is not None:
+        noises = [own.variance(c) for own, c in zip(prediction.likelihoods, prediction.centres)]
+        variances = [mean_square(mean(d)) + v for d, v in zip(prediction.deviations, noises)]
+        means = torch.stack(list(map(mean, prediction.centres)))
+        return GaussianTargets(prediction.weights, means, torch.stack(variances).sqrt())
+    with without_autocast(prediction.f.device):
+        f, weights = functions_at(prediction)
+    weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
+    return GaussianTargets(weights, mean(f), likelihood.variance(f).sqrt())
+
+
+def require_kind(holds: bool, prediction: Any, name: str, what: str) -> None:
+    """Raise an error if a prediction has no method ``name``, because of ``what`` its likelihood is."""
+    if not holds:
+        raise TypeError(
+            f"A prediction under {type(prediction.likelihood).__name__} has no .{name}: {what}. Use .expectation, "
+            ".credible_interval(level) or log_prob(y)."
+        )

@@ -149,7 +149,7 @@ def over_span(
     if known is None:
         _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
         scale = noise.prior.scale
-        pulls = torch.stack([scale * gradient, noise.prior.unscaled(problem.w_MAP)])
+        pulls = torch.stack([scale * gradient, noise.prior.whitened(problem.w_MAP)])
         is_new = span.widen(torch.cat([noise.xi, scale * noise.eta, pulls]))
     else:
         is_new = all(map(span.add, start.basis or ()))
@@ -308,34 +308,29 @@ def memory_of(
 
     The number of directions depends on the spectrum of the GGN, which is not known before the fit.
     """
-    model, itemsize, P = problem.linear_model, problem.dtype.itemsize, plan.size
-    first = problem.data.first()
-    joined = max(len(first.rows), problem.data.merge_rows)
-    at_once = min(rows, joined, plan.rows)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first.tensors()))
-    each, classes = plan.example.outputs, plan.example.classes
-    activations, of_factors = plan.example.activations, plan.example.nbytes
-    outputs = min(rows * each, KEPT_OUTPUTS) if each > classes else rows * each
+    P, K, example, first = plan.size, plan.num_samples, plan.example, problem.data.first()
+    at_once = min(rows, max(len(first.rows), problem.data.merge_rows), plan.rows)
+    held = sum(tensor.nbytes for tensor in tensors_in(first.tensors())) / len(first.rows)
     # activations if there are no factors, else two copies of a batch's factors while they are computed
-    of_batch = (4 * activations if of_factors == math.inf else 2 * of_factors) * at_once
-    kept = 0.0 if of_factors == math.inf else min(plan.factors, rows * of_factors)
-    rest = min(plan.batches, rows * held / len(first.rows)) + kept + of_batch + BASE
+    of_batch, kept = 4 * example.activations * at_once, 0.0
+    if example.nbytes < math.inf:
+        of_batch, kept = 2 * example.nbytes * at_once, min(plan.factors, rows * example.nbytes)
+    rest = min(plan.batches, rows * held) + kept + of_batch + BASE
     if options.layerwise or options.solver is not None:
         return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
     likelihood, room = problem.likelihood, min(plan.free / 2, options.span_memory or plan.free / 2)
-    moves = options.curvature != "network" and not likelihood.is_quadratic
-
-    each_direction = P + 2 * outputs  # with two copies of J V
-    rest_of_span = 0.0
-    if model.is_last_layer:
-        # weights, the products with features of a few examples, and numbers for each sample and output
-        each_direction, rest_of_span = 3.0 * P, 6.0 * plan.num_samples * outputs
-    of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
-    blocks = 3 * outputs * of_H * itemsize if moves else 0.0
-    size, found = PASSES * (plan.num_samples + 1), []
-    for directions in (min(P, size), min(P, LARGEST * size)):
-        products = 2 * min(directions * outputs, 1 << 24) if model.is_last_layer else 0.0
-        nbytes = (directions * each_direction + products + rest_of_span) * itemsize
-        found.append(min(room, nbytes))
-    expected = found[0] + 0.5 * plan.vectors + blocks + rest
-    return expected, max(expected, found[1] + plan.vectors + 2 * (blocks + rest))
+    itemsize, classes, outputs = problem.dtype.itemsize, example.classes, rows * example.outputs
+    if example.outputs > classes:
+        outputs = min(outputs, KEPT_OUTPUTS)
+    if options.curvature != "network" and not likelihood.is_quadratic:
+        of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
+        rest += 3 * outputs * of_H * itemsize
+    found = []
+    for directions in (min(P, times * PASSES * (K + 1)) for times in (1, LARGEST)):
+        entries = directions * (P + 2 * outputs)  # with two copies of J V
+        if problem.linear_model.is_last_layer:
+            # weights, the products with features of a few examples, and numbers for each sample and output
+            entries = directions * 3 * P + 2 * min(directions * outputs, 1 << 24) + 6 * K * outputs
+        found.append(min(room, entries * itemsize))
+    expected = found[0] + 0.5 * plan.vectors + rest
+    return expected, max(expected, found[1] + plan.vectors + 2 * rest)

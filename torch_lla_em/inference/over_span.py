@@ -98,7 +98,7 @@ class OverSpan:
         if self.is_exact:  # the same for every sample
             gamma = (theta / (theta + precision)).sum().expand_as(gamma)
             dets = (theta / precision).log1p().sum().expand_as(dets)
-        loss, norm = mode.loss, mode.w.square().sum()
+        loss, norm, agreed = mode.loss, mode.w.square().sum(), self.share.group.from_first
         if q.sigma is not None:
             count = self.problem.data.facts.num_targets / q.sigma.numel()
             loss += count * (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
@@ -109,30 +109,23 @@ class OverSpan:
                 # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
                 of_xi = (curved.xi.square() * (theta / precision).log1p()).sum(1)
                 kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
-        gamma, bounds = (
-            self.share.group.from_first(gamma.clone()),
-            self.share.group.from_first(-loss - 0.5 * kl),
-        )
+        q = q._replace(gamma=agreed(gamma.clone()), bounds=agreed(-loss - 0.5 * kl))
         outputs = curved.outputs(mode.w)
-        q = q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss, outputs=outputs)
-        return q._replace(
-            gamma=gamma, bounds=bounds, curved=curved._replace(near=(mode.w, outputs))
-        )
+        curved = curved._replace(near=(mode.w, outputs))
+        q = q._replace(samples=samples.w, mean=mode.w, outputs=outputs, curved=curved)
+        return q._replace(norm=norm, loss=loss)
 
     def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ(y - J m)², Σ y² and γ, the shape of σ."""
-        sigma, curved = q.sigma, q.curved
+        y, sigma, mean = q.curved.loss.targets, q.sigma, self.problem.likelihood.mean(q.outputs)
+        each = [y.to(mean) - mean, y]
         if sigma.dim():
-            y, pushed = curved.loss.targets.to(q.outputs), self.span.push(q.samples)
-            each = y, y - q.outputs, pushed.double().square().mean(-1).sqrt()
-            squares = torch.stack([part.double().square().flatten(0, -2).sum(0) for part in each])
-            targets, residual, dims = self.share.group.sum(squares).to(sigma)
-            return residual, targets, dims / sigma**2
-        # the loss is ½ Σ (y - J m)² / σ²
-        loss = self.expected.loss_and_slope
-        found = [loss(curved.loss, h, None)[0] for h in (q.outputs, 0 * q.outputs)]
-        residual, targets = 2 * sigma**2 * sigma.new_tensor(found)
-        return residual, targets, q.gamma.mean().to(sigma)
+            each.append(self.span.push(q.samples).double().square().mean(-1).sqrt())
+        squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in each]
+        residual, targets, *dims = self.share.group.sum(torch.stack(squares)).to(sigma)
+        if sigma.dim():
+            return residual, targets, dims[0] / sigma**2
+        return residual[0], targets[0], q.gamma.mean().to(sigma)
 
     # to another H, σ or span
 
@@ -231,28 +224,18 @@ class OverSpan:
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        problem, span = self.problem, self.span
-        curved = Curved(
-            problem.linear_model,
-            problem.likelihood,
-            span,
-            self.expected,
-            self.loss_at(q.sigma),
-            theta.clamp_min(0),
-            vectors,
-            span.xi @ vectors,
-            q.eta @ vectors,
-            S_noise,
-            (q.mean, q.outputs),
-            0.0 if self._is_quadratic else self._tolerance,
-        )
+        model, likelihood = self.problem.linear_model, self.problem.likelihood
+        own = model, likelihood, self.span, self.expected, self.loss_at(q.sigma)
+        by_vectors = theta.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors
+        tolerance = 0.0 if self._is_quadratic else self._tolerance
+        curved = Curved(*own, *by_vectors, S_noise, (q.mean, q.outputs), tolerance)
         return q._replace(curved=curved)
 
     def loss_at(self, sigma: Tensor | None) -> Loss:
         """Return the loss at another σ."""
-        likelihood = self._loss.likelihood
-        return replace(
-            self._loss, likelihood=likelihood if sigma is None else likelihood.with_noise(sigma)
+        loss = self._loss
+        return (
+            loss if sigma is None else replace(loss, likelihood=loss.likelihood.with_noise(sigma))
         )
 
     # checkpoints

@@ -137,10 +137,9 @@ class SpanFit:
         for number in range(MOST):
             new, last = self._block(q, last, least)
             change = abs(math.log(new.precision / q.precision))
+            # what a block may lower the bound by
             allowed = max(_noise(new), SHARE * change * new.gamma.mean().item())
-            allowed = (
-                FALLS if self.over.is_exact else allowed
-            )  # what a block may lower the bound by
+            allowed = FALLS if self.over.is_exact else allowed
             if not new.bounds.mean() > q.bounds.mean() - allowed:
                 if not number:  # no block is better, but H may be
                     q = self._step(q, q.precision, q.sigma, DAMPING / 2)

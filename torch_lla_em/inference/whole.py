@@ -48,7 +48,9 @@ class Whole:
             last = problem.sigma
             problem = problem.with_likelihood(problem.likelihood.with_noise(q.sigma))
             if q.sigma.dim():
-                noise = noise.drawn_again(problem)
+                count = len(noise.xi)
+                eta, _ = problem.noise_features(count, noise.seed, with_squares=False)
+                noise = noise._replace(eta=eta)
                 self.problem, self.noise = problem, noise
             else:  # η is proportional to 1 / σ
                 noise = noise._replace(eta=noise.eta / (q.sigma / last).item())
@@ -76,21 +78,18 @@ class Whole:
 
     def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ(y - J m)², Σ y² and γ, the shape of σ."""
-        problem, sigma = q.curved, q.sigma
+        problem, sigma, total = q.curved, q.sigma, torch.zeros((), device="cpu")
+        columns = torch.cat([q.mean[None], q.samples]) if sigma.dim() else q.mean[None]
+        for batch, _, Jw in problem.push_forward(columns):
+            y = problem.loss(batch.targets, None).targets
+            each = [y.to(Jw) - problem.likelihood.mean(Jw[0]), y, *Jw[1:]]
+            squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in each]
+            total = total.to(columns.device) + torch.stack(squares).to(columns.device)
+        zeros = columns.new_zeros(len(columns) + 1, sigma.numel(), dtype=torch.float64)
+        residual, targets, *dims = problem.data.group.sum(zeros + total.to(zeros)).to(sigma.device)
         if sigma.dim():
-            columns, total = torch.cat([q.mean[None], q.samples]), torch.zeros((), device="cpu")
-            for batch, _, Jw in problem.push_forward(columns):
-                y = problem.loss(batch.targets, None).targets.to(Jw)[None]
-                squares = torch.cat([y - Jw[:1], y, Jw[1:]]).double().square()
-                total = total.to(columns.device) + squares.flatten(1, -2).sum(1).to(columns.device)
-            zeros = columns.new_zeros(len(columns) + 1, len(sigma), dtype=torch.float64)
-            total = problem.data.group.sum(zeros + total.to(zeros)).to(sigma.device)
-            return total[0], total[1], total[2:].mean(0) / sigma**2
-        # without its constant the loss is ½ Σ (y - J w)² / σ²
-        plain = problem.with_likelihood(problem.likelihood.without_constant())
-        losses = [plain.loss_and_gradient(w)[0] for w in (q.mean, torch.zeros_like(q.mean))]
-        residual, targets = 2 * sigma**2 * sigma.new_tensor(losses)
-        return residual, targets, q.gamma.mean(0).sum().to(sigma)
+            return residual, targets, torch.stack(dims).mean(0) / sigma**2
+        return residual[0], targets[0], q.gamma.mean(0).sum().to(sigma)
 
 
 def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:

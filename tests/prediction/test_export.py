@@ -122,6 +122,12 @@ def test_programs_return_what_a_calibrated_posterior_predicts(make, likelihood, 
         for name, values in found.items():
             expected = ours[name] if name in ours else getattr(prediction, name)
             assert_close(values, expected, check_dtype=False, **near)
+    if is_class and suffix == "pt2":
+        found = la.calibrate(unseen, groups="classes").export(first, level=0.8).module()(x)
+        assert torch.equal(found["prediction_set"], la.predict(x).prediction_set(0.8))
+        la.calibrate(unseen, groups=torch.arange(38) % 2)
+        with pytest.raises(ValueError, match="Exported programs take no groups"):
+            la.export(first, level=0.8)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_first_batch_of_zeros_is_no_verdict():
     assert linear.probe(draw(4, 2)).names and linear.report is not None
 
 
-def test_it_is_asked_for_again_elsewhere_and_when_forgotten():
+def test_a_probe_is_forgotten_on_request_and_weights_are_never_kept():
     linear = linear_model(mlp())
     linear.probe(X)
     assert linear.report is not None
@@ -75,8 +75,6 @@ def test_it_is_asked_for_again_elsewhere_and_when_forgotten():
     again, w = pickle.loads(pickle.dumps(linear)), draw(2, linear.layout.size)
     with again.network.guarded():
         assert_close(again.by_autodiff(X).push(w), again.at(X, 9).push(w))
-    linear.network.module.float()
-    assert linear.report is None and linear.probe(X.float()) is linear.report
 
 
 ACTIVATIONS = nn.Tanh(), nn.ReLU(), nn.Sigmoid(), nn.GELU(), nn.Softplus(), nn.Dropout()

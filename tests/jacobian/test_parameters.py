@@ -72,7 +72,7 @@ def test_errors_say_what_to_pass(model):
     assert select_parameters(turned, ["weight", "bias"]) == ("weight", "bias")
     none = "No parameter was selected"
     for selection, words in (
-        ("head", 'Other values are "last_layer", "requires_grad"'),
+        ("head", 'Pass None, "last_layer", "requires_grad"'),
         (["0.*", "fc.*"], r"'fc.\*' in `parameters` matches no parameter"),
         ("3.weigth", "nearest names are .'3.weight'"),
         (lambda name, p: False, none),

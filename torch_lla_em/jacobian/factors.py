@@ -24,9 +24,8 @@ class Outer(NamedTuple):
 
     names: tuple[str, ...]  # of the weight, and of the bias if it has one
     a: Tensor  # (rows, channels), or (rows, groups, channels, places)
-    b: (
-        Tensor | None
-    )  # (rows, D, groups × channels × places); None: the outputs are f, place by place
+    # (rows, D, groups × channels × places); None: the outputs are f, place by place
+    b: Tensor | None
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
@@ -148,12 +147,6 @@ class ByFactors(Rows):
         self.layout, self.columns, self.f, self.parts = layout, columns, f, parts
         held = [entry for term in parts for entry in term if isinstance(entry, Tensor)]
         self.nbytes = f.nbytes + sum(tensor.nbytes for tensor in held)
-
-    @property
-    def gradients(self) -> int:
-        """How many numbers backward passes for every output have found; 0 if none was needed."""
-        last = [term[-1] for term in self.parts]
-        return sum(tensor.numel() for tensor in last if isinstance(tensor, Tensor))
 
     @property
     def features(self) -> Tensor | None:

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-Called = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
-
 # with their derivatives as functions of the value, if these are faster than autograd's
 _ELEMENTWISE: dict[Callable[..., Any], Callable[[Tensor], Tensor] | None] = {
     **dict.fromkeys((F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish, F.softplus, F.dropout)),
@@ -24,7 +22,7 @@ _ELEMENTWISE: dict[Callable[..., Any], Callable[[Tensor], Tensor] | None] = {
 class Intercepted(TorchFunctionMode):
     """Gives every torch function of a forward pass to another function, with its arguments."""
 
-    def __init__(self, call: Called):
+    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
         super().__init__()
         self._call = call
 

@@ -45,18 +45,12 @@ class LinearModel:
 
     def forget(self) -> None:
         """Discard the result of the probe, which may not hold for other weights or data."""
-        self._report: Report | None = None
-        self._probed: tuple | None = None
-
-    @property
-    def report(self) -> Report | None:
-        """The result of the probe; None until it has run on the current device and dtype."""
-        return self._report if self._probed == (self.network.device, self.dtype) else None
+        self.report: Report | None = None
 
     @property
     def factored(self) -> tuple[str, ...]:
         """The parameters whose Jacobian is computed by factors: all that have an influence, or none."""
-        return self._report.names if self._report else ()
+        return self.report.names if self.report else ()
 
     @property
     def is_last_layer(self) -> bool:
@@ -94,7 +88,7 @@ class LinearModel:
         if found is None:
             logger.info("J is zero for these examples; derivatives are checked on later ones.")
             return None
-        self._report, self._probed = found, (self.network.device, self.dtype)
+        self.report = found
         way = "forward mode" if found.forward else "two reverse passes"
         factors, error = f"factors of {len(found.names)} tensors", found.adjoint_error
         logger.info("J by %s, adjoint error %.1e.", factors if found.names else way, error)
@@ -105,7 +99,7 @@ class LinearModel:
         count = sum(map(len, w))
         if sum(block.numel() for block in w) <= _COPIED:
             w = (torch.cat(w),)
-        is_few = self._report is not None and self._report.carries and num_examples(x) <= count
+        is_few = self.report is not None and self.report.carries and num_examples(x) <= count
         rows = self.by_autodiff(x) if is_few else self.at(x, count)
         Jw = torch.cat([rows.push(block) for block in w])
         return rows.f, Jw
@@ -118,7 +112,7 @@ class LinearModel:
         ``columns`` is the total number of columns, of which ``at_once`` fit into memory (None: all); ``keep`` is whether
         the result should be stored between passes, if possible.
         """
-        known = self._report
+        known = self.report
         may = known is not None and bool(known.names) and not torch.is_grad_enabled()
         if may and (keep or columns >= known.least_columns):
             rows = by_factors(self.network, self.layout, x, known, keep, at_once)
@@ -128,7 +122,7 @@ class LinearModel:
 
     def by_autodiff(self, x: Any, at_once: int | None = None) -> Rows:
         """Return the linear model at a batch by its definition, for ``at_once`` columns."""
-        known = self._report or Report()
+        known = self.report or Report()
         if known.fault:
             raise NotImplementedError(known.fault)
         columns = known.columns(x, at_once)
@@ -148,8 +142,4 @@ class LinearModel:
         self._change(names=())
 
     def _change(self, **values: Any) -> None:
-        self._report = self._report and self._report._replace(**values)
-
-    def outputs(self, x: Any) -> Tensor:
-        """Return f(x), shape (B, ..., C)."""
-        return self.network.outputs(x)
+        self.report = self.report and self.report._replace(**values)

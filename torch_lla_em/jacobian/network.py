@@ -61,15 +61,12 @@ class Network:
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters, detached."""
-        if self._tensors:  # which are detached
+        with self.guarded():
             return {name: self._tensors[name] for name in names}
-        with ONE_AT_A_TIME:
-            known = dict(self.module.named_parameters())
-            return {name: known[name].detach() for name in names}
 
     def leaves(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return the named parameters as leaves of a new graph."""
-        return {name: w.detach().requires_grad_() for name, w in self.weights(names).items()}
+        """Return the named parameters as leaves of a new graph, inside ``guarded()``."""
+        return {name: self._tensors[name].detach().requires_grad_() for name in names}
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return f(x), shape (B, ..., C), with some weights replaced; call it inside ``guarded()``."""
@@ -106,11 +103,10 @@ class Network:
                 yield
                 return
             layers = dict(self.module.named_modules())  # each once, whatever its names
-            values = _flags(list(layers.values()))
             compiles = "torch._dynamo" in sys.modules
             # a compiled layer has no second derivative, a fused kernel none or no forward mode
             with (
-                _exchanged(values),
+                _exchanged(list(layers.values())),
                 torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
                 sdpa_kernel(SDPBackend.MATH),
                 self.computing(self.precision),
@@ -168,8 +164,9 @@ class Network:
         return next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
 
 
-def _flags(layers: list[nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return attributes of layers and of the process with the values that they need during a call."""
+@contextmanager
+def _exchanged(layers: list[nn.Module]) -> Iterator[None]:
+    """Give attributes of layers and of the process the values that a call needs, and set them back on exit."""
     # inside parametrize.cached(), weights computed elsewhere would be taken
     flags: list[tuple[Any, str, Any]] = [(parametrize, "_cache_enabled", 0)]
     flags += [(torch.backends.mha, "_is_fastpath_enabled", False)]
@@ -180,17 +177,11 @@ def _flags(layers: list[nn.Module]) -> list[tuple[Any, str, Any]]:
     for layer in layers:
         names = ("training", *(of_tables if isinstance(layer, nn.Embedding) else ()))
         flags += [(layer, name, False) for name in names if getattr(layer, name)]
-    return flags
-
-
-@contextmanager
-def _exchanged(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of objects, and set them back on exit."""
-    before = [getattr(holder, name) for holder, name, _ in values]
+    before = [getattr(holder, name) for holder, name, _ in flags]
     try:
-        for holder, name, value in values:
-            setattr(holder, name, value)
+        for flag in flags:
+            setattr(*flag)
         yield
     finally:
-        for (holder, name, _), value in zip(values, before):
+        for (holder, name, _), value in zip(flags, before):
             setattr(holder, name, value)

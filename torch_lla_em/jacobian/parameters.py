@@ -55,12 +55,6 @@ class ParameterLayout:
             for name, piece, shape in pieces
         }
 
-    def add_(self, total: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors (..., *shape) into vectors (..., P), in place; absent ones are 0."""
-        for name, piece in zip(self.names, total.split(self.sizes, dim=-1)):
-            if name in tensors:
-                piece += tensors[name].reshape(piece.shape).to(piece.device)
-
     def expand(self, blocks: Tensor) -> Tensor:
         """Return one value per block, shape (blocks,), as one value per parameter, (P,)."""
         sizes = torch.tensor(self.sizes, device=blocks.device)
@@ -84,7 +78,7 @@ def select_parameters(
     """
     with ONE_AT_A_TIME:
         parameters = dict(module.named_parameters())
-        names = _selected(module, selection, last_layer)
+        names = _selected(module, parameters, selection, last_layer)
     chosen = {n: p for n, p in parameters.items() if n in names and p.numel()}
     for name, parameter in chosen.items():
         if parameter.is_complex():
@@ -103,9 +97,10 @@ def select_parameters(
     return real
 
 
-def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -> set[str]:
+def _selected(
+    module: nn.Module, parameters: dict[str, nn.Parameter], selection: Selection, last: str | None
+) -> set[str]:
     """Return the selected names."""
-    parameters = dict(module.named_parameters())
     if selection is None or selection == "requires_grad":
         fixed = _normalisation_parameters(module) if selection is None else ()
         return {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
@@ -117,21 +112,17 @@ def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -
     every = dict(module.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(every.items())}
     if selection == "last_layer":
-        if last_layer is None:  # the last with a matrix: scales, shifts and PReLU do not count
-            layers = [
-                (p, m) for p, m in module.named_modules() if ".parametrizations" not in f".{p}"
-            ]
-            with_weights = [path for path, layer in layers if owns_weights(layer)]
-            with_any = [
-                path for path, layer in layers if any(True for _ in layer.parameters(False))
-            ]
-            last_layer = (with_weights or with_any or [""])[-1]
-        return {first[id(parameter)] for parameter in module.get_submodule(last_layer).parameters()}
+        if last is None:  # the last with a matrix: scales, shifts and PReLU do not count
+            layers = {p: m for p, m in module.named_modules() if ".parametrizations" not in f".{p}"}
+            with_weights = [path for path, layer in layers.items() if owns_weights(layer)]
+            with_any = [path for path, layer in layers.items() if [*layer.parameters(False)]]
+            last = (with_weights or with_any or [""])[-1]
+        return {first[id(parameter)] for parameter in module.get_submodule(last).parameters()}
     matched: set[str] = set()
     patterns = [selection] if isinstance(selection, str) else list(selection)
     words = (
-        'None, "last_layer", a pattern of parameter names, a list of them (names from '
-        "model.named_parameters()), or a function (name, parameter) -> bool"
+        'None, "last_layer", "requires_grad", "all", a pattern of names from '
+        "model.named_parameters(), a list of them, or a function (name, parameter) -> bool"
     )
     require(all(isinstance(each, str) for each in patterns), "parameters", selection, words)
     for pattern in patterns:
@@ -140,8 +131,7 @@ def _selected(module: nn.Module, selection: Selection, last_layer: str | None) -
             near = get_close_matches(pattern, every, 3, 0.4) or list(every)[:5]
             raise ValueError(
                 f"The pattern {pattern!r} in `parameters` matches no parameter of the model; the "
-                f'nearest names are {near}. Other values are "last_layer", "requires_grad", '
-                '"all", and a predicate (name, parameter) -> bool.'
+                f"nearest names are {near}. Pass {words}."
             )
         matched |= hits
     return matched

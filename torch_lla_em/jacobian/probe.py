@@ -56,16 +56,19 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
         error = partial(_error, plain, (u, v, JTu), eps)
-        report = _with_torch_func(network, layout, x, report, error, eps**0.5)
+        ways = [ByAutodiff(network, layout, x, None, way, way) for way in (True, False)]
+        report = _with_torch_func(ways, report, error, eps**0.5)
         if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
                 found = find(network, layout, x, report)
                 rows = None if found is None else by_factors(network, layout, x, found[0])
-                is_fast = rows is not None and rows.gradients <= _MOST_GRADIENTS * found[1]
+                last = [term[-1] for term in rows.parts] if rows else []  # by backward passes
+                count = sum(b.numel() for b in last if isinstance(b, Tensor))
+                is_fast = rows is not None and count <= _MOST_GRADIENTS * found[1]
                 if is_fast and (own := error(rows)) <= eps**0.5:
-                    least, nbytes = report.outputs if rows.gradients else 1, rows.nbytes / len(f)
+                    least, nbytes = report.outputs if count else 1, rows.nbytes / len(f)
                     report = found[0]._replace(
                         adjoint_error=own, least_columns=least, nbytes=nbytes
                     )
@@ -127,22 +130,16 @@ def _error(
 
 
 def _with_torch_func(
-    network: Network,
-    layout: ParameterLayout,
-    x: Any,
-    report: Report,
-    error: Callable[[Rows], float],
-    tolerance: float,
+    ways: list[ByAutodiff], report: Report, error: Callable[[Rows], float], tolerance: float
 ) -> Report:
     """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
     best, reasons = report._replace(adjoint_error=math.inf), list[str]()
-    for forward, name in ((True, "forward mode"), (False, "two reverse passes")):
-        rows, failures = ByAutodiff(network, layout, x, None, forward, forward), list[Exception]()
-        own = math.inf
+    for rows, name in zip(ways, ("forward mode", "two reverse passes")):
+        own, failures = math.inf, list[Exception]()
         with suppressed(failures):  # operations that a direction does not support
             own = error(rows)
         if own < best.adjoint_error:
-            best = report._replace(forward=forward, carries=rows.carries, adjoint_error=own)
+            best = report._replace(forward=rows is ways[0], carries=rows.carries, adjoint_error=own)
         if own <= tolerance:
             return best
         reason = str(failures[0]).strip().split("\n")[0] if failures else f"error {own:.1e}"

@@ -237,13 +237,8 @@ def by_factors(
             continue
         b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)
         if is_dense:
-            parts.append(
-                Dense(
-                    call.names,
-                    [call.weight_shape.numel(), call.weight_shape[0]][: len(call.names)],
-                    b,
-                )
-            )
+            sizes = [call.weight_shape.numel(), call.weight_shape[0]]
+            parts.append(Dense(call.names, sizes[: len(call.names)], b))
         elif call.is_lookup:
             parts.append(Lookup(call.names, call.weight_shape, a, b))
         else:

@@ -23,9 +23,7 @@ _FETCHED_BYTES = 1.6e7
 class Report(NamedTuple):
     """The result of the probe: how J is computed, and what an example takes."""
 
-    names: tuple[
-        str, ...
-    ] = ()  # weights with Jacobian factors: all that have an influence, or none
+    names: tuple[str, ...] = ()  # weights with factors: all that have an influence, or none
     shared: tuple[str, ...] = ()  # tables of which one lookup is used for all examples
     forward: bool = False  # whether J w is by forward mode, or by two reverse passes
     carries: bool = False  # whether rules of linear and elementwise functions are enough for that
@@ -81,8 +79,10 @@ class Rows:
             {n: g.reshape(len(g), -1).to(total.device, total.dtype) for n, g in part.items()}
             for part in map(self._pull, u.split(step))
         ]
-        for part, gradients in zip(total.split(step), found):
-            self.layout.add_(part, gradients)
+        for some, gradients in zip(total.split(step), found):
+            for name, piece in zip(self.layout.names, some.split(self.layout.sizes, dim=1)):
+                if name in gradients:
+                    piece += gradients[name]
 
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""

@@ -195,13 +195,13 @@ class Posterior:
                     model.probe(map_tensors(Tensor.detach, x))
                 with torch.set_grad_enabled(differentiate):
                     if is_empty:
-                        f = model.outputs(x)
+                        f = network.outputs(x)
                         Jw = f.new_zeros(1 + len(samples), *f.shape)
                     else:
                         f, Jw = model.push(x, w_lin[None], samples)
         except RuntimeError:  # possibly because x is a single example
             with network.guarded():
-                require_rows(model.outputs(x), x)
+                require_rows(network.outputs(x), x)
             raise
         require_rows(f, x)
         return self.of_products(f, Jw, f, network.class_dim)

@@ -38,7 +38,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         sweep.probe(first)
         splits, example = sweep.stand_alone(first), model.report
         if example is None:  # J is zero at these
-            f = model.outputs(next(first.split(FEW)).inputs)
+            f = model.network.outputs(next(first.split(FEW)).inputs)
             example = Report(outputs=f[0].numel(), classes=f.shape[-1] if f.dim() > 1 else 1)
     free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)

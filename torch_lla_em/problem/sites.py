@@ -81,7 +81,7 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     first = data.first()
     few = problem.sweep.few(first, FEW)
     with model.network.guarded():
-        _, *sites, classes = model.outputs(few.inputs).shape or (1, 1)
+        _, *sites, classes = model.network.outputs(few.inputs).shape or (1, 1)
     if torch.Size(sites).numel() == 1:
         return None
 

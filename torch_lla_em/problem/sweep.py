@@ -275,12 +275,12 @@ class Sweep:
                 model.probe(few)
             except Exception:
                 with suppressed(failures):
-                    model.outputs(few)
+                    model.network.outputs(few)
                 if not failures:
                     raise
                 model.probe(batch.inputs)  # whose first axis is not that of the examples
         except ValueError:  # which is raised for outputs that are not finite, too
-            if not model.outputs(batch.inputs).isfinite().all():
+            if not model.network.outputs(batch.inputs).isfinite().all():
                 raise FloatingPointError(OUTPUTS.format(batch.index)) from None
             raise
 
@@ -309,9 +309,9 @@ class Sweep:
         model, size = self.linear_model, 2 if len(whole.rows) > 3 else 1
         if self._alone is None and len(whole.rows) > 1:
             piece, more = next(whole.split(size)), next(whole.split(2 * size))
-            f: Any = None
+            f, outputs = None, model.network.outputs
             with model.network.guarded(), suppressed():  # inputs may have another first axis
-                f = model.outputs(more.inputs)[: len(piece.rows)], model.outputs(piece.inputs)
+                f = outputs(more.inputs)[: len(piece.rows)], outputs(piece.inputs)
             self._alone = f is not None and f[0].shape == f[1].shape
             if self._alone:
                 change = ((f[1] - f[0]).norm() / f[0].norm()).item()

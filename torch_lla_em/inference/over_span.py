@@ -1,7 +1,7 @@
 """The problem restricted to a span of directions, where EM takes dense algebra and no pass over the data.
 
 In coordinates of an orthonormal basis V of scaled parameters, G is an (m, m) matrix with eigenvalues θ, J V is stored, and
-the prior is N(0, 1/λ). ``schedule.py`` has the derivation and decides about λ, σ and H.
+the prior is N(0, 1/λ). ``schedule.py`` decides about λ, σ and H.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ class OverSpan:
         """The network's outputs for this rank's examples, (N, ..., C)."""
 
         self._loss = problem.loss(rows.targets, rows.weights)
-        if problem.sigma is not None:
-            likelihood = self._loss.likelihood.without_constant()
-            self._loss = replace(self._loss, likelihood=likelihood)
         sites = self.share.total * f.shape[1:-1].numel()
         nbytes, C = sites * f.shape[-1] * f.element_size(), f.shape[-1]
         many, draws, _ = form_of_H(problem.likelihood, C, sites, nbytes, span.memory)
@@ -99,9 +96,6 @@ class OverSpan:
             gamma = (theta / (theta + precision)).sum().expand_as(gamma)
             dets = (theta / precision).log1p().sum().expand_as(dets)
         loss, norm, agreed = mode.loss, mode.w.square().sum(), self.share.group.from_first
-        if q.sigma is not None:
-            count = self.problem.data.facts.num_targets / q.sigma.numel()
-            loss += count * (q.sigma * math.sqrt(2 * math.pi)).log().sum().item()
         kl = precision * norm + dets
         if self.expected.number:
             kl = kl - gamma.mean()

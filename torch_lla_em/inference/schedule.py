@@ -1,12 +1,7 @@
 """Every decision of a fit over a span about λ, σ and H, and when and why it ends: solve small, check large, extend.
 
-For the linear model h = J w with prior N(0, Λ⁻¹), Λ = λ diag(scale)⁻², it seeks the Gaussian q = N(m, A⁻¹) and the λ that maximise
-
-    L(m, A, λ) = E_q[log p(y | J w)] - KL(q ‖ N(0, Λ⁻¹)).
-
-There, Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0 and A = G + Λ with G = Σ_n J_nᵀ E_q[H_n] J_n, by the theorems of Bonnet and Price. For a fixed H,
-q is Laplace's approximation and L its log evidence; for a Gaussian likelihood both are exact. G and m are stationary, so
-dL / d log λ = ½ (γ - λ ‖m‖²) with γ = Tr G A⁻¹, whose zero is the fixed point of MacKay's update λ ← γ / ‖m‖². In L,
+It seeks the Gaussian q = N(m, A⁻¹) and the λ that maximise the lower bound L of docs/method.md, where Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0
+and A = G + Λ with G = Σ_n J_nᵀ E_q[H_n] J_n. For a fixed H, q is Laplace's approximation and L its log evidence. In L,
 KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)): the log det is the mean of halves from ξ and from η, which over a small span are too
 large and too small by 10 to 15 %, their mean to a few per cent.
 

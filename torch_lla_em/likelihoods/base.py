@@ -186,10 +186,6 @@ class Likelihood:
         """
         return None
 
-    def without_constant(self) -> Likelihood:
-        """Return the same likelihood without the part of log p that depends on σ alone."""
-        return self
-
     def _lacks(self, method: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} must define {method}.")
 

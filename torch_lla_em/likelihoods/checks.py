@@ -55,17 +55,15 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         )
         return
     of_gradient, of_root, of_H = errors
-    if of_gradient:
-        raise ValueError(
-            f"{name}.gradient(f, y) is not the gradient of -log_prob in f: it is off by {of_gradient} "
-            "on the first batch. Correct it, or leave it out for the default by autograd."
-        )
-    if of_root:
-        raise ValueError(
-            f"{name}: S Sᵀ u by hessian_sqrt_product is not H u by hessian_product: they differ "
-            f"by {of_root} on the first batch. Correct one of them, or leave hessian_product out "
-            "for the default S Sᵀ u."
-        )
+    for error, words in (
+        (of_gradient, "gradient(f, y) is not the gradient of -log_prob in f"),
+        (of_root, "S Sᵀ u by hessian_sqrt_product is not H u by hessian_product"),
+    ):
+        if error:
+            raise ValueError(
+                f"{name}: {words}: it is off by {error} on the first batch. Correct it, or leave gradient and "
+                "hessian_product out for their defaults."
+            )
     message = (
         f"{name}: H u by hessian_product (or curvature, or S Sᵀ u) is neither the Hessian of -log_prob in f, from "
         f"which it is off by {of_H} on the first batch, nor its expectation over y"

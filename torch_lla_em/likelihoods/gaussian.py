@@ -51,9 +51,6 @@ class Regression(Gaussian, ElementwiseLikelihood):
 
     is_quadratic = True
 
-    normalised = True
-    """Whether log_prob includes its constant, next to which small residuals may be rounded away."""
-
     def __init__(self, sigma_noise: float | Tensor | None = None):
         check_within(5e-324, 1.7e308, sigma_noise=sigma_noise)
         self.from_data = sigma_noise is None
@@ -79,17 +76,10 @@ class Regression(Gaussian, ElementwiseLikelihood):
     def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
         return mean if type(self).mean is Regression.mean else None
 
-    def without_constant(self) -> Regression:
-        other = copy.copy(self)
-        other.normalised = False
-        return other
-
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         sigma = self._sigma(f)
-        terms = -0.5 * ((y - self.mean(f)) / sigma) ** 2
-        if self.normalised:
-            terms = terms - sigma.log() - 0.5 * log(2 * pi)
-        return sum_rows(terms, y)
+        squares = ((y - self.mean(f)) / sigma) ** 2
+        return sum_rows(-0.5 * (squares + log(2 * pi)) - sigma.log(), y)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return (self.mean(f) - y) / self._sigma(f) ** 2

@@ -2,10 +2,9 @@
 
     python benchmarks/architectures.py
 
-updates the tables of docs/architectures.md in about a minute on one CPU core. It needs torchvision,
-transformers and peft. Models have small random configurations, and nothing is downloaded. Expect
-adjoint errors at the rounding of the precision: below 1e-8 in float64 (layers that always compute
-in float32 have larger ones), below 1e-3 in float32.
+updates the tables of docs/architectures.md in about a minute on one CPU core. It needs torchvision, transformers and peft.
+Models have small random configurations, and nothing is downloaded. Expect adjoint errors at the rounding of the precision:
+below 1e-8 in float64 (layers that always compute in float32 have larger ones), below 1e-3 in float32.
 """
 
 import argparse

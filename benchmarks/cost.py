@@ -4,14 +4,12 @@
     python benchmarks/cost.py --problems mlp regression cnn
     python benchmarks/cost.py --problems "last layer, 2000 x 64 x 50"
 
-One thread, processor seconds; with --device cuda, wall-clock seconds. There is a line for each
-network, which is trained by Adam in batches of 100. Classifiers are fitted with the defaults, and
-a second time with ``curvature="network"``. K is 16, and 32 for tables and last layers. An
-epoch is one of the training; a forward pass (F) is one over the same examples in eval mode, without
-gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with
-all samples, divided by that of five networks. The ensemble costs four further trainings;
-laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on the same
-network in the same run. Lines go to results/cost.jsonl.
+One thread, processor seconds; with --device cuda, wall-clock seconds. There is a line for each network, which is trained by
+Adam in batches of 100. Classifiers are fitted with the defaults, and a second time with ``curvature="network"``. K is 16, and
+32 for tables and last layers. An epoch is one of the training; a forward pass (F) is one over the same examples in eval mode,
+without gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with all samples, divided
+by that of five networks. The ensemble costs four further trainings; laplace-torch is Kronecker factors of all layers, tuned by
+its marginal likelihood, on the same network in the same run. Lines go to results/cost.jsonl.
 
 Expected: trainings 0.3 to 7 for fits of a few thousand examples, 3 to 100 for last layers; predict F 1 to 60; served 8 0.3 to 7.
 """
@@ -25,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from methods import markdown, tasks
+from methods.learning import descend
 from methods.networks import lenet, resnet20
 from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
@@ -201,17 +200,8 @@ def train(problem: Problem) -> float:
     """Train in place, and return the seconds of an epoch."""
     optimiser = torch.optim.Adam(problem.network.parameters(), 2e-3, weight_decay=1e-4)
     loss = F.mse_loss if problem.regression else F.cross_entropy
-
-    def epoch() -> None:
-        for rows in torch.randperm(len(problem.x), device=problem.x.device).split(BATCH):
-            optimiser.zero_grad()
-            loss(problem.network(problem.x[rows]), problem.y[rows]).backward()
-            optimiser.step()
-
-    problem.network.train()
-    taken = seconds(lambda: [epoch() for _ in range(problem.epochs)]) / problem.epochs
-    problem.network.eval()
-    return taken
+    how = problem.epochs, optimiser, BATCH, loss
+    return seconds(lambda: descend(problem.network, (problem.x, problem.y), *how)) / problem.epochs
 
 
 @torch.no_grad()
@@ -288,9 +278,8 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
     for name in args.problems or PROBLEMS:
         problem = made(PROBLEMS[name], args.device)
         epoch, K = train(problem), problem.num_samples or args.num_samples
-        found = {"part": "fits", "problem": name} | line(
-            problem, epoch, K, serve=args.device == "cpu"
-        )
+        found = {"part": "fits", "problem": name}
+        found |= line(problem, epoch, K, serve=args.device == "cpu")
         found["ensemble"] = 4 * problem.epochs * epoch
         if not problem.regression:
             by_network = problem._replace(options={**problem.options, **NETWORK})

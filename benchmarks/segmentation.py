@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from methods import markdown
+from methods.learning import descend
 from methods.networks import UNet
 from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
@@ -57,12 +58,8 @@ def trained(x: Tensor, y: Tensor, epochs: int) -> tuple[UNet, float]:
     network.leave = nn.Conv2d(8, CLASSES, 1)
     optimiser = torch.optim.Adam(network.parameters(), 5e-3)
     began = time.process_time()
-    for _ in range(epochs):
-        for batch in torch.randperm(len(x)).split(BATCH):
-            optimiser.zero_grad()
-            cross_entropy(network(x[batch]), y[batch]).backward()
-            optimiser.step()
-    return network.eval(), time.process_time() - began
+    descend(network, (x, y), epochs, optimiser, BATCH)
+    return network, time.process_time() - began
 
 
 def batches(x: Tensor, y: Tensor) -> Sequence[tuple[Tensor, Tensor]]:

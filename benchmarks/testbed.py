@@ -4,14 +4,12 @@
     python benchmarks/testbed.py --inputs 2 --ratios 1 10 --agents network ours
     python benchmarks/testbed.py --report               # the summary of results/testbed.jsonl
 
-Osband et al., "The Neural Testbed: Evaluating Joint Predictions" (NeurIPS 2022). Labels come from a
-random ReLU network with two hidden layers of 50 units, whose logits are divided by a temperature,
-at Gaussian inputs. Agents know the number of inputs and examples and the temperature, by
-which the weight decay of their networks is set, as there. An agent is a set of functions; its
-score is the KL divergence of its predictions from the true probabilities: of one label (τ = 1), and of ten labels
-at two inputs at once (τ = 10), for which an agent has to know how the errors of two predictions go
-together. The summary has sums over problems, relative to the single network's. All problems of the
-paper but those with 100,000 examples are run.
+Osband et al., "The Neural Testbed: Evaluating Joint Predictions" (NeurIPS 2022). Labels come from a random ReLU network with
+two hidden layers of 50 units, whose logits are divided by a temperature, at Gaussian inputs. Agents know the number of inputs
+and examples and the temperature, by which the weight decay of their networks is set, as there. An agent is a set of functions;
+its score is the KL divergence of its predictions from the true probabilities: of one label (τ = 1), and of ten labels at two
+inputs at once (τ = 10), for which an agent has to know how the errors of two predictions go together. The summary has sums over
+problems, relative to the single network's. All problems of the paper but those with 100,000 examples are run.
 """
 
 import math
@@ -195,8 +193,7 @@ def dropout(task: Problem, generator: torch.Generator, names: dict[str, None]) -
     weights = trained(task, 1, generator, dropout=DROPPED)
     several = [w.expand(DRAWS, -1, -1) for w in weights]
     kept = masks(1, DROPPED, generator, DRAWS)  # one mask for all inputs: a draw is a function
-    for name in names:
-        yield name, lambda x: outputs(several, x, kept), time.process_time() - clock
+    yield "MC dropout", lambda x: outputs(several, x, kept), time.process_time() - clock
 
 
 def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
@@ -218,8 +215,7 @@ def laplace_torch(task: Problem, generator: torch.Generator, names: dict[str, No
             parts.append(f.detach() + torch.einsum("ncp,sp->snc", J.detach(), w))
         return torch.cat(parts, 1)
 
-    for name in names:
-        yield name, functions, time.process_time() - clock
+    yield "laplace-torch", functions, time.process_time() - clock
 
 
 def ours(task: Problem, generator: torch.Generator, names: dict[str, None]) -> Agents:
@@ -301,9 +297,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     origin = provenance(("torch", "laplace-torch"))
     agents = [*dict.fromkeys(("network", *args.agents))]  # the reference of the summary
-    found = markdown.resume(
-        args.out, () if args.report else cases, partial(measured, agents), origin
-    )
+    cases = () if args.report else cases
+    found = markdown.resume(args.out, cases, partial(measured, agents), origin)
     print("\n" + summary(found))
 
 

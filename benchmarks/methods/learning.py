@@ -25,7 +25,11 @@ def descend(
     x, y = rows
     network.train()
     for _ in range(epochs):
-        for part in (slice(None),) if batch is None else torch.randperm(len(x)).split(batch):
+        for part in (
+            (slice(None),)
+            if batch is None
+            else torch.randperm(len(x), device=x.device).split(batch)
+        ):
             optimiser.zero_grad()
             loss(network(x[part]), y[part]).backward()
             optimiser.step()

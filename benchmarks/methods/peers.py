@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from methods.metrics import Classes, Groups, Numbers, functions_of
 from methods.tasks import Task
-from torch_lla_em import Compute, LinearisedLaplace, Prediction
+from torch_lla_em import Compute, LinearisedLaplace, Prediction, temperature_of_neighbours
 
 REFERENCE = "temperature"
 LEVEL, RATE = 0.9, 0.05
@@ -49,6 +49,14 @@ def network(case: Case) -> Found:
 def temperature(case: Case) -> Found:
     """The network with a temperature (or noise) that held-out rows like best."""
     yield REFERENCE, averaged(case, _outputs(case.networks[:1]), fitted=True)
+
+
+def moved(case: Case) -> Found:
+    """The network with a temperature from moved training rows, without held-out ones."""
+    if case.task.classes:
+        own = temperature_of_neighbours(case.networks[0], *case.task.train)
+        draw = torch.no_grad()(_outputs(case.networks[:1]))
+        yield "temperature, moved examples", lambda x: Classes.of(draw(x) / own)
 
 
 def ensemble(case: Case) -> Found:
@@ -160,7 +168,7 @@ def _of_laplace_torch(case: Case, la, everything: bool, link: dict) -> Predictor
 
 
 def ours(name: str, form: dict, case: Case) -> Found:
-    """``LinearisedLaplace`` as fitted, and calibrated on held-out rows."""
+    """``LinearisedLaplace`` as fitted, without ``validation`` also on moved rows, and calibrated on held-out ones."""
     for text in case.ours:
         options = {"seed": case.seed, **form, **parsed(text)}
         told = {key: options.pop(key) for key in ("validation",) if key in options}
@@ -170,6 +178,8 @@ def ours(name: str, form: dict, case: Case) -> Found:
         la.fit(*case.task.train, progress_bar=False, **told)
         row = f"{name} ({text})" if text else name
         yield f"{row}, as fitted", of_ours(la)
+        if told.get("validation") is False:
+            yield f"{row}, moved examples", of_ours(la.calibrate())
         la.calibrate(*case.task.held_out)
         yield f"{row}, calibrated", of_ours(la, calibrated=True)
 
@@ -241,6 +251,7 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = F
 METHODS: dict[str, Callable[[Case], Found]] = {
     "network": network,
     "temperature": temperature,
+    "moved": moved,
     "ensemble": ensemble,
     **{
         f"laplace-torch, {name}": partial(laplace_torch, name, form)

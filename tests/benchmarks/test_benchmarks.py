@@ -70,6 +70,8 @@ def test_tables_are_split_standardised_and_repeatable(name):
     assert task.train.x.mean(0).abs().max() < 0.1 and len(task.held_out.x) <= 500
     assert_close(task.shifted["permuted"].sort(0).values, task.test.x.sort(0).values)
     assert (task.classes is None) == task.train.y.is_floating_point()
+    differs = (tasks.task(name, 1, wrong=0.5).train.y != task.train.y).double().mean()
+    assert abs(differs - 0.5 * (1 - 1 / (task.classes or 1))) < 0.08
     assert not set(tasks.TUNING) & {*tasks.KEPT, *tasks.UNSEEN}
 
 
@@ -180,10 +182,14 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
         assert not [line for line in lines if "error" in line and isinstance(line["error"], str)]
         return lines
 
-    options = "--tables wine diabetes --seeds 0 --quick --ours num_samples=8"
+    options = (
+        "--tables wine diabetes --seeds 0 --quick --wrong .1 --ours num_samples=8,validation=False"
+    )
     lines = run(tables, options)
     assert {line["network"] for line in lines} == {"early", "on"}
-    assert "ours, last layer (num_samples=8), as fitted" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for row in ("as fitted", "moved examples", "calibrated"):
+        assert f"ours, last layer (num_samples=8,validation=False), {row}" in shown
     calibrated = [line for line in lines if line["row"].endswith("calibrated")]
     assert calibrated and all(0 <= line["flagged"] < 0.5 for line in calibrated)
     (fit,) = run(cost, "--num-samples 2")
@@ -199,7 +205,7 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
     lines = run(conformal, f"--data {data} --tables table --splits 1")
     assert all(line["coverage"] > 0.5 and line["score"] >= line["width"] for line in lines)
     lines = run(uci, f"--data {data} --methods {' '.join(uci.METHODS)}")
-    assert len(lines) == 2 * 12
+    assert len(lines) == 2 * 13
     assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)
     lines = run(testbed, "--inputs 2 --ratios 1 --temperatures .1")
     assert {line["agent"] for line in lines} == set(testbed.AGENTS)

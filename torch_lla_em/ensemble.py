@@ -34,9 +34,8 @@ class LaplaceEnsemble(Printed, nn.Module):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
-    trains networks and calibrates them without a validation set. In our
-    benchmarks its NLL is lower on average than that of an ensemble of the networks. ``epistemic``
-    includes the disagreement of the members. The members are not changed.
+    trains networks and calibrates them without a validation set. ``epistemic`` includes the disagreement of the
+    members. The members are not changed.
 
     Args:
         members (iterable of LinearisedLaplace): Fitted posteriors, all with the same likelihood.

@@ -256,7 +256,7 @@ class LinearisedLaplace(Printed, nn.Module):
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
             validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: for a
                 posterior of some ``parameters`` moved training examples, as by ``calibrate()``, if inputs are
-                columns of numbers. False: as stored.
+                columns of numbers. False: predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
@@ -343,7 +343,7 @@ class LinearisedLaplace(Printed, nn.Module):
         )
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
-        """Return a ``Plan`` of the time and memory of ``fit`` for these data; print it to read it.
+        """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it to read it.
 
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.

@@ -100,7 +100,7 @@ def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(m
     net, options = nn.Conv2d(1, 3, 3, padding=1), {"num_samples": 4, "class_dim": 1}
     la = LinearisedLaplace(net, "classification", **options)
     la.fit([(x, y)], progress_bar=False, em_steps=2)
-    assert la.posterior.result.examples is None
+    assert la.posterior.training is None
     fresh = LinearisedLaplace(net, "classification", **options)
     fresh.load_state_dict(la.state_dict())
     assert torch.equal(fresh(x), la(x))
@@ -143,11 +143,12 @@ def test_a_fit_keeps_products_and_leverages_of_its_training_examples(fit):
     la, x, _ = fit
     x = x[:400]
     (Jw,) = la.posterior.at(x).Jw
-    assert_close(la.posterior.result.examples, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
+    assert_close(la.posterior.training.deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
     p = functions_at(la.predict(x, mean="linear"))[0].softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 8
-    (training,), found = la.posterior.at(x).training, la.posterior.training_distances
+    training = la.posterior.training
+    found = training.between
     # H of the fit is an average over other draws, which matters where a leverage is near 1
     apart = (found / training.distances_without(without_itself(leverages)) - 1).abs()
     without = (found / training.distances_without(without_itself(0 * leverages)))[:, 1]
@@ -162,7 +163,7 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
         f, Jw = (each[0] for each in la.posterior.at(at)[2:4])
         plain = Pushforward(f, (la.likelihood,), (f,), (Jw,)).prediction(la.mixture)
         found, variance = la.predict(at), output_variance(la.likelihood, Jw[1:])
-        share = (la.posterior.largest_variance / variance).clamp_max(1)
+        share = (la.posterior.training.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
         assert_close(found.mean, share[:, None] * plain.mean)
         own, other = (p.deviations[0] for p in (found, plain))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from torch_lla_em import Adapter, LaplaceEnsemble, LinearisedLaplace
-from torch_lla_em.prediction import posterior, predictor
+from torch_lla_em.prediction import posterior
 
 FIXED = {"progress_bar": False, "em_steps": 0, "prior_precision": 2.0}
 
@@ -92,9 +92,9 @@ def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():
         assert_close(tuple(found), tuple(la.predict(case.x, **{name: of}).interval(0.6)))
 
 
-def test_one_batch_is_in_memory_at_a_time_and_all_only_if_they_fit(monkeypatch):
+def test_one_batch_is_in_memory_at_a_time(monkeypatch):
     _, loader, (la, _) = several()
-    alive, numbers = [], (1 + len(la.w_samples)) * 7 * 3 * 8
+    alive = []
 
     def at(*args, own=posterior.Posterior.at):
         pushed = own(*args)
@@ -102,17 +102,10 @@ def test_one_batch_is_in_memory_at_a_time_and_all_only_if_they_fit(monkeypatch):
         assert sum(each() is not None for each in alive) <= 2
         return pushed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(posterior.Posterior, "at", at)
-        la(loader)
-        la.is_ood(loader, 0.3)
-        assert len(alive) >= 10
-    monkeypatch.setattr(predictor, "free_memory", lambda _: numbers * 9 + 1)
-    la.predict(loader)
-    monkeypatch.setattr(predictor, "free_memory", lambda _: numbers * 9 - 1)
-    with pytest.raises(MemoryError, match=r"la\.predictions\(loader\)"):
-        la.predict(loader)
+    monkeypatch.setattr(posterior.Posterior, "at", at)
     assert la(loader).shape == (30, 3)
+    la.is_ood(loader, 0.3)
+    assert len(alive) >= 10
 
 
 class Scaled(nn.Module):

@@ -35,6 +35,9 @@ class TrainingExamples(NamedTuple):
     largest_variance: Tensor
     """The largest variance of their centred outputs, each without itself in the posterior, ()."""
 
+    between: Tensor | None = None
+    """The distances of each to the nearest other one, without itself in the posterior, (n, 2)."""
+
     def distances(self, deviations: Tensor) -> Tensor:
         """Return the distances of inputs, by J w_k (K, B, ..., C), to the nearest example, (B, 2).
 

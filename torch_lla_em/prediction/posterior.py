@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,11 +62,8 @@ class Posterior:
     result: FitResult
     """What the fit has learnt, with the components as fitted or as calibrated."""
 
-    largest_variance: Tensor | None = None
-    """The largest variance of the centred outputs of training examples, each without itself in the posterior, ()."""
-
-    training_distances: Tensor | None = None
-    """The distances of each to the nearest other one, without itself in the posterior, (n, 2)."""
+    training: TrainingExamples | None = None
+    """The training examples that are kept."""
 
     reference: Reference | None = None
     """What ``calibrate`` found by splitting the validation set."""
@@ -107,11 +105,9 @@ class Posterior:
         if examples is not None and len(examples):  # a single one has too many numbers
             factors = without_itself(learnt.leverages)
             largest = variances_without(given, examples, factors).max().to(examples)
-            apart = TrainingExamples(given, examples, largest).distances_without(factors)
-            facts |= {"largest_variance": largest, "training_distances": apart}
-        else:
-            examples = None
-        result = learnt._replace(examples=examples, leverages=None)
+            training = TrainingExamples(given, examples, largest)
+            facts["training"] = training._replace(between=training.distances_without(factors))
+        result = learnt._replace(examples=None, leverages=None)
         device = learnt.w_lin.device
         return cls(setting, given, result, room=setting.room(), **facts)._with(
             mixture.to(device), sigma if sigma is None else sigma.to(device)
@@ -150,7 +146,7 @@ class Posterior:
     @cached_property
     def compared(self) -> Reference | None:
         """What inputs are compared with: the reference of ``calibrate``, or training examples."""
-        apart = self.training_distances
+        apart = self.training and self.training.between
         if self.reference is not None or apart is None:
             return self.reference
         fitted, *_ = self.replaced or (self.result.mixture,)
@@ -167,18 +163,19 @@ class Posterior:
     def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posterior:
         """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"; or with its first samples."""
         check_choice("mean", mean, (None, "network", "linear"))
-        result = self.result
+        result, training = self.result, self.training and self.training._replace(between=None)
         if num_samples is not None:
-            known, examples = len(result.w_samples), result.examples
+            known = len(result.w_samples)
             check_whole(1, num_samples=num_samples)
             if num_samples > known:
                 raise ValueError(f"num_samples={num_samples}, but there are {known} samples.")
-            examples = examples if examples is None else examples[:, :num_samples]
-            result = result._replace(w_samples=result.w_samples[:num_samples], examples=examples)
+            result = result._replace(w_samples=result.w_samples[:num_samples])
+            if training is not None:
+                training = training._replace(deviations=training.deviations[:, :num_samples])
         if mean is not None:
             table = posterior_alone(mean, self.tables[0][0][SCALE])
-            result = result._replace(mixture=table, examples=None)
-        return replace(self, result=result, reference=None, training_distances=None)
+            result, training = result._replace(mixture=table), None
+        return replace(self, result=result, reference=None, training=training)
 
     def at(self, x: Any) -> Pushforward:
         """Return inputs with their products, differentiable in x if it requires gradients."""
@@ -193,7 +190,7 @@ class Posterior:
             with network.guarded():
                 if model.report is None and not is_empty:
                     model.probe(map_tensors(Tensor.detach, x))
-                with torch.set_grad_enabled(differentiate):
+                with torch.enable_grad() if differentiate else nullcontext():
                     if is_empty:
                         f = network.outputs(x)
                         Jw = f.new_zeros(1 + len(samples), *f.shape)
@@ -209,12 +206,6 @@ class Posterior:
     def columns(self) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.result.w_lin[None], self.result.w_samples])
-
-    @cached_property
-    def training(self) -> TrainingExamples | None:
-        """The training examples that are kept."""
-        known, largest = self.result.examples, self.largest_variance
-        return None if known is None else TrainingExamples(self.likelihood, known, largest)
 
     def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushforward:
         """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
@@ -252,7 +243,7 @@ class Posterior:
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""
-        names = "result", "largest_variance", "training_distances", "reference", "replaced"
+        names = "result", "training", "reference", "replaced"
         own = {name: getattr(self, name) for name in names}
         return replace(self, setting=setting, **tree_map_only(Tensor, fn, own))
 

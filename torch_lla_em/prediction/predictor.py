@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from operator import length_hint
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,6 @@ from torch_lla_em.prediction.pushforward import (
     stack_members,
 )
 from torch_lla_em.prediction.reference import Score, Stated
-from torch_lla_em.runtime import free_memory
 
 Mean = Literal["network", "linear"]
 _LOADERS = DataLoader, Dataset
@@ -99,7 +97,6 @@ def predict(
         NotFittedError: Before ``fit``, or if the model has changed since.
         ValueError: If ``num_samples`` exceeds the number of samples.
         TypeError: If inputs are passed both by position and by name.
-        MemoryError: If the samples of all outputs of a loader do not fit into memory.
 
     Example:
         >>> uncertainty = la.predict(x).epistemic
@@ -116,7 +113,8 @@ def predict(
         known = known.asked(mean, num_samples)
     is_stated = groups is not None or weights is not None
     if isinstance(x, _LOADERS):
-        found = predicted(known, _whole(known, in_order(x) if is_stated else x))
+        batches = _in_batches(known, as_loader(in_order(x) if is_stated else x))
+        found = predicted(known, joined(list(batches)))
     else:
         found = predicted(known, known.at(x))
     if is_stated:
@@ -205,24 +203,7 @@ def functional_samples(la: Any, x: Any) -> Tensor:
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
-    found = data.prediction(known.tables, known.noise)
-    return replace(found, reference=known.compared, room=known.room)
-
-
-def _whole(known: Posterior | Posteriors, x: Any) -> Pushforward:
-    """Return all batches of a loader with their products."""
-    loader = as_loader(x)
-    parts = _in_batches(known, loader)
-    part = next(parts)
-    size, batches = sum(Jw.nbytes for Jw in part.Jw), length_hint(loader, 1)
-    # joined, they take as much memory again
-    if size * (2 * batches - 1) > free_memory(part.f.device):
-        raise MemoryError(
-            f"The samples of all outputs of {batches} batches take {size * batches / 1e9:.3g} GB, "
-            "and twice as much when they are joined. Use la(loader) for probabilities, or the "
-            "predictions of one batch at a time: la.predictions(loader)."
-        )
-    return joined([part, *parts])
+    return data.prediction(known.tables, known.noise, known.compared, known.room)
 
 
 def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:

@@ -12,6 +12,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.scores import NUMBERS
 
 Rows = list[list[Any]]
@@ -67,7 +68,13 @@ class Pushforward(NamedTuple):
         """The outputs of the first member's network."""
         return self.outputs[0]
 
-    def prediction(self, table: Tables, noise: Tensor | None = None) -> Prediction:
+    def prediction(
+        self,
+        table: Tables,
+        noise: Tensor | None = None,
+        reference: Reference | None = None,
+        room: float = 0.0,
+    ) -> Prediction:
         """Return the prediction by a table of components, for regression with σ times ``noise``.
 
         Predictions around the network alone have the σ of its own residuals.
@@ -99,7 +106,8 @@ class Pushforward(NamedTuple):
         likelihoods, centres, each, shares, owners = zip(*found)
         is_fitted = any(isinstance(share, Tensor) for share in shares)
         weights = torch.stack(shares).to(f) if is_fitted else f.new_tensor(shares)
-        return Prediction(likelihoods, centres, each, weights, owners, self.class_dim, self)
+        parts = likelihoods, centres, each, weights, owners, self.class_dim, self
+        return Prediction(*parts, reference, room=room)
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""

@@ -14,6 +14,7 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, compare, is_named
 from torch_lla_em.prediction.calibration import restored
+from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.posterior import (
     NotFittedError,
     Posterior,
@@ -35,6 +36,9 @@ _NEEDED = {"w_lin": "P", "w_samples": "KP", "scale": "P", "certificate": "K"} | 
     ("prior_precision", "mixture", "effective_dim", "_log_evidence")
 )
 """Tensors that every posterior has, with their shape if it is known."""
+
+_TRAINING = "training_deviations", "largest_variance", "training_distances"
+"""Tensors of the training examples that a posterior keeps."""
 
 _REPLACED = "fitted_mixture", "fitted_sigma_noise"
 """Tensors of a posterior as fitted that ``calibrate`` has replaced."""
@@ -193,9 +197,7 @@ def state_of(la: Any, posterior: Posterior) -> State:
         "effective_dim": result.effective_dim.value,
         "effective_dim_error": result.effective_dim.standard_error,
         "_log_evidence": torch.stack(list(result.log_evidence)),
-        "training_deviations": result.examples,
-        "largest_variance": posterior.largest_variance,
-        "training_distances": posterior.training_distances,
+        **dict(zip(_TRAINING, (posterior.training or ())[1:])),
         "fingerprint": posterior.setting.state.fingerprint,
         **dict(zip(_REPLACED, (mixture, sigma))),
     }
@@ -222,16 +224,15 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
         **known,
         effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
         log_evidence=Estimate(*tensor("_log_evidence")),
-        examples=tensor("training_deviations"),
         why=record["why"],
     )
     sigma, said = result.sigma_noise, record["said_by_fit"]
+    training: list[Any] = [tensor(name) for name in _TRAINING]
     return Posterior(
         setting,
         given if sigma is None else given.with_noise(sigma),
         result,
-        largest_variance=tensor("largest_variance"),
-        training_distances=tensor("training_distances"),
+        training=TrainingExamples(given, *training) if "training_deviations" in state else None,
         reference=reference,
         calibration=restored(record["calibration"]),
         num_data=record["num_data"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, pi
 from typing import NamedTuple
@@ -172,10 +173,10 @@ class StudentPrediction(Printed):
             errors = errors_of_values(mean[kept], self.predictive_variance[kept], y[kept])
         return self.ood_score[kept], errors.double()
 
-    def first(self, count: int) -> StudentPrediction:
-        """Return the prediction of the first few inputs."""
-        f, uncertainty, scores = self.centre, self.log_uncertainty[:count], self.log_scores[:count]
-        return replace(self, centre=f[:count], log_uncertainty=uncertainty, log_scores=scores)
+    def map(self, change: Callable[[Tensor], Tensor], rows: slice) -> StudentPrediction:
+        """Return the prediction of some inputs, with every tensor changed."""
+        names = "centre", "log_uncertainty", "log_scores"
+        return replace(self, **{name: change(getattr(self, name)[rows]) for name in names})
 
     def _compared(self, name: str) -> Scores:
         """Return the scores of the validation set."""

@@ -95,9 +95,11 @@ class Calibration(NamedTuple):
 
 
 def restored(stored: list[Any] | None) -> Calibration | None:
-    """Return the calibration of a file, in which tuples are lists."""
-    each = (tuple(value) if isinstance(value, list) else value for value in stored or ())
-    return None if stored is None else Calibration(*each)
+    """Return the calibration of a file; release 0.3.0 stored coverages before the fifth field."""
+    if stored is None:
+        return None
+    stored = stored if isinstance(stored[4], bool) else [*stored[:4], stored[-1]]
+    return Calibration(*(tuple(value) if isinstance(value, list) else value for value in stored))
 
 
 class Numbers(NamedTuple):

@@ -3,7 +3,7 @@
 import ast
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import mean
 from typing import NamedTuple
@@ -208,7 +208,7 @@ class Ours(Classes):
         return -self.found.p_value if self.calibrated else self.found.epistemic
 
     def joint(self, y: Tensor, groups: Tensor) -> float:
-        parts = ((replace(self.found, mixture=self.found.mixture.part(r)), y[r]) for r in groups)
+        parts = ((self.found.map(lambda t: t, r), y[r]) for r in groups)
         values = [part.joint_log_prob(labels).item() for part, labels in parts]
         return -mean(values) / groups.shape[-1]
 

@@ -132,6 +132,14 @@ def distil(
         seed (int): Seed of all random numbers. Default 0.
         progress_bar (bool): Show progress bars. Default True.
 
+    Returns:
+        A ``Student``, which is not calibrated yet.
+
+    Raises:
+        ValueError: If there are fewer than ten inputs, or they have several shapes, or another ``student`` has outputs
+            of another shape.
+        TypeError: If inputs are no tensors, or for an argument of an earlier version.
+
     Example:
         >>> student = la.distil(x, steps=100, progress_bar=False)
         >>> probabilities = student(x)

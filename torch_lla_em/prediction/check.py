@@ -134,6 +134,9 @@ def check(
         level (float): Level of the sets or intervals. Default 0.9.
         groups (integers, optional): The group of each example, in the order of the dataset.
 
+    Returns:
+        A ``Check``; print it.
+
     Raises:
         ValueError: Before ``calibrate``, or with too few validation examples for the level.
 

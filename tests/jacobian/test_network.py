@@ -1,6 +1,7 @@
 """A network is run as a function, left as it was, and refused where that is not possible."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -103,6 +104,28 @@ def test_changes_between_calls_are_seen(change):
     assert model.training is mode and model.layer.training is mode
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_module_may_cast_the_network_before_its_posteriors(changes):
+    model, data = mlp(), (X, torch.arange(len(X)) % 2)
+    options = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
+    each = [
+        LinearisedLaplace(model, "classification", num_samples=4).fit(*data, **options)
+        for _ in "12"
+    ]
+    expected = each[0](X)
+    with torch.no_grad():
+        model[0].weight += 1e-3 * changes
+    whole = nn.ModuleList([model, *each]).float()
+    for la in each:
+        if changes:
+            with pytest.raises(RuntimeError, match="weights have changed"):
+                la(X.float())
+        else:
+            assert_close(la(X.float()).double(), expected, rtol=1e-4, atol=1e-4)
+            assert_close(whole.double()[1](X), expected, rtol=1e-4, atol=1e-4)
+            whole.float()
+
+
 class Writing(list):
     """Batches, before the second of which a pass writes one number of a network, without a new version."""
 
@@ -126,13 +149,6 @@ def test_a_weight_that_a_loader_changes_during_a_fit_is_noticed(number, keep):
     with pytest.raises(RuntimeError, match="network was changed during the fit"):
         la.fit(loader, progress_bar=False)
     assert loader.passes == number
-
-
-def test_requires_grad_stays_also_of_frozen_random_weights():
-    model = mlp()
-    model[0].requires_grad_(False)
-    check(model, X, ["0.*", "4.bias"])
-    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
 
 
 @pytest.mark.parametrize("wrappers", ["DataParallel", "compile DataParallel compile"])
@@ -170,10 +186,6 @@ def test_layers_compiled_in_place_or_inside_stay_eager():
 def test_scripted_parts_may_have_no_weights_of_the_posterior():
     trunk, head = mlp(), nn.Linear(2, 2).double()
     script = torch.jit.script(trunk)
-    with pytest.raises(TypeError, match="scripted.* Pass the Python module"):
-        linear_model(script)
-    with pytest.raises(TypeError, match=r"module '0' is scripted.*leave '0.0.weight'"):
-        linear_model(nn.Sequential(script, head))
     linear, plain = (linear_model(nn.Sequential(own, head), ["1.*"]) for own in (script, trunk))
     linear.probe(X)
     w, u = draw(2, 6), draw(2, 5, 2)
@@ -202,8 +214,28 @@ def not_finite():
     return model, X, {}
 
 
+def in_list():
+    kept = []
+
+    def forward(m, x):
+        if not kept:
+            kept.append(2 * m.a[0].weight)
+        return m.b(x) + kept[0].sum()
+
+    return forward
+
+
+@functools.cache
+def doubled(m):
+    return 2 * m.a[0].weight
+
+
 REFUSED = {
     "no module": (TypeError, "Pass an nn.Module", lambda: (len, X, {})),
+    "a script": (TypeError, "scripted.* Pass the Python module", lambda: (torch.jit.script(mlp()), X, {})),
+    "a part": (TypeError, "module '0' is scripted.*leave '0.0.weight'", lambda: (nn.Sequential(torch.jit.script(mlp())), X, {})),
+    "list": (RuntimeError, "'a.0.weight' is used in the first forward pass only.*Clear", of(in_list())),
+    "function": (RuntimeError, "'a.0.weight' is used in the first forward pass only", of(lambda m, x: m.b(x) + doubled(m).sum())),
     "reentrant checkpoint": (
         NotImplementedError,
         "reentrant.*'a.2.bias'.*use_reentrant=False",
@@ -234,6 +266,7 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     """Each error names what is wrong and the remedy."""

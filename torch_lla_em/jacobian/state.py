@@ -36,11 +36,12 @@ class NetworkState:
             module = network.module
             self._kinds = [type(layer) for layer in module.modules()]
             self._marks = _marks(module) if fingerprint is None else None
+            self._tensors = files.tensors_of(module) if fingerprint is None else {}
             self.fingerprint = files.fingerprint(module) if fingerprint is None else fingerprint
             """A hash of every bit, and of the names."""
 
-    def holds(self, network: Any, surely: bool = False) -> bool:
-        """Whether the network is unchanged; ``surely`` compares every bit."""
+    def holds(self, network: Any, surely: bool = False, or_cast: bool = False) -> bool:
+        """Whether the network is unchanged, or cast as a whole; ``surely`` compares every bit."""
         with ONE_AT_A_TIME:
             module = network.module
             marks = _marks(module)
@@ -49,13 +50,19 @@ class NetworkState:
             if [type(layer) for layer in module.modules()] != self._kinds:
                 return False
             if not torch.equal(files.fingerprint(module), self.fingerprint):
-                return False
+                return or_cast and self._is_cast(files.tensors_of(module))
             self._marks = marks
             return True
 
+    def _is_cast(self, now: dict[str, Tensor]) -> bool:
+        """Whether tensors are those of before in another dtype; a cast leaves those as they were."""
+        known = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
+        pairs = zip(self._tensors.values(), now.values())
+        return known and all(torch.equal(before.to(own), own) for before, own in pairs)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this network, which a copy of it does not have."""
-        return {**self.__dict__, "_marks": None}
+        return {**self.__dict__, "_marks": None, "_tensors": {}}
 
 
 def _marks(module: nn.Module) -> list[Any]:

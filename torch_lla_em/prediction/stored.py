@@ -157,7 +157,7 @@ def moved(la: Any, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posteri
     A module that contains both may have moved the network before.
     """
     posterior, network = la.posterior, la._linear_model.network
-    unchanged = posterior is not None and posterior.setting.state.holds(network)
+    unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
     la.model._apply(fn)
     model = LinearModel(network, la._linear_model.layout)
     if posterior is None:

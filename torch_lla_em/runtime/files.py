@@ -111,13 +111,19 @@ def remove(folder: Path, pattern: str) -> None:
             path.unlink()
 
 
-def fingerprint(model: nn.Module) -> Tensor:
-    """Return 32 bytes that depend on every parameter and buffer but ``num_batches_tracked``."""
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer by name, detached, but no ``num_batches_tracked``."""
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return {n: t.detach() for n, t in found if n.rpartition(".")[2] != "num_batches_tracked"}
+
+
+def fingerprint(model: nn.Module | dict[str, Tensor]) -> Tensor:
+    """Return 32 bytes that depend on every tensor of a network, and on their names."""
     digest = hashlib.sha256()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.rpartition(".")[2] != "num_batches_tracked":
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(_raw(tensor))
+    tensors = tensors_of(model) if isinstance(model, nn.Module) else model
+    for name, tensor in tensors.items():
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(_raw(tensor))
     return torch.tensor(list(digest.digest()), dtype=torch.uint8, device="cpu")
 
 

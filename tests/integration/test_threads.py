@@ -56,13 +56,15 @@ def test_fits_and_predictions_in_threads_enter_a_network_one_at_a_time():
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.mha.get_fastpath_enabled()
 
 
+def until_in_line(turns, is_over):
+    """Wait until a thread waits for its turn, or is over."""
+    while not is_over() and not turns._next.locked():
+        time.sleep(1e-4)
+
+
 def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
-    case, (_, other), waits, threads = (
-        tiny("classification"),
-        fitted(em_steps=0, prior_precision=1.0),
-        [],
-        [],
-    )
+    case, (_, other) = tiny("classification"), fitted(em_steps=0, prior_precision=1.0)
+    waits, threads = [], []
 
     def forward(m, x):
         if len(x) >= 10:  # a batch, not a probe
@@ -70,8 +72,7 @@ def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
                 threads.append(threading.Thread(target=other, args=(case.x,)))
                 threads[-1].start()
                 waits.append(0)
-            while threads[-1].is_alive() and not ONE_AT_A_TIME._next.locked():
-                time.sleep(1e-4)  # until it has an answer or is in line
+            until_in_line(ONE_AT_A_TIME, lambda: not threads[-1].is_alive())
             waits[-1] += 1
         return m.net(x)
 
@@ -80,9 +81,8 @@ def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
     la = LinearisedLaplace(Calls(forward, net=case.model), "classification", **options)
     la.fit(sized, em_steps=0, prior_precision=1.0, progress_bar=False)
     assert la.prior_precision > 0 and len(waits) > 20
-    assert max(waits) <= 5, (
-        waits
-    )  # it enters the network a few times for an answer; a pass has 20 batches
+    # it enters the network a few times for an answer; a pass has 20 batches
+    assert max(waits) <= 5, waits
 
 
 def test_a_waiting_thread_gets_its_turn_before_the_holder():
@@ -95,7 +95,7 @@ def test_a_waiting_thread_gets_its_turn_before_the_holder():
     with turns:
         thread = threading.Thread(target=wait)
         thread.start()
-        time.sleep(0.05)
+        until_in_line(turns, lambda: not thread.is_alive())
         order.append("holder")
     with turns:
         order.append("holder again")
@@ -107,7 +107,7 @@ def end_of_child(check):
     """Return 0 where the check holds in a forked process; an alarm ends one that hangs."""
     process = os.fork()
     if process == 0:
-        signal.alarm(10)
+        signal.alarm(100)
         os._exit(0 if check() else 1)
     return os.waitpid(process, 0)[1]
 
@@ -126,7 +126,7 @@ def test_forks_wait_for_threads_in_the_network_and_children_for_none_that_they_l
     with ThreadPoolExecutor(1) as pool:
         with ONE_AT_A_TIME:
             waiting = pool.submit(la, case.x)
-            time.sleep(0.05)
+            until_in_line(ONE_AT_A_TIME, waiting.done)
 
             def enter():
                 ONE_AT_A_TIME.release()

@@ -170,14 +170,11 @@ def test_bands_are_over_an_input_of_one_number():
 def test_what_cannot_be_plotted_raises():
     (case, la), (other, real) = known(), known("regression")
     data, student = cut(case), la.distil(case.x, steps=1, num_inputs=20, progress_bar=False)
-    own = "class Student is not.* it was distilled from"
     for draw_, given, words in (
         (plot.coverage, (la, data), "reliability"),
         (plot.bands, (la, data), "reliability"),
         (plot.reliability, (real, cut(other)), "coverage"),
-        (plot.reliability, (student, data), own),
-        (plot.coverage, (student, data), own),
-        (plot.out_of_distribution, (student, data, case.x), own),
+        (plot.reliability, (student, data), "class Student is not.* it was distilled from"),
     ):
         with pytest.raises(TypeError, match=words):
             draw_(*given)

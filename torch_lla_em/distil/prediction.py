@@ -175,8 +175,9 @@ class StudentPrediction(Printed):
 
     def map(self, change: Callable[[Tensor], Tensor], rows: slice) -> StudentPrediction:
         """Return the prediction of some inputs, with every tensor changed."""
-        names = "centre", "log_uncertainty", "log_scores"
-        return replace(self, **{name: change(getattr(self, name)[rows]) for name in names})
+        each = self.centre, self.log_uncertainty, self.log_scores
+        f, uncertainty, scores = (change(values[rows]) for values in each)
+        return replace(self, centre=f, log_uncertainty=uncertainty, log_scores=scores)
 
     def _compared(self, name: str) -> Scores:
         """Return the scores of the validation set."""

@@ -99,7 +99,8 @@ def restored(stored: list[Any] | None) -> Calibration | None:
     if stored is None:
         return None
     stored = stored if isinstance(stored[4], bool) else [*stored[:4], stored[-1]]
-    return Calibration(*(tuple(value) if isinstance(value, list) else value for value in stored))
+    each: list[Any] = [tuple(value) if isinstance(value, list) else value for value in stored]
+    return Calibration(*each)
 
 
 class Numbers(NamedTuple):

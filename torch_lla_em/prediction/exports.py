@@ -250,10 +250,6 @@ def _changed(x: Tensor) -> Tensor:
     return x * (torch.arange(x.shape[-1], device=x.device) >= x.shape[-1] / 2) if x.dim() > 1 else x
 
 
-def _zeros_with_axes_of(like: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    return like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
-
-
 def _without_nan(
     x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> Tensor:
@@ -263,11 +259,6 @@ def _without_nan(
     return found.masked_fill(x != x, nan or 0.0)
 
 
-def _distances(x: Tensor, others: Tensor, *args: Any) -> Tensor:
-    squares = x.square().sum(1)[:, None] + others.square().sum(1)
-    return (squares - 2 * x @ others.T).clamp_min(0).sqrt()
-
-
 _REMEDY = (
     "Exported networks must use only torch operations on values that depend on their inputs: no .item(), .tolist(), "
     "numpy, `if`, or loop over examples. Otherwise distil a student with another network, and export it: la.distil(x, student=...)."
@@ -275,12 +266,16 @@ _REMEDY = (
 
 # replacements for operations that torch.export or ONNX does not know
 _PLAIN: dict[Any, Callable[..., Any]] = {
-    aten._new_zeros_with_same_feature_meta.default: _zeros_with_axes_of,
+    aten._new_zeros_with_same_feature_meta.default: lambda like, other, self_num_batch_dims=0: (
+        like.new_zeros([*like.shape[:self_num_batch_dims], *other.shape])
+    ),
     aten._efficientzerotensor.default: lambda size, **kwargs: torch.zeros(size, **kwargs),
     aten.sort.stable: lambda x, *, stable, **kwargs: torch.sort(x, **kwargs),
 }
 _PLAIN_IN_ONNX: dict[Any, Callable[..., Any]] = {
     aten.searchsorted.Tensor: lambda known, x, **_: (known[..., None, :] < x[..., None]).sum(-1),
     aten.nan_to_num.default: _without_nan,
-    aten._cdist_forward.default: _distances,
+    aten._cdist_forward.default: lambda x, others, *_: (
+        (x.square().sum(1)[:, None] + others.square().sum(1) - 2 * x @ others.T).clamp_min(0).sqrt()
+    ),
 }

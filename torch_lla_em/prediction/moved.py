@@ -1,12 +1,10 @@
 """Training examples that are moved, in place of a validation set.
 
-An example is moved by the difference between another one and its nearest neighbour, scaled to its own distance d from
-its nearest neighbour, and keeps its target: x_i + s (x_near(k) - x_k) d_i / d_k. A network that has memorised its
-training set is wrong on many of these. It should be wrong as often as a simple model is without the example, kernel ridge
-regression, whose leave-one-out error has a closed form: s is 1, or up to 2 if the network errs less often than that, in
-steps of a quarter (with shorter ones, NLLs of networks with wrong labels are up to 10 % higher; with 1 alone, up to 60 %).
-If it errs more often, since labels change on the way, some of its errors are left out, or all targets but single labels
-are moved less far.
+An example is moved by x_i + s (x_near(k) - x_k) d_i / d_k, with the distances d to nearest neighbours, and keeps its
+target. A network should err there as often as kernel ridge regression does without the example: s is 1, or up to 2 if it
+errs less often, in steps of a quarter (with shorter ones, NLLs of networks with wrong labels are up to 10 % higher; with 1
+alone, up to 60 %). If it errs more often, since labels change on the way, some of its errors are left out, or all targets
+but single labels are moved less far.
 """
 
 from __future__ import annotations
@@ -146,8 +144,7 @@ def _errors(likelihood: Likelihood, mean: Tensor, y: Tensor) -> Tensor:
     wrong = (mean - y).square() if mean.shape == y.shape else mean.argmax(-1) != y
     if likelihood.gives_probabilities and likelihood.elementwise:
         wrong = (mean > 0.5) != (y > 0.5)
-    mask = likelihood.mask(y)
-    wrong = wrong.double()
+    mask, wrong = likelihood.mask(y), wrong.double()
     return wrong if mask is None else wrong.where((mask > 0).expand(wrong.shape), nan)
 
 

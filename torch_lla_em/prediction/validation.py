@@ -33,15 +33,14 @@ def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
     return (y >= lower) & (y <= upper)
 
 
-def scores(prediction: Prediction, y: Tensor, log_prob: Tensor | None = None) -> dict[str, float]:
+def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
     """Return the scores that apply, by name, of a prediction and its targets, both with the classes last.
 
-    They are the NLL, by ``log_prob`` (B,) if given; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R²
+    They are the NLL; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R²
     (the mean over outputs) and the coverage of 90 % intervals.
     """
     likelihood = prediction.likelihood
-    log_prob = prediction.log_prob(y) if log_prob is None else log_prob
-    values = {"NLL": -log_prob.double()[likelihood.labelled(y)].mean()}
+    values = {"NLL": -prediction.log_prob(y).double()[likelihood.labelled(y)].mean()}
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         values["accuracy"] = right.double().mean()
@@ -220,11 +219,11 @@ def compare(
         rows = predicted_data(record, loader)
         known = rows.targets if known is None else known
         same_targets(rows.targets, known)
-        each = rows.posterior.log_density(rows.targets)
-        log_probs[name] = each.double()[record.likelihood.labelled(rows.targets)].cpu()
+        each = rows.posterior.log_prob(rows.targets).double()
+        log_probs[name] = each[record.likelihood.labelled(rows.targets)].cpu()
         gains[name] = rows.gain().cpu()
         records[name] = {
-            **scores(rows.posterior, rows.targets, each),
+            **scores(rows.posterior, rows.targets),
             "network NLL": (gains[name] - log_probs[name]).mean().item(),
             "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
         }

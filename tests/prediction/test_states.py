@@ -25,7 +25,11 @@ from torch_lla_em.runtime.files import from_bytes, to_bytes
 FIXED = {"em_steps": 0, "prior_precision": 5.0, "progress_bar": False}
 
 
-def calibrated(name="classification", kind=lambda members: members[0]):
+def alone(members):
+    return members[0]
+
+
+def calibrated(name="classification", kind=alone):
     case, la = known(name)
     return case, kind([copy.copy(la)] * 2).calibrate(case.x + 0.1, case.y)
 
@@ -43,10 +47,6 @@ def same(ours, theirs, x):
     assert ours.calibration == theirs.calibration and ours.messages == theirs.messages
     if ours.calibration:
         assert torch.equal(one.p_value, other.p_value)
-
-
-def alone(members):
-    return members[0]
 
 
 KINDS = [("classification", alone), ("regression", alone), ("classification", LaplaceEnsemble)]
@@ -88,6 +88,7 @@ def test_files_copies_and_states_hold_the_same(name, kind, tmp_path):
     else:
         cast = copy.deepcopy(la).to(torch.float32)
         tensors = cast.w_lin, cast.w_samples, cast.scale, next(cast.model.parameters())
+        tensors = *tensors, cast.mixture, cast.reference.unusual, cast.reference.table
         assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
@@ -181,9 +182,8 @@ def test_neither_a_solver_nor_the_precision_is_asked_for(tmp_path):
     case, la = fitted(em_steps=0, prior_precision=5.0, **options)
     la.save(tmp_path / "la.pt")
     load = partial(LinearisedLaplace.load, tmp_path / "la.pt", case.model)
-    assert load().compute == Compute(precision="bfloat16") and torch.equal(
-        load()(case.x), la(case.x)
-    )
+    assert load().compute == Compute(precision="bfloat16")
+    assert torch.equal(load()(case.x), la(case.x))
     assert load(compute=Compute(vectors="cpu")).compute == Compute(vectors="cpu")
     state = torch.load(tmp_path / "la.pt", weights_only=True)
     record, saved = from_bytes(state["record"]), from_bytes(state["options"])
@@ -231,16 +231,11 @@ def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
 
 
 def test_a_finished_fit_is_that_of_the_same_likelihood(tmp_path):
-    case = tiny("classification")
-
-    def fit(likelihood):
-        compute = Compute(checkpoint=tmp_path)
-        la = LinearisedLaplace(case.model, likelihood, num_samples=3, compute=compute)
-        return la.fit(case.x, case.y, em_steps=2, progress_bar=False)
-
-    assert torch.equal(fit(Named(0.5)).w_samples, fit(Named(0.5)).w_samples)
+    fit = partial(fitted, em_steps=2, checkpoint=tmp_path)
+    (_, one), (_, again) = (fit(likelihood=Named(0.5)) for _ in range(2))
+    assert torch.equal(one.w_samples, again.w_samples)
     with pytest.raises(ValueError, match="options of the likelihood"):
-        fit(Named(0.25))
+        fit(likelihood=Named(0.25))
 
 
 # a posterior is replaced at once
@@ -290,9 +285,9 @@ def test_loads_and_calibrations_that_fail_leave_the_earlier_posterior():
         with pytest.raises(ValueError, match="None of the validation examples has a label"):
             each.calibrate(case.x, torch.full_like(case.y, -100))
         same(each, before, case.x)
-    before, state = copy.copy(la), fitted(seed=1)[1].state_dict()
+    before, state = copy.copy(la), {**fitted(seed=1)[1].state_dict(), "scale": None}
     with pytest.raises(AttributeError):
-        la.load_state_dict({**state, "scale": None})
+        la.load_state_dict(state)
     same(la, before, case.x)
 
 
@@ -334,16 +329,10 @@ def by_assignment(model):
     model.load_state_dict(state, assign=True)
 
 
-def by_vector_to_parameters(model):
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(2 * vector.detach(), model.parameters())
-
-
 CHANGES = in_place_through_data, nn.Module.float, other_activation
-CHANGES = *CHANGES, by_a_fused_optimiser, by_assignment, by_vector_to_parameters
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES, by_a_fused_optimiser, by_assignment])
 def test_changed_networks_are_noticed(change, tmp_path):
     case, la = known()
     la = copy.deepcopy(la)
@@ -458,8 +447,3 @@ def test_modules_with_posteriors_that_are_not_fitted_or_of_other_weights():
     other = nn.Sequential(unfitted(model, parameters=["2.*"]))
     with pytest.raises(RuntimeError, match="pass the same parameters"):
         other.load_state_dict(state)
-    trained = nn.ModuleList([copy.deepcopy(la)])
-    in_place_through_data(trained[0].model)
-    trained.float()
-    with pytest.raises(NotFittedError, match="weights have changed"):
-        trained[0](case.x.float())

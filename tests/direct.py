@@ -12,7 +12,8 @@ def rows_of(problem):
     parts = []
 
     def add(rows, batch, _, sums):
-        at = problem.at(rows, batch)
+        at = problem.less_shift(rows.f)
+        problem.inspect(rows, batch)
         identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
         u = problem.loss(batch.targets, batch.weights).root(at, identity.view(-1, *at.shape))
         R = torch.zeros(len(u), problem.size, dtype=problem.dtype, device=u.device)

@@ -291,7 +291,7 @@ class LinearisedLaplace(Printed, nn.Module):
         options = self._options(em_steps=int(em_steps), prior_precision=prior_precision)
         unseen = None
         if validation is not None and validation is not False:
-            unseen = self._data(validation, group_of(self.compute.shard).joined()).read()
+            unseen = self._data(validation, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, self.compute, progress_bar, unseen)
         if unseen is not None:
             found = found.calibrated(*calibrates.calibrated_on(found, validation))
@@ -305,7 +305,7 @@ class LinearisedLaplace(Printed, nn.Module):
         self, loader: Any, weights: Weights | None, options: FitOptions, *surroundings: Any
     ) -> Posterior:
         """Return the posterior by one scaling of the prior; this object is not changed."""
-        problem = self._problem(loader, group_of(self.compute.shard).joined(), weights)
+        problem = self._problem(loader, group_of(self.compute.shard), weights)
         model = problem.linear_model
         session = Session(problem, header_of(model, options, self._given_likelihood), *surroundings)
         state = NetworkState(model.network)

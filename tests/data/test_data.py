@@ -1,6 +1,7 @@
 """Batches as users have them: their forms, their order in every pass, and data that change."""
 
 import random
+import re
 from collections import UserDict, namedtuple
 from dataclasses import asdict, dataclass
 
@@ -22,7 +23,7 @@ from torch.utils.data import (
 )
 
 from torch_lla_em import Adapter, LinearisedLaplace
-from torch_lla_em.data import Batch, Data, Identity, next_tokens
+from torch_lla_em.data import Batch, Data, Identity
 from torch_lla_em.runtime import Group
 
 CPU = torch.device("cpu")
@@ -147,13 +148,15 @@ def test_inputs_that_are_no_rows_of_tensors():
 
 def test_causal_labels_are_shifted():
     tokens = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]])
-    expected = torch.tensor([[6, 7, -100, -100], [9, 3, 4, -100]])
-    found = next_tokens({"input_ids": tokens, "attention_mask": (tokens > 0).long()})
-    assert torch.equal(found, expected)
     batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
-    assert torch.equal(next_tokens(batch), expected)
-    with pytest.raises(ValueError, match="next_tokens"):
+    with pytest.raises(ValueError, match="Pass the label after each token") as caught:
         list(Data([batch], CPU))
+    own = eval(
+        re.search(r"lambda .*\)(?=\))", str(caught.value))[0]
+    )  # the remedy is that of the message
+    assert own(batch).tolist() == [[6, 7, -100, -100], [9, 3, 4, -100]]
+    (found,) = Data([batch], CPU, own)
+    assert torch.equal(found.targets, own(batch))
     batch["labels"][0, 0] = 1
     assert len(list(Data([batch], CPU))) == 1
 

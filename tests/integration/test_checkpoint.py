@@ -298,7 +298,7 @@ def test_atomic_writes_leave_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", short)
     with pytest.raises(torch.OutOfMemoryError):  # is no damage
-        files.contents_of(path)
+        files.contents_of(path, (), "")
 
 
 def stored(thing):

@@ -48,7 +48,8 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
     few, more, long = plan(4), plan(64), plan(4, 100)
     assert few.memory[0] < more.memory[0] <= more.memory[1]
     assert few.pass_seconds > 0 and long.memory[0] > few.memory[0]
-    assert "A pass over the data takes about" in str(few) and "fits take 10 to 40" in str(few)
+    told = "fits take 10 to 40, those of a last layer about 4"
+    assert "A pass over the data takes about" in str(few) and told in str(few)
     case = tiny("classification")
     la = LinearisedLaplace(case.model, "classification")
     assert la.plan(Loader(batches(case))).pass_seconds is None  # of a loader of unknown length

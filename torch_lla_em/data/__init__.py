@@ -7,7 +7,6 @@ from torch_lla_em.data.batch import (
     default_forward,
     default_targets,
     inputs_of,
-    next_tokens,
 )
 from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
 from torch_lla_em.data.identity import Identity, distinct
@@ -32,7 +31,6 @@ __all__ = [
     "inputs_of",
     "is_sequence",
     "map_tensors",
-    "next_tokens",
     "paired",
     "tensors_in",
     "to_device",

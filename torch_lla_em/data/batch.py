@@ -155,7 +155,8 @@ def default_targets(batch: Any) -> Any:
             if labels.shape == tokens.shape and kept.any() and labels[kept].equal(tokens[kept]):
                 raise ValueError(
                     'The "labels" are the "input_ids" themselves: a causal language model shifts them inside its loss, '
-                    "which is not called here. Pass adapter=Adapter(targets=next_tokens), from torch_lla_em.data."
+                    "which is not called here. Pass the label after each token, adapter=Adapter(targets=lambda batch: "
+                    f'torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value={_IGNORED})).'
                 )
         return labels
     if is_sequence(batch) and len(batch) >= 2:
@@ -179,17 +180,6 @@ def as_targets(targets: Any) -> Tensor:
                 f"({error}). Pass numbers, and labels as class indices 0, 1, ..."
             ) from error
     return targets.long() if targets.dtype in _UNSIGNED else targets
-
-
-def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the targets of a causal language model: at each token, the label after it.
-
-    The target of the last token is -100, which ``Classification`` ignores.
-    """
-    labels = batch["labels"] if "labels" in batch else batch["input_ids"]
-    if "attention_mask" in batch:
-        labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
 
 
 def default_forward(module: nn.Module, inputs: Any) -> Tensor:

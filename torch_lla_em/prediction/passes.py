@@ -33,7 +33,7 @@ def pushed(
         return batch, f, Jw, batch.rows.to(device), batch.targets
 
     with torch.inference_mode(False), torch.no_grad():
-        data = Data(loader, device, posterior.setting.target_fn, group.joined())
+        data = Data(loader, device, posterior.setting.target_fn, group)
         problem = Problem(posterior.setting.linear_model, posterior.likelihood, data)
         each = problem.push_forward(posterior.columns(), at)
         if group.size > 1:

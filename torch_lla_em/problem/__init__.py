@@ -10,32 +10,20 @@ from torch_lla_em.problem.hessian import (
     root_of,
 )
 from torch_lla_em.problem.loss import Loss
-from torch_lla_em.problem.operators import (
-    Outputs,
-    WhitenedGGN,
-    gathered,
-    pull_back,
-)
-from torch_lla_em.problem.plan import (
-    VECTORS,
-    place_of_vectors,
-    prepare,
-    seconds_of_pass,
-)
+from torch_lla_em.problem.operators import WhitenedGGN, gathered, pull_back
+from torch_lla_em.problem.plan import place_of_vectors, prepare, seconds_of_pass
 from torch_lla_em.problem.problem import Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
 from torch_lla_em.problem.sweep import Plan, duration, time_of_fit
 
 __all__ = [
     "KEPT_OUTPUTS",
-    "VECTORS",
     "AtOutputs",
     "Blocks",
     "Diagonal",
     "Draws",
     "Hessian",
     "Loss",
-    "Outputs",
     "Plan",
     "Problem",
     "Sites",

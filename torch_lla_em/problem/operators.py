@@ -56,20 +56,11 @@ class WhitenedGGN(Operator):
 class Outputs(NamedTuple):
     """f and J w of a rank's N examples, with their targets; outputs (N,) get an axis for one class."""
 
-    share: Share
-    """Which examples they are."""
-
-    f: Tensor
-    """(N, ..., C)."""
-
-    targets: Tensor
-    """(N, ...)."""
-
-    Jw: Tensor
-    """(K, N, ..., C)."""
-
-    weights: Tensor | None = None
-    """(N,), or in the shape of the targets; None: all are 1."""
+    share: Share  # which examples they are
+    f: Tensor  # (N, ..., C)
+    targets: Tensor  # (N, ...)
+    Jw: Tensor  # (K, N, ..., C)
+    weights: Tensor | None = None  # (N,), or in the shape of the targets; None: all are 1
 
 
 def gathered(

@@ -12,9 +12,8 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW, Plan
 from torch_lla_em.runtime import Compute, free_for_each
 
-VECTORS = 20
-"""Vectors of length P per sample at the peak of a fit, without a Krylov basis."""
-
+# vectors of length P per sample at the peak of a fit, without a span
+_VECTORS = 20
 # share of the free memory for batches that are kept, for their factors, and for what visits a device
 _SHARE = 0.25
 # good size of a batch: small batches are joined up to it, and on a CPU large ones are split
@@ -40,7 +39,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         if example is None:  # J is zero at these
             f = model.network.outputs(next(first.split(FEW)).inputs)
             example = Report(outputs=f[0].numel(), classes=f.shape[-1] if f.dim() > 1 else 1)
-    free, vectors = free_for_each(data.group, device), VECTORS * num_samples * P * itemsize
+    free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near, group = place.type == device.type, None
     left = _SHARE * max(free - vectors * is_near, 0.1 * free)
@@ -70,13 +69,17 @@ def place_of_vectors(
 
 
 def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
-    """Return the seconds of a pass over so many examples, from those of some of the first."""
-    model, few = problem.linear_model, problem.sweep.few(problem.data.first(), _BATCH_ROWS)
+    """Return the seconds of a pass over so many examples for all samples, from a piece of the first batch.
+
+    Nothing but the network is counted: no random numbers, and no work on a span between passes.
+    """
+    few = problem.sweep.pieces(problem.data.first(), min(_BATCH_ROWS, plan.rows))[0]
+    model = problem.linear_model
     w = torch.ones(plan.num_samples + 1, plan.size, dtype=model.dtype, device=problem.device)
 
     def once() -> float:
         began = perf_counter()
-        at = model.at(few.inputs, len(w), bool(model.factored))
+        at = model.at(few.inputs, len(w), bool(model.factored), plan.columns)
         total = torch.zeros_like(w)
         at.pull(at.push(w), total)
         total.sum().item()  # which waits for the device

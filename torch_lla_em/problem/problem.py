@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ class Problem:
 
     # the method
 
-    def ggn_product(self, w: Tensor) -> Tensor:
-        """Return G w, shape (K, P)."""
-        return self.sweep(w, {"Gw": BLOCK}, self._product())["Gw"]
+    def ggn_product(self, w: Tensor, batch: Batch | None = None) -> Tensor:
+        """Return G w, shape (K, P), or the part of one batch of every rank in it."""
+        return self.sweep(w, {"Gw": BLOCK}, self._product(), batch)["Gw"]
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
@@ -93,7 +94,9 @@ class Problem:
             kinds["targets"] = (5, *likelihood.align(y, axis).shape[1:][-1:])
 
         def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
-            at, loss = self.at(rows, batch), self.loss(batch.targets, batch.weights)
+            at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
+            self.inspect(rows, batch)
+            loss = self.loss(batch.targets, batch.weights)
             u = loss.root(at, output_noise(seed, samples, batch.rows, at))
             product = torch.zeros_like(sums["eta"])
             rows.pull(u, product)
@@ -171,11 +174,7 @@ class Problem:
     def minibatch_products(self) -> Iterator[Product]:
         """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are in one."""
         for batch in self.sweep.batches(in_step=True):
-
-            def product(w: Tensor, batch: Batch = batch) -> Tensor:
-                return self.sweep(w, {"Gw": BLOCK}, self._product(), batch)["Gw"]
-
-            yield product
+            yield partial(self.ggn_product, batch=batch)
 
     # the constant of the linear model, and σ
 
@@ -241,12 +240,6 @@ class Problem:
             rows.pull(loss.product(at, Jw), sums["Gw"])
 
         return add
-
-    def at(self, rows: Rows, batch: Batch) -> Tensor:
-        """Return the outputs of a batch at which H is evaluated, (B, ..., C)."""
-        at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
-        self.inspect(rows, batch)
-        return at
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""

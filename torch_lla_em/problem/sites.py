@@ -78,8 +78,7 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
     data, model = problem.data, problem.linear_model
     if data.facts.num_outputs <= KEPT_OUTPUTS or problem.likelihood.real_valued:
         return None
-    first = data.first()
-    few = problem.sweep.few(first, FEW)
+    few = problem.sweep.pieces(data.first(), FEW)[0]
     with model.network.guarded():
         _, *sites, classes = model.network.outputs(few.inputs).shape or (1, 1)
     if torch.Size(sites).numel() == 1:

@@ -37,6 +37,12 @@ _IN_LATER_PASS = (
     "pass over the data. Every pass must see the same data, without random augmentation; a layer "
     "without a derivative, for example a norm at 0, needs a small constant, as in sqrt(x + 1e-12)."
 )
+_NO_ROOM = (
+    "One column of {} examples of batch {} does not fit into memory ({}). It needs a forward pass with its activations, "
+    "and 2 P numbers ({:.2g} GB for P = {}). Use smaller batches or inputs, fewer parameters in the posterior "
+    '(parameters="last_layer", or name patterns), fewer samples, or keep their vectors on the CPU '
+    '(compute=Compute(vectors="cpu")).'
+)
 
 FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
@@ -45,8 +51,9 @@ FEW = 8
 _GROUP_ROWS = 32
 # relative change by other examples of a batch that is taken for rounding
 _SPLIT_ERROR = 1e-2
-# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
-_PASSES = 10, 40
+# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many; and of one prior for last layers,
+# whose span is pushed by their features: 3 of MLPs, 4 of benchmarks/segmentation.py
+_PASSES = 10, 40, 4
 # seconds above which ways to a shorter fit are named
 _LONG = 60.0
 
@@ -135,22 +142,18 @@ class Sweep:
         model, group, plan = self.linear_model, self.data.group, self.plan
         if kinds and len(w) > (plan.group or len(w)):  # one pass for each group of columns
             parts = [self(some, kinds, add, batch, weight) for some in w.split(plan.group or 1)]
-            every = {
-                name: torch.stack([p[name] for p in parts])
-                for name in kinds
-                if kinds[name] != BLOCK
+            every = {name: [part[name] for part in parts] for name in kinds}
+            return {
+                name: torch.cat(own) if kinds[name] == BLOCK else torch.stack(own).sum(0)
+                for name, own in every.items()
             }
-            blocks = {
-                name: torch.cat([p[name] for p in parts]) for name in kinds if kinds[name] == BLOCK
-            }
-            return {**blocks, **{name: own.sum(0) for name, own in every.items()}}
         if w.is_floating_point():  # the same on all ranks: rounding differs between machines
             w = group.from_first(w.to(model.network.device))
-        sizes: dict[Any, int] = {"K": len(w), "P": model.layout.size}
+        sizes: dict[Any, Any] = {"K": len(w), "P": model.layout.size}
         near, sums = model.network.device, Sums()
         for name, kind in kinds.items():
             dtype = model.dtype if "P" in kind else torch.float64
-            shape: list[Any] = [sizes.get(size, size) for size in kind]
+            shape = [sizes.get(size, size) for size in kind]
             sums[name] = torch.zeros(shape, dtype=dtype, device=near)
         try:
             for one in self.batches() if batch is None else [batch]:
@@ -164,7 +167,7 @@ class Sweep:
         if batch is None:  # a rank may have no examples
             wrong = torch.zeros((), dtype=torch.float64, device=near)
             for fine, _ in self._checks:
-                wrong += (~fine).to(wrong.device)
+                wrong += (~fine).to(near)
             if group.sum(wrong).item():  # one rank's error on all of them
                 faults = group.meet(self.fault(), list)
                 raise next(filter(None, faults), FloatingPointError(_IN_LATER_PASS))
@@ -182,7 +185,7 @@ class Sweep:
         by_example = VECTOR in kinds.values()
         if by_example and {*model.factored} != {*model.layout.names}:
             at_most = min(at_most, _GROUP_ROWS)
-        todo = [(piece, 0) for piece in self._pieces(batch, at_most) if len(piece.rows)]
+        todo = [(piece, 0) for piece in self.pieces(batch, at_most) if len(piece.rows)]
         while todo:  # pieces of the batch, and how many of their columns are done
             piece, done = todo.pop(0)
             step = len(w) - done
@@ -200,7 +203,7 @@ class Sweep:
             rows = None
             release()  # what the failed attempt held is free only outside of the handler
             self._halve(piece, min(step, self.plan.columns or step), shortage)
-            todo[:0] = [(smaller, done) for smaller in self._pieces(piece, self.plan.rows)]
+            todo[:0] = [(smaller, done) for smaller in self.pieces(piece, self.plan.rows)]
 
     def _rows(self, batch: Batch, columns: float) -> Rows:
         """Return the linear model at a batch, with factors of an earlier pass if they were kept."""
@@ -224,8 +227,15 @@ class Sweep:
         elif columns > 1:
             report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")
             self.plan = self.plan._replace(columns=columns // 2)
-        elif len(self._pieces(piece, size)) == 1:
-            raise DoesNotFit(no_room(piece, model.layout.size, shortage))
+        elif len(self.pieces(piece, size)) == 1:
+            sizes = (
+                len(piece.rows),
+                piece.index,
+                shortage,
+                8 * model.layout.size / 1e9,
+                model.layout.size,
+            )
+            raise DoesNotFit(_NO_ROOM.format(*sizes))
         else:
             report("log", f"Out of memory: continuing with at most {size} examples at a time.")
             self.plan = self.plan._replace(rows=size)
@@ -239,7 +249,7 @@ class Sweep:
                     yield whole
                     continue
                 self.probe(whole)
-                for batch in self._pieces(whole, inf if in_step else self.plan.rows):
+                for batch in self.pieces(whole, inf if in_step else self.plan.rows):
                     yield self.aligned(batch)._replace(is_kept=whole.is_kept)
         if self.data.cache is None:  # there was no room for all batches
             self._factors.clear()
@@ -295,11 +305,7 @@ class Sweep:
                 "until fit returns, or fit a copy.deepcopy of it."
             )
 
-    def few(self, batch: Batch, count: int) -> Batch:
-        """Return some examples of a batch, all if examples depend on each other."""
-        return next(batch.split(count)) if self.stand_alone(batch) else batch
-
-    def _pieces(self, whole: Batch, at_most: float) -> list[Batch]:
+    def pieces(self, whole: Batch, at_most: float) -> list[Batch]:
         """Return the batch in pieces, or whole if examples depend on each other."""
         pieces = [whole] if len(whole.rows) <= at_most else list(whole.split(int(at_most)))
         return pieces if len(pieces) > 1 and self.stand_alone(whole) else [whole]
@@ -334,24 +340,17 @@ class Sweep:
         return next((fault for fine, fault in self._checks if fault and not fine), None)
 
 
-def no_room(piece: Batch, P: int, shortage: str) -> str:
-    """Return the error message if one column of a piece that cannot be split does not fit."""
-    return (
-        f"One column of {len(piece.rows)} examples of batch {piece.index} does not fit into memory ({shortage}). It "
-        f"needs a forward pass with its activations, and 2 P numbers ({2 * P * 4 / 1e9:.2g} GB for P = {P}). Use "
-        'smaller batches or inputs, fewer parameters in the posterior (parameters="last_layer", or name patterns), '
-        'fewer samples, or keep their vectors on the CPU (compute=Compute(vectors="cpu")).'
-    )
-
-
 def time_of_fit(pass_seconds: float, only_long: bool = False) -> str:
     """Return what is known of the time of a fit whose passes take so long; "" if only long fits are of interest."""
-    (least, most), remedy = _PASSES, ""
+    (least, most, of_last_layers), remedy = _PASSES, ""
     if most * pass_seconds > _LONG:
         remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
     elif only_long:
         return ""
-    return f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}.{remedy}"
+    return (
+        f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}, those of a last "
+        f"layer about {of_last_layers}.{remedy}"
+    )
 
 
 def duration(seconds: float) -> str:

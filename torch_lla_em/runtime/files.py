@@ -14,7 +14,7 @@ from inspect import getclosurevars
 from os import PathLike
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 from zipfile import BadZipFile, ZipFile
 
@@ -28,19 +28,11 @@ from torch_lla_em.runtime.memory import suppressed
 VERSION = 2
 """Version of the file of a saved posterior."""
 
-Kind = Literal["posterior", "ensemble", "student"]
-
-_SAVED_BY = {
-    "posterior": "LinearisedLaplace",
-    "ensemble": "LaplaceEnsemble",
-    "student": "Student",
-}
+_SAVED_BY = {"posterior": "LinearisedLaplace", "ensemble": "LaplaceEnsemble", "student": "Student"}
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
-def contents_of(
-    path: str | PathLike, names: tuple[str, ...] = (), remedy: str = ""
-) -> dict[str, Any]:
+def contents_of(path: str | PathLike, names: tuple[str, ...], remedy: str) -> dict[str, Any]:
     """Return the contents of a file, these names at least; no code in it is run.
 
     If the file cannot be read, the error ends with ``remedy``.
@@ -48,9 +40,7 @@ def contents_of(
     failures: list[Exception] = []
     faults: list[str] = []
     with open(path, "rb") as file, suppressed(failures):
-        if (
-            torch.serialization.get_crc32_options()
-        ):  # torch writes checksums, but does not read them
+        if torch.serialization.get_crc32_options():  # torch does not read its checksums
             with ZipFile(file) as archive:
                 if damaged := archive.testzip():
                     raise BadZipFile(damaged)
@@ -62,7 +52,7 @@ def contents_of(
     if faults:
         raise ValueError(
             f"{os.fspath(path)!r} cannot be read: it is truncated, damaged or written by another "
-            f"program ({faults[0]}). {remedy}".rstrip()
+            f"program ({faults[0]}). {remedy}"
         )
     return state
 
@@ -83,10 +73,8 @@ def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> Non
     except BaseException as error:
         remove(path.parent, temporary.name)
         if isinstance(error, (OSError, RuntimeError)):  # which torch raises, as for a full disk
-            number, words = EIO, f"could not be written: {error}"
-            if isinstance(error, OSError) and error.errno:
-                number, words = error.errno, error.strerror or words
-            raise OSError(number, words, str(path)) from error
+            words = getattr(error, "strerror", None) or f"could not be written: {error}"
+            raise OSError(getattr(error, "errno", None) or EIO, words, str(path)) from error
         raise
 
 
@@ -147,16 +135,14 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()).decode())
 
 
-def read(
-    path: str | PathLike, kind: Kind, names: tuple[str, ...] = (), remedy: str = ""
-) -> dict[str, Any]:
-    """Return the tensors of a saved object; raise an error if the file holds none of this kind."""
-    state = contents_of(path, names, remedy or f"Pass a file of {_SAVED_BY[kind]}.save.")
+def read(path: str | PathLike, kind: str) -> dict[str, Any]:
+    """Return the tensors of a saved "posterior", "ensemble" or "student"; raise an error if the file holds none."""
+    state = contents_of(path, (), f"Pass a file of {_SAVED_BY[kind]}.save.")
     check(state, kind)
     return state
 
 
-def check(state: Any, kind: Kind) -> None:
+def check(state: Any, kind: str) -> None:
     """Raise an error if a state is not of this kind, or not of this version of the format."""
     names, found = {*state} if isinstance(state, dict) else set(), "posterior"
     if "student" in names or {"head.0.weight", "_extra_state"} <= names:

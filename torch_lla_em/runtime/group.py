@@ -98,17 +98,15 @@ class Group:
             dist.broadcast(tensor, 0)
         return tensor
 
-    def joined(self) -> Group:
-        """Return this group once all ranks are here; with gloo, the error names a missing rank."""
-        if self._is_shared and dist.get_backend() == "gloo":
-            dist.monitored_barrier()
-        return self
-
 
 def group_of(shard: str | None = "data") -> Group:
-    """Return the initialised process group of several ranks; this process alone without one, or if ``shard`` is None."""
-    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Group(is_shared and shard is not None)
+    """Return the initialised process group, once all ranks are here; without one, or if ``shard`` is None, this process."""
+    if shard is None or not dist.is_available() or not dist.is_initialized():
+        return Group()
+    is_shared = dist.get_world_size() > 1
+    if is_shared and dist.get_backend() == "gloo":
+        dist.monitored_barrier()  # whose error names a missing rank
+    return Group(is_shared)
 
 
 def first(values: list[Any]) -> Any:

@@ -132,8 +132,7 @@ def test_nothing_is_added_twice_and_no_shortage_is_a_property_of_the_network():
         with EndsOnce(refused):
             try:
                 found = product(small)
-            except torch.OutOfMemoryError:  # in the probe
-                assert small.linear_model.report is None
+            except torch.OutOfMemoryError:  # in the probe, or in what checks a whole pass
                 found = product(small)
                 assert small.linear_model.report.names == first.linear_model.report.names
         assert_close(found, expected, rtol=1e-4, atol=1e-4)

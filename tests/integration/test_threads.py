@@ -57,9 +57,12 @@ def test_fits_and_predictions_in_threads_enter_a_network_one_at_a_time():
 
 
 def until_in_line(turns, is_over):
-    """Wait until a thread waits for its turn, or is over."""
-    while not is_over() and not turns._next.locked():
+    """Wait until a thread waits for its turn, or is over; fail if none does for a minute or more."""
+    for _ in range(600_000):
+        if is_over() or turns._next.locked():
+            return
         time.sleep(1e-4)
+    raise AssertionError("no thread is in line")
 
 
 def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():

@@ -94,9 +94,8 @@ def carried(
 def contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Copy inputs of linear layers that are not contiguous, and give padding of a table no derivative.
 
-    ``torch.func`` multiplies a contiguous (B, L, E) by the weight in one product. For other layouts,
-    such as the transposed outputs of attention, it takes one product for each of the B or L entries,
-    and a gradient of the weight's size for each. For a ViT this takes four to six times as long.
+    For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func`` takes a product, and
+    a gradient of the weight's size, for each of B or L entries: four to six times as long for a ViT.
     """
     # the functions that multi-head attention calls do not come here
     count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)

@@ -23,11 +23,7 @@ ForwardFn = Callable[[nn.Module, Any], Tensor]
 
 
 class Network:
-    """f(x; w) of a module, whose weights, buffers, mode and attributes are not changed.
-
-    The axis of the classes is moved last, so that outputs are (B, ..., C) throughout. Call it inside
-    ``guarded()``.
-    """
+    """f(x; w) of a module, which is not changed, with the axis of the classes last. Call it inside ``guarded()``."""
 
     def __init__(self, module: nn.Module, forward_fn: ForwardFn | None = None, class_dim: int = -1):
         while True:  # inside torch.compile, DataParallel or DDP
@@ -93,10 +89,9 @@ class Network:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Make calls safe for torch.func, in eval mode; restore everything on exit.
+        """Make calls safe for torch.func, in eval mode; restore everything on exit, also attributes of layers.
 
-        Attributes that a forward pass sets on its modules are restored too. Only one thread at a time
-        can enter, because flags of the module and of the process are changed.
+        One thread at a time can enter, because flags of the module and of the process are changed.
         """
         with ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad():
             if self._noted:

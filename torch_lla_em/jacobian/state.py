@@ -25,9 +25,8 @@ if hasattr(os, "register_at_fork"):
 class NetworkState:
     """The layers, parameters and statistics of a network at one time.
 
-    ``holds`` compares objects, addresses and version counters, and the sums of the bits in memory,
-    since ``.data`` and fused optimisers write without a new version. If anything looks changed, a
-    hash of every bit decides.
+    ``holds`` compares objects, addresses, version counters and sums of the bits in memory, since ``.data`` and fused
+    optimisers write without a new version. If anything looks changed, a hash of every bit decides.
     """
 
     def __init__(self, network: Any, fingerprint: Tensor | None = None):

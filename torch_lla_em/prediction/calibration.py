@@ -148,10 +148,11 @@ def calibrated(
     old = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
     new, optimism = _log_probs(parts, table, noise), _determined(numbers, theta, parts) / count
     nll, (gain, error) = -old.mean().item(), mean_and_error(new - old)
-    network = -_log_probs(alone.parts, posterior_alone(scale=0.0)).mean().item()
+    networks = [part.without_samples() for part in parts]
+    network = -_log_probs(networks, posterior_alone(scale=0.0)).mean().item()
     temperature, applied, rmse = None, gain > optimism, None
-    if len(alone.theta):
-        temperature = -alone.log_probs().mean().item()
+    if len(alone):
+        temperature = -_log_probs(networks, _scaled(alone)).mean().item()
         applied = applied or (length is None and gain > 0 and temperature + 1 / count < nll)
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
@@ -166,7 +167,7 @@ def calibrated(
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
     """Return the temperature that fits outputs, classes last, best."""
     part = Pushforward(y, (likelihood,), (f,), (f.new_zeros(1, *f.shape),))
-    return (-_temperature([part]).theta.sum()).exp().item()
+    return (-_temperature([part]).sum()).exp().item()
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:
@@ -221,25 +222,16 @@ def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) 
     return Numbers(mixture, (1.0, *(_OF_FACTOR,) * factors, 1.0, 1.0, 1.0))
 
 
-class Scaled(NamedTuple):
-    """The networks alone, and the logarithm θ of the factor of their logits, if they have one."""
-
-    parts: list[Pushforward]
-    theta: Tensor
-
-    def log_probs(self) -> Tensor:
-        """Return log p(y | x) of every example, (N,)."""
-        return _log_probs(self.parts, [[1.0, 0.0, self.theta.sum().exp(), 0.0]])
+def _scaled(theta: Tensor) -> Rows:
+    """Return the table of the network alone, its logits times exp θ if they have a factor."""
+    return [[1.0, 0.0, theta.sum().exp(), 0.0]]
 
 
-def _temperature(parts: Sequence[Pushforward]) -> Scaled:
-    """Return the networks with the temperature that fits best."""
-    numbers = Numbers(
-        lambda theta: ([[1.0, 0.0, theta.sum().exp(), 0.0]], None),
-        (1.0,) * parts[0].likelihood.gives_probabilities,
-    )
-    networks = [part.without_samples() for part in parts]
-    return Scaled(networks, _searched(numbers, networks)[0])
+def _temperature(parts: Sequence[Pushforward]) -> Tensor:
+    """Return the θ of the networks alone at the maximum, which is empty if they have no factor."""
+    deviations = (1.0,) * parts[0].likelihood.gives_probabilities
+    numbers = Numbers(lambda theta: (_scaled(theta), None), deviations)
+    return _searched(numbers, [part.without_samples() for part in parts])[0]
 
 
 def _table(rows: Rows, like: Tensor) -> Tensor:
@@ -276,10 +268,10 @@ def _mean_of(before: Sequence[Tables]) -> tuple[float, float] | None:
 def most_probable(
     numbers: Numbers,
     parts: Sequence[Pushforward],
-    alone: Scaled | None = None,
+    alone: Tensor | None = None,
     held_out: bool = True,
 ) -> Tensor:
-    """Return θ at the maximum of log p(y | x, θ) + log p(θ).
+    """Return θ at the maximum of log p(y | x, θ) + log p(θ); ``alone`` is that of the networks, if known.
 
     If the network alone, with a temperature, is more likely by more than a number is worth, another search starts near
     it (on a network that was trained for 400 epochs the first ended at 1.18 times its NLL). If ``held_out`` examples
@@ -289,9 +281,9 @@ def most_probable(
     theta = _searched(numbers, parts)[0]
     if parts[0].likelihood.observation_noise is not None:
         return theta
-    alone = alone or _temperature(parts)
-    own = alone.theta
-    least = alone.log_probs().sum() - int(held_out)
+    own = _temperature(parts) if alone is None else alone
+    networks = [part.without_samples() for part in parts]
+    least = _log_probs(networks, _scaled(own)).sum() - int(held_out)
     if _log_probs(parts, *numbers.at(theta)).sum() >= least:
         return theta
     start = torch.zeros_like(theta)  # with most of the weight on the network

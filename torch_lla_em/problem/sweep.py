@@ -315,15 +315,14 @@ class Sweep:
         model, size = self.linear_model, 2 if len(whole.rows) > 3 else 1
         if self._alone is None and len(whole.rows) > 1:
             piece, more = next(whole.split(size)), next(whole.split(2 * size))
-            f, outputs = None, model.network.outputs
+            outputs, self._alone = model.network.outputs, False
             with model.network.guarded(), suppressed():  # inputs may have another first axis
-                f = outputs(more.inputs)[: len(piece.rows)], outputs(piece.inputs)
-            self._alone = f is not None and f[0].shape == f[1].shape
-            if self._alone:
-                change = ((f[1] - f[0]).norm() / f[0].norm()).item()
-                self._alone = not change > max(_SPLIT_ERROR, 8 * model.rounding)
-                if not self._alone:
-                    report("log", _INFLUENCE.format(change))
+                f, alone = outputs(more.inputs)[: len(piece.rows)], outputs(piece.inputs)
+                if f.shape == alone.shape:
+                    change = ((alone - f).norm() / f.norm()).item()
+                    self._alone = not change > max(_SPLIT_ERROR, 8 * model.rounding)
+                    if not self._alone:
+                        report("log", _INFLUENCE.format(change))
         return bool(self._alone)
 
     def expect_finite(self, tensor: Tensor, fault: Exception | None = None) -> None:

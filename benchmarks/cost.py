@@ -199,8 +199,7 @@ def seconds(run: Callable[[], object], repeats: int = 1) -> float:
 def train(problem: Problem) -> float:
     """Train in place, and return the seconds of an epoch."""
     optimiser = torch.optim.Adam(problem.network.parameters(), 2e-3, weight_decay=1e-4)
-    loss = F.mse_loss if problem.regression else F.cross_entropy
-    how = problem.epochs, optimiser, BATCH, loss
+    how = problem.epochs, optimiser, BATCH, F.mse_loss if problem.regression else F.cross_entropy
     return seconds(lambda: descend(problem.network, (problem.x, problem.y), *how)) / problem.epochs
 
 

@@ -310,7 +310,8 @@ def memory_of(
     """
     P, K, example, first = plan.size, plan.num_samples, plan.example, problem.data.first()
     at_once = min(rows, max(len(first.rows), problem.data.merge_rows), plan.rows)
-    held = sum(tensor.nbytes for tensor in tensors_in(first.tensors())) / len(first.rows)
+    each = tensors_in(first.tensors())  # a sparse tensor has no nbytes
+    held = sum(t.numel() * t.element_size() for t in each) / len(first.rows)
     # activations if there are no factors, else two copies of a batch's factors while they are computed
     of_batch, kept = 4 * example.activations * at_once, 0.0
     if example.nbytes < math.inf:

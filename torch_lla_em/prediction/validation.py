@@ -40,7 +40,7 @@ def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
     (the mean over outputs) and the coverage of 90 % intervals.
     """
     likelihood = prediction.likelihood
-    values = {"NLL": -prediction.log_prob(y).double()[likelihood.labelled(y)].mean()}
+    values = {"NLL": -prediction.log_density(y).double()[likelihood.labelled(y)].mean()}
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         values["accuracy"] = right.double().mean()
@@ -219,7 +219,7 @@ def compare(
         rows = predicted_data(record, loader)
         known = rows.targets if known is None else known
         same_targets(rows.targets, known)
-        each = rows.posterior.log_prob(rows.targets).double()
+        each = rows.posterior.log_density(rows.targets).double()
         log_probs[name] = each[record.likelihood.labelled(rows.targets)].cpu()
         gains[name] = rows.gain().cpu()
         records[name] = {

@@ -25,7 +25,7 @@ BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 BOUNDS = {
     "classes": 123,
     "functions": 1035,
-    "numbers": 135,
+    "numbers": 130,
     "fit": 395,
     "predict": 66,
     "arguments": 7,

@@ -23,7 +23,7 @@ from torch_lla_em.prediction.calibration import temperature_of
 from torch_lla_em.prediction.scores import aligned
 from torch_lla_em.prediction.summary import CALL
 
-_MOST, _BYTES, _LEAST = 2_000, 2**28, 20
+_MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different examples."""
 
 _AT_ONCE, _COLUMNS, _SEARCHED = 250, 64, 500

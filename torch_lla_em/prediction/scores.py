@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood, average
 
-NUMBERS = 2**22
+NUMBERS = 4_000_000
 """Numbers, of comparisons, of differences between examples, or of functions, that are held in memory at a time."""
 
 ROUNDING = 1e-9

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 # numbers that are converted to float64 at a time
-_ENTRIES = 1 << 22
+_ENTRIES = 4_000_000
 # relative singular value that the products of vectors resolve in float64
 _RESOLVED = 2e-8
 # number of entries that are summed in float32, whose rounding error grows with it
-_SUMMED = 1 << 12
+_SUMMED = 4096
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:

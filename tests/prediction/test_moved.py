@@ -248,6 +248,9 @@ FORMS = {  # of inputs, targets and options, by the network
 @pytest.mark.parametrize("kind", FORMS)
 def test_targets_and_inputs_of_other_forms(kind):
     model, form, options = FORMS[kind]
+    torch.manual_seed(0)
+    for layer in model:  # no weights of other seeds, as the order of imports gives
+        getattr(layer, "reset_parameters", tuple)()
     likelihood = "bernoulli" if kind == "labels" else "classification"
     la = LinearisedLaplace(model, likelihood, num_samples=4, parameters="last_layer", **options)
     weights = "last" if kind == "weights" else None

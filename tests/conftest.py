@@ -35,6 +35,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Draw the same numbers in each test, and for the fixtures that it is first to use, whatever ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cuda_context():
     """Make the first calls of cuBLAS here, forward and backward: they warn of a missing context."""

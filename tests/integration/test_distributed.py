@@ -406,8 +406,13 @@ def test_a_rank_that_fails_dies_or_hangs_ends_all(act, victim, tmp_path):
         assert isinstance(results[victim], OSError) and "the disk is gone" in str(results[victim])
 
 
-def fit_if_first(rank):
-    return None if rank else error_of(fit)
+def fit_if_first(rank, end):
+    """Return the error of a fit on the first rank, for which the other one waits."""
+    error = None if rank else error_of(fit)
+    while rank and not end.exists():
+        time.sleep(0.05)
+    end.touch()
+    return error
 
 
 def fit_with_checkpoint(rank, folder, saves, curvature, parameters):
@@ -475,5 +480,5 @@ def test_ranks_agree_on_checkpoints_and_faults(tmp_path):
     one, two = ranks.run(2, fit_where_nothing_can_be_written, tmp_path / "written", folder)
     assert isinstance(one, OSError) and "The checkpoint folder" in str(one)
     assert isinstance(two, Exception)
-    error, _ = ranks.run(2, fit_if_first, tmp_path / "first")
+    error, _ = ranks.run(2, fit_if_first, tmp_path / "first", tmp_path / "end", timeout=10)
     assert "Rank 1" in str(error)  # which does not fit

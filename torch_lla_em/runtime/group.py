@@ -105,7 +105,9 @@ def group_of(shard: str | None = "data") -> Group:
         return Group()
     is_shared = dist.get_world_size() > 1
     if is_shared and dist.get_backend() == "gloo":
-        dist.monitored_barrier()  # whose error names a missing rank
+        # its error names a missing rank; without a limit it takes that of gloo, not of the group
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.monitored_barrier(timeout=backend.options._timeout)
     return Group(is_shared)
 
 

@@ -21,8 +21,9 @@ from torch_lla_em.data import Data
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.problem import duration, prepare
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime import Budget, Group
+from torch_lla_em.runtime import Group
 from torch_lla_em.runtime.modes import tf32
+from torch_lla_em.session import Budget
 
 FREE = "torch_lla_em.runtime.memory.free_memory"
 
@@ -278,7 +279,7 @@ def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypat
 def test_a_fit_ends_in_time(monkeypatch):
     _, whole = fitted(compute=Compute(tolerance=1e-6))
     seconds = itertools.count()  # each look at the clock takes one
-    monkeypatch.setattr("torch_lla_em.runtime.budget.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("torch_lla_em.session.time.monotonic", lambda: next(seconds))
     _, la = fitted(compute=Compute(budget=10, tolerance=1e-6))
     assert next(seconds) < 60  # of which the steps after the last look take some
     assert any("budget" in words for words in la.messages) and "(ended by: budget)" in str(la)
@@ -291,6 +292,6 @@ def test_all_ranks_end_where_the_slowest_one_does(monkeypatch):
             return merge([value, value - 5])
 
     now = iter([0.0, 0.0, 2.0, 2.0, 3.0, 3.0])
-    monkeypatch.setattr("torch_lla_em.runtime.budget.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("torch_lla_em.session.time.monotonic", lambda: next(now))
     alone, slower = Budget(8.0), Budget(8.0, Slower())
     assert not alone.ends() and slower.ends()

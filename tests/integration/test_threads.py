@@ -14,8 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.jacobian.state import ONE_AT_A_TIME
-from torch_lla_em.runtime import Turns
+from torch_lla_em.jacobian.state import ONE_AT_A_TIME, Turns
 
 
 class Slow:

@@ -1,6 +1,5 @@
-"""Memory, time, precision, warnings, files, ranks of a process group, and random numbers by key."""
+"""Memory, precision, warnings, files, ranks of a process group, and random numbers by key."""
 
-from torch_lla_em.runtime.budget import Budget
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, first, group_of
 from torch_lla_em.runtime.memory import (
@@ -25,17 +24,14 @@ from torch_lla_em.runtime.options import (
     refuse_former,
     require,
 )
-from torch_lla_em.runtime.turns import Turns
 
 __all__ = [
     "PRECISION_BOUNDS",
     "PRIORS",
     "Adapter",
-    "Budget",
     "Compute",
     "DoesNotFit",
     "Group",
-    "Turns",
     "check_choice",
     "check_whole",
     "check_within",

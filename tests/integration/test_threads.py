@@ -14,7 +14,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.jacobian.state import ONE_AT_A_TIME, Turns
+from torch_lla_em.jacobian.state import ONE_AT_A_TIME
+from torch_lla_em.runtime import Turns
 
 
 class Slow:

@@ -11,7 +11,7 @@ from torch_lla_em.runtime.memory import (
     suppressed,
 )
 from torch_lla_em.runtime.messages import collected, or_float64, report
-from torch_lla_em.runtime.modes import tf32, without_autocast
+from torch_lla_em.runtime.modes import Turns, tf32, without_autocast
 from torch_lla_em.runtime.noise import normals
 from torch_lla_em.runtime.options import (
     PRECISION_BOUNDS,
@@ -32,6 +32,7 @@ __all__ = [
     "Compute",
     "DoesNotFit",
     "Group",
+    "Turns",
     "check_choice",
     "check_whole",
     "check_within",

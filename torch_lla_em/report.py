@@ -77,7 +77,8 @@ def report(
 
 def to_do_for(la: Any, rows: PredictedData) -> list[str]:
     """Return what to do about a fit; nothing if all is well."""
-    loss, error = mean_and_error(-rows.gain())
+    own, alone = rows.log_probs()
+    loss, error = mean_and_error(alone - own)
     to_do = [words for kind, words in advice(la) if kind == "to do"]
     if loss > 2 * error:
         remedy = "Calibrate with other held-out data, or predict by the network."

@@ -104,11 +104,11 @@ class PredictedData(NamedTuple):
     posterior: Prediction
     """That of the posterior, as fitted or as calibrated."""
 
-    def gain(self) -> Tensor:
-        """Return by how much log p(y | x) of each labelled example exceeds that of the network alone."""
-        each = (p.log_density(self.targets) for p in (self.posterior, self.network))
-        own, alone = (values.double() for values in each)
-        return (own - alone)[self.posterior.likelihood.labelled(self.targets)]
+    def log_probs(self) -> tuple[Tensor, Tensor]:
+        """Return log p(y | x) of each labelled example, under the posterior and under the network alone."""
+        kept = self.posterior.likelihood.labelled(self.targets)
+        own, alone = (p.log_density(self.targets) for p in (self.posterior, self.network))
+        return own.double()[kept], alone.double()[kept]
 
 
 def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
@@ -219,12 +219,11 @@ def compare(
         rows = predicted_data(record, loader)
         known = rows.targets if known is None else known
         same_targets(rows.targets, known)
-        each = rows.posterior.log_density(rows.targets).double()
-        log_probs[name] = each[record.likelihood.labelled(rows.targets)].cpu()
-        gains[name] = rows.gain().cpu()
+        own, alone = (each.cpu() for each in rows.log_probs())
+        log_probs[name], gains[name] = own, own - alone
         records[name] = {
             **scores(rows.posterior, rows.targets),
-            "network NLL": (gains[name] - log_probs[name]).mean().item(),
+            "network NLL": -alone.mean().item(),
             "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
         }
     return Comparison(records, log_probs, gains)

@@ -19,7 +19,7 @@ Kind = tuple[int | str, ...]
 
 BLOCK: Kind = ("K", "P")
 VECTOR: Kind = ("P",)
-"""Of squares of single examples: computed by factors of J, or of sums over a few."""
+"""A sum over examples of squared gradients; without factors of J, of squares of sums over a few examples."""
 
 SCALAR: Kind = ()
 

@@ -15,7 +15,7 @@ from tiny import known
 
 import torch_lla_em
 from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace, Student
-from torch_lla_em.mixtures import Mixture
+from torch_lla_em.mixtures import GaussianMixture
 from torch_lla_em.runtime import Group
 
 # modules beside the package itself -> the library that they need
@@ -23,7 +23,7 @@ MODULES = {"plot": None, "integrations.laplace_torch": None}
 MODULES |= {f"integrations.{name}": name for name in ("botorch", "lightning", "sklearn")}
 MODULES |= {"integrations.estimators": "sklearn"}
 MIXTURES = "GaussianMixture", "Mixture", "VariationalGaussianMixture"
-BRIEF = Likelihood, FeatureDensity, Mixture, Student
+BRIEF = Likelihood, FeatureDensity, GaussianMixture, Student
 # described by Lightning, or not at all
 GIVEN = {"self", "la", "cls", "trainer", "pl_module", "stage", "state"}
 

@@ -1,18 +1,16 @@
-"""Mixtures by EM, and densities of a network's features.
+"""Gaussian mixtures by EM, and densities of a network's features.
 
-``mixture`` has the public classes, ``em`` the data and the iteration, ``starts`` where it begins,
-``gaussian`` the components and their prior, and ``feature_density`` densities of features.
+``mixture`` has the public classes, ``gaussian`` their components and prior, and ``em`` the iteration and its start.
 """
 
 from torch_lla_em.mixtures.feature_density import FeatureDensity
 from torch_lla_em.mixtures.gaussian import Gaussians, NormalWishart
-from torch_lla_em.mixtures.mixture import GaussianMixture, Mixture, VariationalGaussianMixture
+from torch_lla_em.mixtures.mixture import GaussianMixture, VariationalGaussianMixture
 
 __all__ = [
     "FeatureDensity",
     "GaussianMixture",
     "Gaussians",
-    "Mixture",
     "NormalWishart",
     "VariationalGaussianMixture",
 ]

@@ -18,7 +18,7 @@ from torch_lla_em.data import (
     to_device,
 )
 from torch_lla_em.jacobian import Network, NetworkState
-from torch_lla_em.mixtures.mixture import GaussianMixture, Mixture
+from torch_lla_em.mixtures.mixture import GaussianMixture
 from torch_lla_em.runtime import Adapter, refuse_former
 
 
@@ -32,7 +32,7 @@ class FeatureDensity:
         model (nn.Module): Any trained module.
         layer (str or nn.Module): A submodule or its name. If it runs several times in a forward
             pass, its last output is used; of a tuple or a mapping, the first tensor.
-        mixture (Mixture, optional): Default None: full Gaussians, one for each class with ``by_label``, and
+        mixture (GaussianMixture, optional): Default None: full Gaussians, one for each class with ``by_label``, and
             ten without. Pass one with ``covariance="diagonal"`` if the layer has hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
@@ -49,7 +49,7 @@ class FeatureDensity:
         self,
         model: nn.Module,
         layer: str | nn.Module,
-        mixture: Mixture | None = None,
+        mixture: GaussianMixture | None = None,
         *,
         by_label: bool = False,
         pool: Callable[[Tensor], Tensor] | None = None,

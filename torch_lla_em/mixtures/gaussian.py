@@ -28,6 +28,15 @@ class Gaussians(NamedTuple):
         """Return log π and log|Λ|, each (K,), and Λ = Σ⁻¹ in blocks."""
         return self.weights.log(), -_log_dets(self.covariances).sum(1), _inverse(self.covariances)
 
+    def log_prior(self, prior: "NormalWishart") -> Tensor:
+        """Return log p(π, μ, Σ) up to a constant, shape ()."""
+        precision, deviation = _inverse(self.covariances), self.means - prior.means
+        distance = (prior.strength[:, None] * deviation * _apply(precision, deviation)).sum()
+        dof = prior.dof + prior.scale.shape[-1] + 2
+        log_det = (dof * _log_dets(precision).sum(1)).sum()
+        log_weights: Tensor = torch.special.xlogy(prior.concentration - 1, self.weights).sum()
+        return log_weights + 0.5 * (log_det - (prior.scale * precision).sum() - distance)
+
 
 class NormalWishart(NamedTuple):
     """q(π, μ, Λ) = Dirichlet(π | α) Π_k N(μ_k | m_k, (κ_k Λ_k)⁻¹) Wishart(Λ_k | ν_k, Ψ_k⁻¹).
@@ -67,16 +76,6 @@ class NormalWishart(NamedTuple):
         dof = (self.dof + self.scale.shape[-1] + 2)[:, None, None, None]
         return Gaussians(weights / weights.sum(), self.means, self.scale / dof)
 
-    def log_density(self, components: Gaussians) -> Tensor:
-        """Return log p(π, μ, Σ) up to a constant, shape ()."""
-        weights, means, covariances = components
-        precision, deviation = _inverse(covariances), means - self.means
-        distance = (self.strength[:, None] * deviation * _apply(precision, deviation)).sum()
-        dof = self.dof + self.scale.shape[-1] + 2
-        log_det = (dof * _log_dets(precision).sum(1)).sum()
-        log_weights: Tensor = torch.special.xlogy(self.concentration - 1, weights).sum()
-        return log_weights + 0.5 * (log_det - (self.scale * precision).sum() - distance)
-
     def expectations(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return E log π and E log|Λ| − D / κ, each (K,), and E Λ = ν Ψ⁻¹ in blocks."""
         log_weights = self.concentration.digamma() - self.concentration.sum().digamma()
@@ -86,8 +85,8 @@ class NormalWishart(NamedTuple):
         precision = self.dof[:, None, None, None] * _inverse(self.scale)
         return log_weights, each.sum(1) - self.means.shape[1] / self.strength, precision
 
-    def divergence(self, prior: "NormalWishart") -> Tensor:
-        """Return KL(self ‖ prior), shape ()."""
+    def log_prior(self, prior: "NormalWishart") -> Tensor:
+        """Return what takes its place in the bound, −KL(self ‖ prior), shape ()."""
         _, log_dets, precision = self.expectations()
         dim, deviation = self.means.shape[1], self.means - prior.means
         weights = kl_divergence(Dirichlet(self.concentration), Dirichlet(prior.concentration))
@@ -98,7 +97,7 @@ class NormalWishart(NamedTuple):
         precisions = log_det.sum() - ((self.scale - prior.scale) * precision).sum()
         normalisers = (prior._log_normalisers() - self._log_normalisers()).sum()
         divergence: Tensor = weights + normalisers + 0.5 * (means + precisions)
-        return divergence
+        return -divergence
 
     def _log_normalisers(self) -> Tensor:
         """Return those of the Wishart distributions, shape (K, number of blocks)."""
@@ -120,11 +119,11 @@ class Family:
     examples. At α = 2, the mode has one example more in each component.
     """
 
-    def __init__(self, variational: bool, shape: tuple[int, ...], moments: tuple[Tensor, Tensor]):
-        (k, dim, *_), self.is_full = shape, len(shape) == 3
-        self.variational, self.shape = variational, shape
-        self.blocks = (k, 1, dim, dim) if self.is_full else (k, dim, 1, 1)
-        self.centre, variance = moments
+    def __init__(self, x: Tensor, num_components: int, is_full: bool, variational: bool):
+        k, dim, self.is_full, self.variational = num_components, x.shape[1], is_full, variational
+        self.shape = (k, dim, dim) if is_full else (k, dim)
+        self.blocks = (k, 1, dim, dim) if is_full else (k, dim, 1, 1)
+        variance, self.centre = torch.var_mean(x.double(), 0, correction=0)
         self.unit = torch.where(variance > 0, variance, 1.0).sqrt()
         ones, size = variance.new_ones(k), self.blocks[-1]
         scale = torch.eye(size, dtype=ones.dtype, device=ones.device) * k ** (-2 / dim)
@@ -174,12 +173,6 @@ class Family:
         scatter = (second + second.mT) / 2 - _outer(means, counts, second)
         posterior = self.prior.updated(counts, means, scatter)
         return posterior if self.variational else posterior.mode()
-
-    def log_prior(self, parameters: Gaussians | NormalWishart) -> Tensor:
-        """Return what the objective adds to log p(X | θ), shape ()."""
-        if isinstance(parameters, NormalWishart):
-            return -parameters.divergence(self.prior)
-        return self.prior.log_density(parameters)
 
     def leave(self, parameters: Any) -> Any:
         """Return parameters in the user's coordinates."""

@@ -1,4 +1,4 @@
-"""Mixtures, their fits, and their densities."""
+"""Gaussian mixtures, their data, fits and densities."""
 
 import warnings
 from collections.abc import Iterable
@@ -7,14 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torch_lla_em.mixtures.em import EM, examples_of, pieces
+from torch_lla_em.mixtures.em import EM, pieces, start_of
 from torch_lla_em.mixtures.gaussian import Family
-from torch_lla_em.mixtures.starts import start_of
 from torch_lla_em.runtime import check_choice, check_whole
 
 
-class Mixture:
-    """Base class of mixtures, which are fitted by EM from a k-means start.
+class GaussianMixture:
+    """A Gaussian mixture, p(x) = Σ_k π_k N(x | μ_k, Σ_k), by EM for the mode of its posterior (MAP).
+
+    With the weak conjugate prior no component collapses onto a few examples. EM starts from the best of several
+    k-means clusterings. All computations are in float64.
 
     Args:
         num_components (int): Number of components K; with labels, that of each label.
@@ -27,8 +29,8 @@ class Mixture:
         seed (int): Randomness of the starts, which are computed from 4,000 examples or fewer. Default 0.
 
     Example:
-        >>> from torch_lla_em.mixtures import GaussianMixture
-        >>> mixture = GaussianMixture(2, max_steps=500).fit(torch.randn(500, 2))
+        >>> mixture = GaussianMixture(3).fit(torch.randn(500, 2))
+        >>> log_prob = mixture.log_prob(torch.randn(5, 2))
     """
 
     parameters: Any = None
@@ -55,7 +57,7 @@ class Mixture:
         self.lower_bounds: list[float] = []
         self.converged = False
 
-    def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "Mixture":
+    def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "GaussianMixture":
         """Fit the mixture to data.
 
         Args:
@@ -69,24 +71,22 @@ class Mixture:
         Raises:
             ValueError: If the data are empty, not finite, fewer than components, or lack labels.
         """
-        x, labels = examples_of(data, by_label)
+        x, labels = _examples(data, by_label)
         names, counts = labels.unique(return_counts=True)
         if counts.min() < self.num_components:
             raise ValueError(
                 f"{'The smallest class has' if by_label else 'The data have'} {counts.min()} examples "
                 f"for {self.num_components} components. Give at most one component per example."
             )
-        classes, dim = names.repeat_interleave(self.num_components), x.shape[1]
-        shape = (len(classes), dim, dim) if self.covariance == "full" else (len(classes), dim)
-        variance, mean = torch.var_mean(x.double(), 0, correction=0)
-        family = Family(self._variational, shape, (mean, variance))
+        classes = names.repeat_interleave(self.num_components)
+        family = Family(x, len(classes), self.covariance == "full", self._variational)
         em = EM(family, x, labels, classes, self.tolerance)
         first = start_of(em, torch.Generator("cpu").manual_seed(self.seed))
-
-        states = [*em.states(first, self.max_steps)]
-        last, self.classes = states[-1], classes if by_label else None
-        self.lower_bounds, self.converged = [s.lower_bound for s in states], last.converged
-        self.parameters, self._fitted = family.leave(last.parameters), (family, last.natural)
+        *before, last = em.states(first, self.max_steps)
+        self.lower_bounds = [state.bound for state in (*before, last)]
+        self.parameters, self.converged = family.leave(last.parameters), last.converged
+        self.classes = classes if by_label else None
+        self._fitted = family, family.natural(last.parameters)
         if not self.converged:
             warnings.warn(
                 f"EM has not converged after {self.max_steps} steps. Increase max_steps, or "
@@ -143,25 +143,7 @@ class Mixture:
         return torch.stack(each, 1)
 
 
-def _floating(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype.is_floating_point else torch.float64
-
-
-class GaussianMixture(Mixture):
-    """A Gaussian mixture, p(x) = Σ_k π_k N(x | μ_k, Σ_k), by EM for the mode of its posterior (MAP).
-
-    With the weak conjugate prior no component collapses onto a few examples. All computations are in float64.
-
-    Args:
-        num_components (int): Number of components K. Further arguments are those of ``Mixture``.
-
-    Example:
-        >>> mixture = GaussianMixture(3).fit(torch.randn(500, 2))
-        >>> log_prob = mixture.log_prob(torch.randn(5, 2))
-    """
-
-
-class VariationalGaussianMixture(Mixture):
+class VariationalGaussianMixture(GaussianMixture):
     """A posterior over Gaussian mixtures, q(z) q(π, μ, Λ), by variational EM.
 
     The lower bound is the ELBO with all its constants, a bound on the log marginal likelihood.
@@ -171,7 +153,7 @@ class VariationalGaussianMixture(Mixture):
     components shrink.
 
     Args:
-        num_components (int): Largest number of components K. Further arguments are those of ``Mixture``.
+        num_components (int): Largest number of components K. Further arguments are those of ``GaussianMixture``.
 
     Example:
         >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))
@@ -179,3 +161,46 @@ class VariationalGaussianMixture(Mixture):
     """
 
     _variational = True
+
+
+def _examples(data: Tensor | Iterable[Any], by_label: bool = False) -> tuple[Tensor, Tensor]:
+    """Return all examples of a tensor or batches, (N, D), and their labels, (N,), 0 without labels."""
+    batches = [data] if isinstance(data, Tensor) else data
+    parts = [_batch(batch, by_label) for batch in batches]
+    x, labels = map(torch.cat, zip(*parts)) if parts else torch.zeros(2, 0, 1, device="cpu")
+    kept = labels != -100  # which PyTorch's losses ignore
+    x, labels = x[kept], labels[kept]
+    if not len(x):
+        raise ValueError(
+            "The data hold no examples. Is the loader empty or used up, or are all labels -100?"
+        )
+    if not x.double().square().sum(1).isfinite().all():
+        bad = int((~torch.isfinite(x)).any(1).sum())
+        raise ValueError(
+            f"The data have {bad} examples with NaN or infinity, or values too large to square. Remove or rescale them."
+        )
+    return x, labels
+
+
+def _batch(batch: Any, by_label: bool) -> tuple[Tensor, Tensor]:
+    """Return the examples and labels of one batch."""
+    x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
+    if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] == 0:
+        raise ValueError(
+            f"A batch holds a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}. Pass tensors with "
+            "one row per example, shape (n, D); a single column is x[:, None]."
+        )
+    if not by_label:
+        return x.detach(), torch.zeros(len(x), dtype=torch.long, device=x.device)
+    labels = torch.as_tensor(others[0], device=x.device) if others else None
+    if labels is None or labels.shape != x.shape[:1] or labels.is_floating_point():
+        found = "none" if labels is None else f"{labels.dtype} {tuple(labels.shape)}"
+        raise ValueError(
+            "A fit by label needs batches (x, labels) with one integer per example, but "
+            f"the labels are {found}. Pass [(x, labels)] or a loader."
+        )
+    return x.detach(), labels
+
+
+def _floating(x: Tensor) -> torch.dtype:
+    return x.dtype if x.dtype.is_floating_point else torch.float64

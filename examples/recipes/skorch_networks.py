@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.integrations.estimators import EstimatorNetwork, EstimatorPosterior
+from torch_lla_em.integrations.estimators import EstimatorPosterior
 
 
 def of_skorch(net: Any, **options: Any) -> EstimatorPosterior:
@@ -32,16 +32,16 @@ def of_skorch(net: Any, **options: Any) -> EstimatorPosterior:
 
     if "NeuralNetBinaryClassifier" in kinds and loss == "BCEWithLogitsLoss":
         column = nn.Sequential(module, nn.Flatten(0), nn.Unflatten(0, (-1, 1)))
-        network = EstimatorNetwork(column, "bernoulli", inputs, net.classes_)
+        found = column, "bernoulli", inputs, net.classes_
     elif "NeuralNetClassifier" in kinds and loss in ("NLLLoss", "CrossEntropyLoss"):
         # skorch takes the logarithm of the module's outputs before NLLLoss
         logits = nn.Sequential(module, Logarithm()) if loss == "NLLLoss" else module
-        network = EstimatorNetwork(logits, "classification", inputs, np.asarray(net.classes_))
+        found = logits, "classification", inputs, net.classes_
     elif "NeuralNetRegressor" in kinds and loss == "MSELoss":
-        network = EstimatorNetwork(module, "regression", inputs)
+        found = module, "regression", inputs
     else:
         raise TypeError(f"A {type(net).__name__} with the criterion {loss} has no likelihood here.")
-    return EstimatorPosterior(network, **options)
+    return EstimatorPosterior(*found, **options)
 
 
 class Logarithm(nn.Module):

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.integrations.estimators import EstimatorNetwork, EstimatorPosterior
+from torch_lla_em.integrations.estimators import EstimatorPosterior
 
 
 class AverageHeads(nn.Module):
@@ -90,7 +90,7 @@ def of_pytabkit(estimator: Any, **options: Any) -> EstimatorPosterior:
         return encoded(dataset).to(device)
 
     likelihood = "regression" if classes is None else "classification"
-    return EstimatorPosterior(EstimatorNetwork(module, likelihood, inputs, classes), **options)
+    return EstimatorPosterior(module, likelihood, inputs, classes, **options)
 
 
 Converted = tuple[nn.Module, Callable[[Any], Tensor]]

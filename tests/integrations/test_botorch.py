@@ -1,9 +1,5 @@
 """The BoTorch adapter: shapes, jointness, and a real optimisation."""
 
-import runpy
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tiny import fitted
@@ -16,7 +12,6 @@ from botorch.acquisition import qUpperConfidenceBound
 from botorch.acquisition.objective import LinearMCObjective
 from botorch.optim import optimize_acqf
 
-import torch_lla_em
 from torch_lla_em.integrations.botorch import LaplaceModel
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
@@ -78,12 +73,3 @@ def test_the_best_of_a_plane_is_its_corner():
     acquisition = qUpperConfidenceBound(LaplaceModel(la), beta=beta)
     best, _ = optimize_acqf(acquisition, BOUNDS, q=1, num_restarts=2, raw_samples=8)
     assert_close(best, torch.tensor([[1.0, 0.0]]).double())
-
-
-@pytest.mark.parametrize("name", ["botorch", "lightning", "sklearn"])
-def test_a_missing_library_raises_with_the_command_to_install_it(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
-    for loaded in [each for each in sys.modules if each.startswith(f"{name}.")]:
-        monkeypatch.setitem(sys.modules, loaded, None)
-    with pytest.raises(ImportError, match=rf"pip install torch_lla_em\[{name}\]"):
-        runpy.run_path(Path(torch_lla_em.__file__).parent / "integrations" / f"{name}.py")

@@ -195,9 +195,10 @@ def test_a_changed_network_is_an_error_until_it_is_fitted_again(classified):
     for use in uses:
         with pytest.raises(NotFittedError, match="have changed"):
             use()
-    la.prior_precision = 5.0
-    with pytest.raises(NotFittedError, match="another prior"):
-        la(x)
+    for change in (lambda: la.prior_precision.mul_(2), lambda: setattr(la, "prior_precision", 5.0)):
+        change()
+        with pytest.raises(NotFittedError, match="another prior"):
+            la(x)
     la.fit(loader)
     assert la(x).shape == (len(x), 3)
 

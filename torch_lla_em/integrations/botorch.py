@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from botorch.models.ensemble import EnsembleModel
 from torch import Tensor
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.integrations import needs
-
-with needs("botorch"):
-    from botorch.models.ensemble import EnsembleModel
 
 __all__ = ["LaplaceModel"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, Prediction
 
-__all__ = ["EstimatorNetwork", "EstimatorPosterior", "posterior"]
+__all__ = ["EstimatorPosterior", "posterior"]
 
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
 _LIKELIHOODS = {
@@ -22,33 +22,21 @@ _LIKELIHOODS = {
 }
 
 
-class EstimatorNetwork(NamedTuple):
-    """The network of an estimator, and how its data become tensors.
-
-    Fields: ``module`` returns logits, log rates or means; ``likelihood`` is that of ``LinearisedLaplace``, of two classes
-    "bernoulli" if the network returns one logit; ``inputs`` returns the inputs of the network, or raises an error for
-    those that the estimator would refuse; ``classes`` are the sorted labels, None for values and for several labels.
-
-    Example:
-        >>> network = EstimatorNetwork(model, "classification", torch.as_tensor, np.arange(3))
-    """
-
-    module: nn.Module
-    likelihood: Any
-    inputs: Callable[[Any], Tensor]
-    classes: Any = None
-
-
 class EstimatorPosterior:
     """The posterior of a trained estimator, which takes and returns its arrays X and y.
 
     Args:
-        network (EstimatorNetwork): The network, its likelihood and the conversion of its data.
+        module (nn.Module): The network, which returns logits, log rates or means.
+        likelihood (str or Likelihood): As in ``LinearisedLaplace``; of two classes "bernoulli" if the network returns
+            one logit.
+        inputs (callable): Returns the inputs of the network, from those of the estimator, or raises an error for those
+            that the estimator would refuse.
+        classes (array, optional): The sorted labels. Default None: values, or several labels.
         **options: Further arguments of ``LinearisedLaplace``.
 
     Attributes:
         laplace (LinearisedLaplace): The posterior of the network.
-        inputs (callable): Returns the inputs of the network, from those of the estimator.
+        inputs (callable): As given.
 
     Example:
         >>> from sklearn.neural_network import MLPClassifier
@@ -56,11 +44,17 @@ class EstimatorPosterior:
         >>> probabilities = posterior(estimator, num_samples=4).fit(X, labels).predict_proba(X)
     """
 
-    def __init__(self, network: EstimatorNetwork, **options: Any):
+    def __init__(
+        self,
+        module: nn.Module,
+        likelihood: Any,
+        inputs: Callable[[Any], Tensor],
+        classes: Any = None,
+        **options: Any,
+    ):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
-        self.inputs, classes = network.inputs, network.classes
-        self._classes = None if classes is None else np.asarray(classes)
-        self.laplace = LinearisedLaplace(network.module, network.likelihood, **options)
+        self.inputs, self._classes = inputs, None if classes is None else np.asarray(classes)
+        self.laplace = LinearisedLaplace(module, likelihood, **options)
 
     def fit(self, X: Any, y: Any) -> EstimatorPosterior:
         """Fit the posterior to the training data X and y of the estimator."""
@@ -127,15 +121,10 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     if "BaseMultilayerPerceptron" not in {cls.__name__ for cls in type(estimator).__mro__}:
         raise TypeError(
             f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier and MLPRegressor "
-            "(for skorch copy examples/recipes/skorch_networks.py). Pass an EstimatorNetwork to EstimatorPosterior."
+            "(for skorch copy examples/recipes/skorch_networks.py). Pass its network to EstimatorPosterior."
         )
     if not getattr(estimator, "coefs_", None):
         raise ValueError("The estimator is not trained: call its fit first.")
-    return EstimatorPosterior(_of_perceptron(estimator), **options)
-
-
-def _of_perceptron(estimator: Any) -> EstimatorNetwork:
-    """Return the network of scikit-learn's perceptron, with the same outputs."""
     from sklearn.utils.validation import validate_data
 
     layers: list[nn.Module] = []
@@ -157,4 +146,4 @@ def _of_perceptron(estimator: Any) -> EstimatorNetwork:
     likelihood = _LIKELIHOODS[estimator.out_activation_]
     has_several = likelihood == "bernoulli" and estimator.n_outputs_ > 1
     classes = None if has_several else getattr(estimator, "classes_", None)
-    return EstimatorNetwork(module, likelihood, inputs, classes)
+    return EstimatorPosterior(module, likelihood, inputs, classes, **options)

@@ -96,20 +96,18 @@ class Laplace:
         named = {"likelihood": likelihood, "subset_of_weights": subset_of_weights}
         chosen = _checked(named | {"hessian_structure": hessian_structure} | options)
         self.model, self.likelihood = model, chosen["likelihood"]
-        if self.likelihood != "regression" and sigma_noise != 1:
-            raise ValueError(
-                "Only a regression has sigma_noise, its observation noise: leave it out."
-            )
         self.subset_of_weights = chosen["subset_of_weights"]
-        self.sigma_noise: Any = sigma_noise
+        if self.likelihood != "regression" and sigma_noise != 1:
+            raise ValueError("Only a regression has sigma_noise: leave it out.")
         self.prior_precision: Any = prior_precision
+        self.sigma_noise: Any = sigma_noise
         self.prior_mean, self.temperature = prior_mean, temperature
         self.dict_key_y, self.num_samples, self.seed = dict_key_y, num_samples, seed
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(device=self._device).manual_seed(seed)
         self._loader: Any = None
         self._posterior: LinearisedLaplace | None = None
-        self._fitted_at: tuple[Any, Any] | None = None
+        self._fitted_at: list[Any] = []
         self._evidence: Tensor | None = None
 
     @property
@@ -117,8 +115,8 @@ class Laplace:
         """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set after ``fit``."""
         if self._posterior is None:
             raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
-        precision, noise = self._fitted_at or (None, None)
-        if self.prior_precision is not precision or self.sigma_noise is not noise:
+        given = [torch.as_tensor(v).tolist() for v in (self.prior_precision, self.sigma_noise)]
+        if given != self._fitted_at:
             raise NotFittedError("la has another prior or noise. Call la.fit(train_loader).")
         return self._posterior
 
@@ -225,7 +223,7 @@ class Laplace:
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that predictions and the log marginal likelihood need, as tensors."""
         own = {"prior_mean": self.prior_mean, "temperature": self.temperature}
-        own |= {"sigma_noise": self.sigma_noise, "evidence": self.log_marginal_likelihood()}
+        own |= {"evidence": self.log_marginal_likelihood()}
         tensors = {f"{_PREFIX}{n}": torch.as_tensor(v, device="cpu") for n, v in own.items()}
         return self.posterior.state_dict() | tensors
 
@@ -235,7 +233,7 @@ class Laplace:
         if not own:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
         self.prior_mean = own["prior_mean"].to(self._device)
-        self.temperature, self.sigma_noise = own["temperature"].item(), own["sigma_noise"]
+        self.temperature = own["temperature"].item()
         posterior = self._unfitted()
         posterior.load_state_dict({n: t for n, t in state_dict.items() if _PREFIX not in n})
         self._take(posterior)
@@ -257,7 +255,7 @@ class Laplace:
         noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
         self.prior_precision = posterior.prior_precision
         self.sigma_noise = torch.as_tensor(noise, device=self._device)
-        self._fitted_at = self.prior_precision, self.sigma_noise
+        self._fitted_at = [self.prior_precision.tolist(), self.sigma_noise.tolist()]
         self._posterior, self._evidence = posterior, None
 
     def _unfitted(self) -> LinearisedLaplace:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace, compare
-from torch_lla_em.integrations import needs
-
-with needs("lightning"):
-    from lightning.pytorch import Callback, LightningModule, Trainer
 
 __all__ = ["LaplaceCallback"]
 

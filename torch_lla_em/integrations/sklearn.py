@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from torch_lla_em import LinearisedLaplace, Prediction
-from torch_lla_em.integrations import needs
 from torch_lla_em.runtime import check_whole, first, group_of, report, require
-
-with needs("sklearn"):
-    from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
-    from sklearn.utils import check_random_state
-    from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, validate_data
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
@@ -135,9 +132,9 @@ class _Estimator(BaseEstimator):
         return self
 
     def _perceptron(self, features: int, outputs: int) -> nn.Module:
-        widths = [features, *np.atleast_1d(self.hidden).tolist()]
+        widths = [features, *np.atleast_1d(self.hidden).tolist(), outputs]
         layers = [(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(widths)]
-        return nn.Sequential(*chain(*layers), nn.Linear(widths[-1], outputs))
+        return nn.Sequential(*chain(*layers))[:-1]
 
     def _train(self, network: nn.Module, x: Tensor, y: Tensor) -> None:
         classes = self._likelihood == "classification"

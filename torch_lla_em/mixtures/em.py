@@ -109,7 +109,8 @@ def _emptied(em: EM, state: State) -> Any:
     """
     before = State(None)
     while state.bound > before.bound:
-        before, trials = state, []
+        before = state
+        trials: list[State] = []
         constant, *others = em.family.natural(before.parameters)
         used = em.expectation((constant, *others))[1][0] > 1
         for k in used.nonzero()[:, 0]:

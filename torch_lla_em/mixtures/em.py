@@ -37,7 +37,7 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(_ROWS) for tensor in tensors))
 
 
-class State(NamedTuple):
+class MixtureState(NamedTuple):
     """Parameters in the coordinates of the fit, and their bound: log p(X | θ) plus the log prior of θ."""
 
     parameters: Any
@@ -56,14 +56,14 @@ class EM:
     tolerance: float
     weight: float = 1.0  # how many examples each of these stands for
 
-    def states(self, parameters: Any, max_steps: int = _STEPS) -> Iterator[State]:
+    def states(self, parameters: Any, max_steps: int = _STEPS) -> Iterator[MixtureState]:
         """Yield the state at these parameters, and after each M-step, until the bound converges."""
         bound, room = -math.inf, self.tolerance * self.weight * len(self.x)
         for _ in range(max_steps):
             log_evidence, sums = self.expectation(self.family.natural(parameters))
             before, bound = bound, float(log_evidence + parameters.log_prior(self.family.prior))
             converged = abs(bound - before) <= room
-            yield State(parameters, bound, converged)
+            yield MixtureState(parameters, bound, converged)
             if converged:
                 return
             parameters = self.family.maximise(sums)
@@ -92,7 +92,7 @@ def start_of(em: EM, generator: torch.Generator) -> Any:
     sample = replace(
         em, x=em.x[rows], labels=em.labels[rows], tolerance=_TOLERANCE, weight=len(em.x) / len(rows)
     )
-    several, best = em.classes.unique().numel() < len(em.classes), State(None)
+    several, best = em.classes.unique().numel() < len(em.classes), MixtureState(None)
     for _ in range(_STARTS if several else 1):
         *_, state = sample.states(_of_clusters(sample, generator))
         # of starts that reach the same optimum, rounding does not choose
@@ -101,16 +101,16 @@ def start_of(em: EM, generator: torch.Generator) -> Any:
     return _emptied(sample, best) if em.family.variational else best.parameters
 
 
-def _emptied(em: EM, state: State) -> Any:
+def _emptied(em: EM, state: MixtureState) -> Any:
     """Return parameters with a higher bound, where superfluous components have no examples.
 
     EM rarely empties a component of which others could take the examples. Components are emptied one
     by one, that whose loss costs least first, and EM goes on without them, as long as the bound rises.
     """
-    before = State(None)
+    before = MixtureState(None)
     while state.bound > before.bound:
         before = state
-        trials: list[State] = []
+        trials: list[MixtureState] = []
         constant, *others = em.family.natural(before.parameters)
         used = em.expectation((constant, *others))[1][0] > 1
         for k in used.nonzero()[:, 0]:

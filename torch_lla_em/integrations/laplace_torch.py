@@ -115,7 +115,8 @@ class Laplace:
         """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set after ``fit``."""
         if self._posterior is None:
             raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
-        given = [torch.as_tensor(v).tolist() for v in (self.prior_precision, self.sigma_noise)]
+        numbers = self.prior_precision, self.sigma_noise
+        given = [torch.as_tensor(v, device="cpu").tolist() for v in numbers]
         if given != self._fitted_at:
             raise NotFittedError("la has another prior or noise. Call la.fit(train_loader).")
         return self._posterior

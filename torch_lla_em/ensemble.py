@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
@@ -16,6 +16,7 @@ from torch_lla_em.distil import distil as train_student
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import (
+    Correction,
     Posteriors,
     Printed,
     calibrates,
@@ -69,17 +70,16 @@ class LaplaceEnsemble(Printed, nn.Module):
                 f"The members have the likelihoods {sorted(kinds)}: pass at least one "
                 "LinearisedLaplace, all with the same likelihood."
             )
-        self._shared = Posteriors()
+        self._correction = Correction()
 
-    reference = stored.result("reference", "The scores of validation examples, if there are any.")
-    calibration = stored.result("calibration", "The result of the last ``calibrate``, if any.")
-    messages = stored.result("messages", "The warnings of ``calibrate``.", list)
+    reference = stored.result("correction.reference", "The scores of validation examples, if any.")
+    calibration = stored.result("correction.calibration", "The result of the last ``calibrate``.")
 
     @property
     def posterior(self) -> Posteriors | None:
         """The records of the members, and what ``calibrate`` has found of them together; None before their fits."""
         each = tuple(member.posterior for member in self.members)
-        return None if None in each else replace(self._shared, members=each)
+        return None if None in each else Posteriors(each, self._correction)
 
     def take(self, posterior: Posteriors) -> None:
         """Hold what ``calibrate`` has found from now on.
@@ -87,7 +87,7 @@ class LaplaceEnsemble(Printed, nn.Module):
         Args:
             posterior (Posteriors): The record of the same members.
         """
-        self._shared = replace(posterior, members=())
+        self._correction = posterior.correction
 
     @property
     def likelihood(self) -> Likelihood:
@@ -169,7 +169,7 @@ class LaplaceEnsemble(Printed, nn.Module):
         """Add the numbers of ``calibrate`` to a state, to which the members add themselves."""
         if not prefix:
             required(self, surely=True)
-        own = stored.state_of_several(self._shared)
+        own = stored.state_of_correction(self._correction)
         destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
     def _load_from_state_dict(
@@ -186,12 +186,12 @@ class LaplaceEnsemble(Printed, nn.Module):
             return
         if f"{prefix}members.{len(self.members)}.record" in state_dict:
             errors.append(f"The state has more members than this ensemble, {len(self.members)}.")
-        self._shared = stored.several_of(own, self.members[0]._linear_model.network.device)
+        self._correction = stored.correction_of(own, self.members[0]._linear_model.network.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
         """Move members, and what was found of them."""
         super()._apply(fn, recurse)
-        self._shared = self._shared.moved(fn)
+        self._correction = tree_map_only(Tensor, fn, self._correction)
         return self
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from torch_lla_em.prediction import (
     check,
     exports,
     predictor,
+    required,
     result,
     stored,
     summary,
@@ -189,7 +191,7 @@ class LinearisedLaplace(Printed, nn.Module):
     accuracy, log_marginal_likelihood = property(summary.accuracy), log_marginal_likelihood
 
     prior_precision = result("result.prior_precision", "λ, () or one value per tensor.")
-    sigma_noise = result("result.sigma_noise", "σ of a regression.")
+    sigma_noise = result("likelihood.observation_noise", "σ of a regression.")
     effective_dim = result("result.effective_dim.value", "γ, how many parameters data determine.")
     effective_dim_error = result("result.effective_dim.standard_error", "Its Monte Carlo error.")
     certificate = result("result.certificate", "The numerical error of each sample, (K,).")
@@ -197,11 +199,13 @@ class LinearisedLaplace(Printed, nn.Module):
     w_MAP = result("setting.linear_model.w_MAP", "The trained weights of the parameters, (P,).")
     w_lin = result("result.w_lin", "The mode of the linear model, (P,).")
     w_samples = result("result.w_samples", "The posterior samples, with mean zero, (K, P).")
-    mixture = result("result.mixture", "The components of predictions.")
+    mixture = result("mixture", "The components of predictions.")
     mean = result("mean", 'What samples are added to: "network" or "linear".')
     posterior_scale = result("scale", "τ, the factor of the posterior's variance in predictions.")
-    reference = result("reference", "The scores of validation examples, if there are any.")
-    calibration = result("calibration", "The result of the last ``calibrate``, if any.")
+    reference = result(
+        "correction.reference", "The scores of validation examples, if there are any."
+    )
+    calibration = result("correction.calibration", "The result of the last ``calibrate``, if any.")
     num_data = result("num_data", "The number of training examples with a label.")
     history = result("history", "A record of every EM step.", list)
     messages = result("messages", "The memory plan, then the warnings.", list)
@@ -294,7 +298,7 @@ class LinearisedLaplace(Printed, nn.Module):
             unseen = self._data(validation, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, self.compute, progress_bar, unseen)
         if unseen is not None:
-            found = found.calibrated(*calibrates.calibrated_on(found, validation))
+            found = found.corrected(calibrates.calibrated_on(found, validation))
         elif validation is None and em_steps and self._parameters_asked is not None:
             found = calibrates.without_validation(found, data, weights)
         self.take(found)
@@ -322,9 +326,9 @@ class LinearisedLaplace(Printed, nn.Module):
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
-            found.require(surely=True)
+            required(found, surely=True)
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
-                around.keep(stored.state_of(self, found))
+                around.keep(partial(stored.state_of, self, found))
         return found
 
     def _options(self, **of_fit: Any) -> FitOptions:

@@ -131,7 +131,7 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     Example:
         >>> axes = plot.out_of_distribution(la, loader, 10 * x)
     """
-    known = required(la).reference
+    known = required(la).correction.reference
     by_rank = known is not None and known.groups is None
     axes = _axes(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 

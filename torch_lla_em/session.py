@@ -203,10 +203,10 @@ class Session:
         self.problem.data.confirm()
         self.problem.sweep.refuse_changes()
 
-    def keep(self, state: dict[str, Tensor]) -> None:
+    def keep(self, state: Callable[[], dict[str, Tensor]]) -> None:
         """Replace the state in the checkpoint by the posterior."""
         if self._folder is not None:
-            self._folder.save(lambda: {**state, "facts": self.problem.data.state()}, POSTERIOR)
+            self._folder.save(lambda: {**state(), "facts": self.problem.data.state()}, POSTERIOR)
 
 
 def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) -> None:

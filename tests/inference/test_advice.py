@@ -58,6 +58,7 @@ def test_inputs_of_another_size_than_the_training_examples_are_refused():
     torch.manual_seed(0)
     x = draw(10, 2, 6, 6).float()
     la = LinearisedLaplace(nn.Conv2d(2, 2, 1), Classification(), class_dim=1, num_samples=4)
-    la.fit(x, (x[:, 0] > 0).long(), progress_bar=False)
+    y = (x[:, 0] > 0).long()
+    la.fit(x[:7], y[:7], progress_bar=False).calibrate(x[7:], y[7:])
     with pytest.raises(ValueError, match="their distances cannot be compared"):
         la.predict(draw(2, 2, 8, 8).float()).p_value

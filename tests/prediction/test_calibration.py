@@ -121,10 +121,10 @@ def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
     assert not torch.equal(la.mixture, due.mixture)
     for again in (la, LinearisedLaplace.load(tmp_path / "la.pt", case.model)):
         again.calibrate(x, y)
-        assert again.calibration == due.calibration and again.messages == due.messages
+        assert again.calibration == due.calibration
         state = again.state_dict()
         assert all(torch.equal(state[n], t) for n, t in due.state_dict().items())
-    assert fitted.calibration is None and fitted.messages == due.messages[: len(fitted.messages)]
+    assert fitted.calibration is None
     la.fit(case.x, y, em_steps=1, validation=False, progress_bar=False)
     assert la.posterior_scale == fitted.posterior_scale and la.calibration is None
     components = (len(each.predict(x).centres) for each in (la, fitted))

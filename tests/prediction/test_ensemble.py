@@ -2,7 +2,6 @@
 
 import copy
 import re
-from dataclasses import replace
 from math import ceil, log
 
 import pytest
@@ -45,9 +44,10 @@ def members(request):
 
 def scaled(ensemble, factor):
     """Its record with another scale of the posterior's variance."""
-    table = ensemble.posterior.table.clone()
+    correction = ensemble.posterior.correction
+    table = correction.table.clone()
     table[0, 3] *= factor
-    return replace(ensemble.posterior, table=table)
+    return ensemble.posterior.corrected(correction._replace(table=table))
 
 
 @pytest.fixture(scope="module")

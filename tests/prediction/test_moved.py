@@ -160,10 +160,7 @@ def test_last_layers_are_not_as_certain_as_the_network(memorised):
     assert nll(la, *test) < 0.75 < 1.2 < nll(as_fitted, *test)
     assert "moved training NLL" in str(la)
     assert "Call la.calibrate(validation_loader)" in str(la)
-    # no guarantee follows, so that scores stay as they were
-    scores = (each.predict(test[0]).p_values("distance") for each in (la, as_fitted))
-    assert torch.equal(*scores)
-    with pytest.raises(ValueError, match="calibrate"):
+    with pytest.raises(ValueError, match="calibrate"):  # no guarantee follows
         la.predict(test[0]).prediction_set(0.9)
     as_fitted.calibrate()
     assert torch.equal(la(test[0]), as_fitted(test[0]))

@@ -62,7 +62,7 @@ def test_a_record_is_calibrated_checked_compared_and_distilled(dense, several):
         (draw(80, 3, seed=2), draw(80, 2, seed=3)),
     )
     known = calibrate(record, *unseen)
-    assert record.compared is None and known.compared is not None
+    assert record.correction.reference is None and known.correction.reference is not None
     prediction = predict(known, x)
     assert prediction.log_prob(y).mean() > predict(record, x).log_prob(y).mean()
     lower, upper = prediction.interval(0.8)

@@ -25,6 +25,7 @@ from torch_lla_em import (
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Poisson, Regression
 from torch_lla_em.prediction import predicted_data, scores, summary, validation
+from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.validation import Comparison
 
 
@@ -103,9 +104,8 @@ def test_a_posterior_without_data_is_noticed(changed, words):
     found = {name: torch.tensor(value) for name, value in (well | changed).items()}
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
     result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
-    prediction = prediction_of(Poisson(), torch.zeros(9, 3), torch.zeros(2, 9, 3))
-    posterior = SimpleNamespace(result=result, num_data=200)
-    given = [*validation.warnings_of(posterior, prediction, torch.zeros(9, 3))]
+    f, posterior = torch.zeros(9, 3), SimpleNamespace(result=result, num_data=200)
+    given = [*validation.warnings_of(posterior, Pushforward(f, (Poisson(),), (f,), (f[None],)))]
     assert len(given) == (words is not None) and all(len(w.split()) <= 40 for w in given)
     assert words is None or words in given[0]
 

@@ -17,6 +17,7 @@ from torch_lla_em.prediction.exports import program_of
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
+    Correction,
     NotFittedError,
     Posterior,
     Posteriors,
@@ -65,6 +66,7 @@ __all__ = [
     "CALL",
     "Calibration",
     "Comparison",
+    "Correction",
     "Interval",
     "NotFittedError",
     "Posterior",

@@ -19,10 +19,10 @@ from torch_lla_em.prediction.calibration import (
     temperature_of,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
-from torch_lla_em.prediction.passes import pushed, under_all
-from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
+from torch_lla_em.prediction.passes import under_all
+from torch_lla_em.prediction.posterior import Correction, Posterior, Posteriors, required
 from torch_lla_em.prediction.reference import Reference, Stated
-from torch_lla_em.runtime import Group, collected, first, group_of, report
+from torch_lla_em.runtime import Group, first, group_of, report
 
 
 def calibrate(
@@ -36,7 +36,7 @@ def calibrate(
     """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
     Without arguments they are fitted to the training examples of ``fit``, moved so that a network that has memorised
-    them is as wrong as at new inputs. No guarantee follows: p-values, sets and intervals stay as fitted.
+    them is as wrong as at new inputs. No guarantee follows: p-values, sets and intervals need data.
 
     For classes and labels the prediction is a mixture of the posterior, its mean alone, and the network: the numbers are
     a scale of the posterior's variance, factors of the logits of the latter two (temperature scaling), and the weights.
@@ -73,10 +73,10 @@ def calibrate(
         >>> improvement = str(la.calibrate(x, y).calibration)
         >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
     """
-    known: Any = required(la, None).as_fitted()
-    stated, found = Stated(groups, weights), known
+    known: Any = required(la, None).corrected(Correction())
     if loader is not None:  # all ranks check the network together
-        found = known.calibrated(*calibrated_on(known, paired(loader, targets), stated))
+        stated = Stated(groups, weights)
+        found = known.corrected(calibrated_on(known, paired(loader, targets), stated))
     else:
         data, of_data = getattr(la, "trained_with", (None, None))
         if data is None or groups is not None or weights is not None:
@@ -92,55 +92,62 @@ def calibrate(
 
 def calibrated_on(
     known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
-) -> tuple[CalibratedComponents, Reference, list[str]]:
-    """Return what ``calibrate`` finds in one pass for each network, and its warnings.
+) -> Correction:
+    """Return what ``calibrate`` finds in one pass for each network.
 
     The ranks of a posterior share the pass, and each has the products of all examples after it.
     """
-    posteriors = known.members
-    alone = len(posteriors) == 1 and isinstance(known, Posterior)
-    group = group_of(posteriors[0].setting.shard if alone else None)
-    messages: list[str] = []
-    with collected(messages), torch.inference_mode(False), torch.no_grad():
-        _, data = under_all(posteriors, loader, group)
+    group = group_of(known.setting.shard if isinstance(known, Posterior) else None)
+    with torch.inference_mode(False), torch.no_grad():
+        _, data = under_all(known.members, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        found = _of_first_rank(calibrated([data], [known.tables]), group)
-        return found, half_as_reference(data, found.numbers, stated), messages
+        found = calibrated([data], [known.tables])
+        return _correction(known, found, half_as_reference(data, found.numbers, stated), group)
 
 
-def _of_first_rank(found: CalibratedComponents, group: Group) -> CalibratedComponents:
+def _correction(
+    known: Posterior | Posteriors,
+    found: CalibratedComponents,
+    reference: Reference | None,
+    group: Group,
+) -> Correction:
     """Return what the first rank has found: the others may round differently."""
-    table = group.from_first(found.table)
-    noise = found.noise if found.noise is None else group.from_first(found.noise)
-    calibration = group.meet(found.calibration, first)
-    return found._replace(table=table, noise=noise, calibration=calibration)
+    table, noise, calibration, _ = found
+    table, calibration = group.from_first(table), group.meet(calibration, first)
+    noise = noise if noise is None else group.from_first(noise)
+    if not calibration.applied:
+        table = noise = None
+    room = max(member.room() for member in known.members)
+    others = known.members if isinstance(known, Posteriors) else ()
+    marks = tuple(member.mark for member in others)
+    return Correction(table, noise, reference, calibration, room, marks)
 
 
 def calibrated_on_moved(
     posterior: Posterior, loader: Any, weights: Weights | None, asked: bool = True
 ) -> Posterior:
-    """Return a posterior with the numbers of ``calibrate`` fitted to moved training examples.
+    """Return a posterior as fitted, calibrated on moved training examples.
 
     Raises:
         NoDistance: If training examples cannot be moved, or if that was not ``asked`` and inputs are not columns.
     """
-    posterior, setting, messages = posterior.as_fitted(), posterior.setting, list[str]()
+    setting = posterior.setting
     network, group = setting.linear_model.network, group_of(setting.shard)
-    with collected(messages), torch.inference_mode(False), torch.no_grad():
-        group.agree(partial(posterior.require, surely=True))
+    with torch.inference_mode(False), torch.no_grad():
+        group.agree(partial(required, posterior, surely=True))
         data = Data(loader, network.device, setting.target_fn, weights=weights)
         if not asked and any(t.dim() > 2 for t in tensors_in(data.first().inputs)):
             raise NoDistance("only columns of numbers are compared without being asked")
         batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
         read = replace(posterior, setting=setting._replace(target_fn=None))
-        _, part = pushed(read, batches)
+        _, part = under_all((read,), batches)
         if not asked and posterior.likelihood.gives_probabilities:
             # memorised labels make a network too confident; below 1 the simple model only knows more
             T = group.meet(temperature_of(posterior.likelihood, part.f, part.y), first)
             if T < 1:
                 return posterior
-        found = _of_first_rank(calibrated([part], [posterior.tables], length), group)
-        return posterior.calibrated(found, None, messages)
+        found = calibrated([part], [posterior.tables], length)
+        return posterior.corrected(_correction(posterior, found, None, group))
 
 
 def without_validation(posterior: Posterior, loader: Any, weights: Weights | None) -> Posterior:
@@ -164,10 +171,8 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
 
 def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
     """Return the record of an ensemble, calibrated on a loader of unseen examples for each member."""
-    messages: list[str] = []
-    with collected(messages), torch.inference_mode(False), torch.no_grad():
-        each = zip(known.members, unseen)
-        parts = [pushed(*pair)[1] for pair in each]
+    with torch.inference_mode(False), torch.no_grad():
+        parts = [under_all((own,), rows)[1] for own, rows in zip(known.members, unseen)]
         found = calibrated(parts, known.tables)
         reference = reference_of(parts, found.table, found.noise, folds=True)
-    return known.calibrated(found, reference, messages)
+    return known.corrected(_correction(known, found, reference, Group()))

@@ -7,7 +7,7 @@ density under weak priors, by L-BFGS on outputs that one pass has stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,15 +92,6 @@ class Calibration(NamedTuple):
         if first == second:
             return f"{words}; point predictions are unchanged"
         return f"{words}; point predictions have changed, RMSE {first:.4g} → {second:.4g}"
-
-
-def restored(stored: list[Any] | None) -> Calibration | None:
-    """Return the calibration of a file; release 0.3.0 stored coverages before the fifth field."""
-    if stored is None:
-        return None
-    stored = stored if isinstance(stored[4], bool) else [*stored[:4], stored[-1]]
-    each: list[Any] = [tuple(value) if isinstance(value, list) else value for value in stored]
-    return Calibration(*each)
 
 
 class Numbers(NamedTuple):

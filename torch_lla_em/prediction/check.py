@@ -87,7 +87,7 @@ class Check(Printed):
 
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
-        kinds, by = {name.split(" ")[0] for name in low}, self.prediction.judged("check", True)[0]
+        kinds, by = {name.split(" ")[0] for name in low}, self.prediction.judged("check")[0]
         own = {"all": True, "group": by.groups is not None, "class": by.classes is not None}
         if any(own.get(kind) for kind in kinds):
             return (
@@ -152,7 +152,8 @@ def check(
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
         prediction, shifted = predicted(record, data), {}
-        if record.reference is not None and record.reference.groups is not None:
+        reference = record.correction.reference
+        if reference is not None and reference.groups is not None:
             prediction = replace(prediction, stated=stated)
         found = list(_groups(prediction, data.y, stated.groups, level))
         if x is not None and x.is_floating_point() and x.dim() == 4:
@@ -164,7 +165,7 @@ def _groups(
     prediction: Prediction, y: Tensor, labels: Tensor | None, level: float
 ) -> Iterator[GroupCoverage]:
     """Yield the coverage within each group."""
-    reference, is_real = prediction.judged("check", True)[0], prediction.likelihood.real_valued
+    reference, is_real = prediction.judged("check")[0], prediction.likelihood.real_valued
     if is_real:
         lower, upper = prediction.interval(level)
         values = (lower <= y) & (y <= upper), upper - lower, prediction.aleatoric

@@ -19,7 +19,6 @@ from torch_lla_em.prediction.scores import (
     has_values,
     require_share,
 )
-from torch_lla_em.runtime import report
 
 
 def p_values(prediction: Any, score: Score = "all") -> Tensor:
@@ -43,7 +42,7 @@ def p_values(prediction: Any, score: Score = "all") -> Tensor:
     found = []
     for member, known in zip(members, parts):
         values, units = member.scored
-        # training examples, and references of earlier versions, have the last scores only
+        # references of 0.4 have the last scores only
         computed = values.shape[1]
         some = chosen(score, computed, known.shape[1])
         among = reference._replace(unusual=known[:, [i - computed for i in some]])
@@ -69,12 +68,6 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
     """
     require_share(rate, "rate")
     reference, _ = prediction.judged("is_ood")
-    if reference.errors is None:
-        report(
-            "warn",
-            "is_ood compares inputs with training examples, because calibrate has not been called, so its rate is "
-            "not guaranteed. Call la.calibrate(validation_loader).",
-        )
     reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", prediction.stated)
     flagged: Tensor = prediction.p_values(score) <= rate
     return flagged
@@ -102,7 +95,7 @@ def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
             "prediction_set is for one class label per example: use interval(level) for a regression, and "
             "RiskControl(la, validation_loader) for a label at every pixel or token."
         )
-    reference, own = prediction.judged("prediction_set", by_labels=True)
+    reference, own = prediction.judged("prediction_set")
     probs = own.expectation
     threshold = reference.quantiles(reference.errors, level, prediction.stated, probs.shape[1])
     inside: Tensor = prediction.shaped(conformal_set(probs, threshold, prediction.ties))
@@ -134,7 +127,7 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
             "interval is for continuous targets of shape (B,) or (B, C): use prediction_set(level) for classes, and "
             "credible_interval(level) otherwise."
         )
-    reference, own = prediction.judged("interval", by_labels=True)
+    reference, own = prediction.judged("interval")
     centre, errors = own.expectation, reference.errors
     if joint and centre.shape[1:].numel() > 1:
         errors = errors.amax(1, keepdim=True)
@@ -145,16 +138,15 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     return Interval(*map(prediction.shaped, ends))
 
 
-def judged(prediction: Any, name: str, by_labels: bool = False) -> tuple[Reference, Any]:
+def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
     """Return the reference, and the prediction by the numbers that its scores are of; raise if there is none.
 
     Args:
         prediction: The prediction, which has this as a method.
         name: What needs them, for an error.
-        by_labels: Whether errors of labelled examples are needed. Default False.
     """
     reference = prediction.reference
-    if prediction.origin is None or reference is None or (by_labels and reference.errors is None):
+    if prediction.origin is None or reference is None:
         several = prediction.owners[-1] > 0
         la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
         raise ValueError(

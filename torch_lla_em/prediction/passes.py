@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data, Identity, distinct
-from torch_lla_em.prediction.posterior import Posterior
+from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.pushforward import Pushforward, require_one_shape, stack_members
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
@@ -69,7 +69,7 @@ def under_all(
     each: list[Pushforward] = []
     for posterior in posteriors:
         if group is not None:
-            group.agree(partial(posterior.require, surely=True))
+            group.agree(partial(required, posterior, surely=True))
         batches, own = pushed(posterior, loader, group or Group(), unseen=group is not None)
         each.append(own)
         same_targets(own.y, each[0].y)

@@ -55,7 +55,7 @@ class Prediction(Printed):
     """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation set."""
 
     reference: Reference | None = None
-    """The scores of validation examples, or of training examples, that inputs are compared with."""
+    """The scores of validation examples that inputs are compared with."""
 
     stated: Stated = Stated()
     """The groups and weights of the inputs, if the reference has any."""
@@ -306,14 +306,12 @@ class Prediction(Printed):
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
         It is the share of reference examples that are at least as unusual as the input, the input included. For
-        inputs from that distribution, P(p_value <= rate) <= rate; with ``groups`` within each of them. Before
-        ``calibrate``, with variational curvature, the reference are training examples, to which the network was
-        fitted, so that false alarms are more frequent. An example is unusual if its ``epistemic`` uncertainty, or
-        its distances to the nearest training example are large; ``p_values`` takes some of these scores alone.
+        inputs from that distribution, P(p_value <= rate) <= rate; with ``groups`` within each of them.
+        An example is unusual if its ``epistemic`` uncertainty, or its distances to the nearest training example
+        are large; ``p_values`` takes some of these scores alone.
 
         Raises:
-            ValueError: If there are no reference examples: before ``calibrate``, if the curvature is
-                not variational.
+            ValueError: Before ``calibrate``.
         """
         return self.p_values()
 

@@ -46,20 +46,18 @@ def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Ten
         >>> probabilities = la(x)
         >>> mean, variance = regression(x)
     """
-    if inputs or not isinstance(x, _LOADERS):
-        found = [_of_y(predict(la, x, **inputs))]
-    else:
-        found = list(map(_of_y, predictions(la, x)))
-        require_one_shape((mean for mean, *_ in found), _BATCHES)
-    mean, *more = (torch.cat(v) if len(v) > 1 else v[0] for v in zip(*found))
-    return (mean, more[0]) if more else mean
-
-
-def _of_y(prediction: Prediction) -> tuple[Tensor, ...]:
-    """Return the expectation of y, and its variance for continuous targets."""
-    if prediction.likelihoods[0].real_valued:
-        return prediction.expectation, prediction.predictive_variance
-    return (prediction.expectation,)
+    if not inputs and isinstance(x, _LOADERS):
+        is_real = required(la).likelihood.real_valued
+        each = (
+            (p.expectation, p.predictive_variance if is_real else None) for p in predictions(la, x)
+        )
+        means, variances = zip(*each)
+        require_one_shape(means, _BATCHES)
+        return (torch.cat(means), torch.cat(variances)) if is_real else torch.cat(means)
+    found = predict(la, x, **inputs)
+    if found.likelihoods[0].real_valued:
+        return found.expectation, found.predictive_variance
+    return found.expectation
 
 
 def predict(
@@ -164,10 +162,7 @@ def is_ood(
     score: Score = "all",
     **inputs: Any,
 ) -> Tensor:
-    """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,).
-
-    Call ``calibrate`` first. Without it, posteriors with variational curvature compare inputs
-    with training examples and give more false alarms than ``rate``; others raise an error.
+    """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,), after ``calibrate``.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.is_ood(x)`` passes it.
@@ -178,7 +173,7 @@ def is_ood(
         score (str): "all" (default), "epistemic" or "distance", as in ``predict(x).p_values(score)``.
 
     Raises:
-        ValueError: If there are no reference examples, or too few for this rate.
+        ValueError: Before ``calibrate``, or with too few validation examples for this rate.
 
     Example:
         >>> suspicious = la.is_ood(x, rate=0.1)
@@ -203,7 +198,8 @@ def functional_samples(la: Any, x: Any) -> Tensor:
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
-    return data.prediction(known.tables, known.noise, known.compared, known.room)
+    correction = known.correction
+    return data.prediction(known.tables, known.noise, correction.reference, correction.room)
 
 
 def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:

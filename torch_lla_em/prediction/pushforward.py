@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.functions import MODE, SCALE
-from torch_lla_em.prediction.neighbours import TrainingExamples
+from torch_lla_em.prediction.neighbours import TrainingExamples, output_variance
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.prediction.scores import NUMBERS
@@ -90,8 +90,10 @@ class Pushforward(NamedTuple):
                 likelihood = likelihood.with_noise(likelihood.observation_noise.to(factor) * factor)
             if training is not None and likelihood.gives_probabilities:
                 # of counts, a mean of 0 would be a rate of 1
-                kept = training.kept_share(deviations).view(-1, *(1,) * (f.dim() - 1))
-                f, h = kept * f, kept * h
+                variance = output_variance(training.likelihood, deviations)
+                largest = training.largest_variance.to(variance)
+                kept = torch.where(variance > largest, largest / variance, 1.0)
+                f, h = (kept.view(-1, *(1,) * (f.dim() - 1)) * mean for mean in (f, h))
             deviations = rows[0][SCALE] ** 0.5 * deviations
             for weight, of_mode, of_f, _ in rows:
                 # a number that is fitted is a tensor, through which gradients pass

@@ -91,8 +91,8 @@ class Reference(NamedTuple):
     unusual: Tensor
     """Out-of-distribution scores of the second half, shape (n, scores)."""
 
-    errors: Tensor | None
-    """Errors of the second half, shape (n, outputs). None for training examples."""
+    errors: Tensor
+    """Errors of the second half, shape (n, outputs)."""
 
     folds: Tensor | None = None
     """How many of the examples each member of an ensemble by folds has not seen, in their order."""

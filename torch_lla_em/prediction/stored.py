@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, compare, is_named
-from torch_lla_em.prediction.calibration import restored
+from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.posterior import (
+    Correction,
     NotFittedError,
     Posterior,
-    Posteriors,
     Setting,
     required,
 )
@@ -37,19 +38,8 @@ _NEEDED = {"w_lin": "P", "w_samples": "KP", "scale": "P", "certificate": "K"} | 
 )
 """Tensors that every posterior has, with their shape if it is known."""
 
-_TRAINING = "training_deviations", "largest_variance", "training_distances"
+_TRAINING = "training_deviations", "largest_variance"
 """Tensors of the training examples that a posterior keeps."""
-
-_REPLACED = "fitted_mixture", "fitted_sigma_noise"
-"""Tensors of a posterior as fitted that ``calibrate`` has replaced."""
-
-_EARLIER = {
-    **dict.fromkeys("calibration room said_by_fit mark marks likelihood_options".split()),
-    **dict.fromkeys(("trained_on", "messages", "given"), ()),
-    "said": ("The memory plan was not saved.",),
-    "why": "accurate",
-}
-"""What records of 0.3 and 0.4 do not have, as it is without it."""
 
 
 def result(name: str, meaning: str, kind: Callable[..., Any] | None = None) -> Any:
@@ -184,10 +174,8 @@ def without_prefix(state: State, prefix: str) -> State:
 def state_of(la: Any, posterior: Posterior) -> State:
     """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
-    mixture, sigma, said = posterior.replaced or (None, None, None)
-    names = "num_data", "room", "trained_on", "history", "calibration", "mark"
-    record = {name: getattr(posterior, name) for name in names}
-    record |= {"said": posterior.messages, "said_by_fit": said, "why": result.why}
+    record = {name: getattr(posterior, name) for name in ("num_data", "trained_on", "history")}
+    record |= {"said": posterior.messages, "why": result.why}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
     record["given"] = ["adapter"] * (la.adapter.outputs not in (None, compare))
     record["likelihood"] = type(posterior.likelihood).__name__
@@ -199,9 +187,8 @@ def state_of(la: Any, posterior: Posterior) -> State:
         "_log_evidence": torch.stack(list(result.log_evidence)),
         **dict(zip(_TRAINING, (posterior.training or ())[1:])),
         "fingerprint": posterior.setting.state.fingerprint,
-        **dict(zip(_REPLACED, (mixture, sigma))),
     }
-    return _written(tensors, posterior.reference, record)
+    return state_of_correction(posterior.correction, tensors, record)
 
 
 def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
@@ -218,75 +205,72 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
     _refuse_others(la, state, record, setting)
     here, given = setting.linear_model.network.device, la._given_likelihood
     place = place_of_vectors(state["w_samples"].nbytes, la.compute, here, free_memory(here))
-    tensor, reference = _read(state, place)
+    tensor = partial(_tensor, state, place)
     known: dict[str, Any] = {name: tensor(name) for name in _RESULT}
     result = FitResult(
         **known,
         effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
         log_evidence=Estimate(*tensor("_log_evidence")),
-        why=record["why"],
+        why=record.get("why", "accurate"),
     )
-    sigma, said = result.sigma_noise, record["said_by_fit"]
     training: list[Any] = [tensor(name) for name in _TRAINING]
     return Posterior(
         setting,
-        given if sigma is None else given.with_noise(sigma),
+        given,
         result,
-        training=TrainingExamples(given, *training) if "training_deviations" in state else None,
-        reference=reference,
-        calibration=restored(record["calibration"]),
+        training=None if training[0] is None else TrainingExamples(given, *training),
         num_data=record["num_data"],
-        room=setting.room() if record["room"] is None else record["room"],
-        trained_on=tuple(record["trained_on"]),
+        trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
-        messages=tuple(record["said"]),
-        replaced=None if said is None else (*map(tensor, _REPLACED), tuple(said)),
-        mark=record["mark"],
-    )
+        messages=tuple(record.get("said", ())),
+    ).corrected(correction_of(state, place))
 
 
-def state_of_several(found: Posteriors) -> State:
-    """Return what ``calibrate`` has found of several posteriors as tensors by name."""
-    record = {name: getattr(found, name) for name in ("calibration", "messages", "marks")}
-    return _written({"table": found.table, "noise": found.noise}, found.reference, record)
-
-
-def several_of(state: State, device: torch.device) -> Posteriors:
-    """Return it from a state, without members."""
-    (tensor, reference), record = _read(state, device), _record(state)
-    said = restored(record["calibration"]), tuple(record["messages"])
-    marks = None if record["marks"] is None else tuple(record["marks"])
-    return Posteriors((), tensor("table"), tensor("noise"), reference, *said, marks)
-
-
-def _written(tensors: dict[str, Any], reference: Reference | None, record: Any) -> State:
-    """Return the state of what is not None, and of a record."""
-    tensors |= dict(zip(REFERENCE, reference or ()))
+def state_of_correction(
+    found: Correction, tensors: dict[str, Any] | None = None, record: dict[str, Any] | None = None
+) -> State:
+    """Return what ``calibrate`` has found as tensors by name, beside others and another record."""
+    own = {name: getattr(found, name) for name in ("calibration", "room", "marks")}
+    tensors = {**(tensors or {}), "table": found.table, "noise": found.noise}
+    tensors |= dict(zip(REFERENCE, found.reference or ()))
     tensors["torch_lla_em_version"] = torch.tensor(files.VERSION, device="cpu")
-    tensors["record"] = files.to_bytes(record)
+    tensors["record"] = files.to_bytes({**(record or {}), **own})
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _read(state: State, device: torch.device) -> tuple[Callable[[str], Any], Reference | None]:
-    """Return a function that finds the tensors of a state by name, or None, and the reference in it."""
-
-    def tensor(name: str) -> Any:
-        return state[name].to(device, copy=True) if name in state else None
-
+def correction_of(state: State, device: torch.device) -> Correction:
+    """Return what ``calibrate`` has found from a state."""
+    record = _record(state)
+    calibration, room, marks = (record.get(name) for name in ("calibration", "room", "marks"))
+    if calibration is not None:
+        if not isinstance(calibration[4], bool):
+            raise ValueError(
+                "The predictions were calibrated by release 0.3: load the file and save it with 0.4, or fit again."
+            )
+        given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in calibration]
+        calibration = Calibration(*given)
+    tensor = partial(_tensor, state, device)
     reference: list[Any] = [tensor(name) for name in REFERENCE]
-    return tensor, None if reference[0] is None else Reference(*reference)
+    known = None if reference[0] is None else Reference(*reference)
+    each = tensor("table"), tensor("noise"), known, calibration
+    return Correction(*each, room or 0.0, tuple(marks or ()))
+
+
+def _tensor(state: State, device: torch.device, name: str) -> Any:
+    """Return a copy of a tensor of a state, or None."""
+    return state[name].to(device, copy=True) if name in state else None
 
 
 def _record(state: State) -> dict[str, Any]:
-    """Return the record in a state of this version, or of 0.3 and 0.4."""
-    record = {**_EARLIER, **files.from_bytes(state["record"])}
-    # of a function that calls the network; the other options were stored under "given" without need
-    given = [name for name in record["given"] if name in ("forward_fn", "adapter")]
+    """Return the record in a state of this version, or of 0.4."""
+    record: dict[str, Any] = files.from_bytes(state["record"])
+    # of a function that calls the network; 0.4 stored other options here without need
+    given = [name for name in record.get("given", ()) if name in ("forward_fn", "adapter")]
     return {**record, "given": given}
 
 
 def _saved_options(state: State) -> dict[str, Any]:
-    """Return the options in a file of this version, or of 0.3 and 0.4."""
+    """Return the options in a file of this version, or of 0.4."""
     options: dict[str, Any] = files.from_bytes(state["options"])
     former = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
     scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in former)
@@ -318,7 +302,7 @@ def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setti
     layout, given = setting.linear_model.layout, la._given_likelihood
     saved = list(zip(record["names"], map(tuple, record["shapes"])))
     own = list(zip(layout.names, map(tuple, layout.shapes)))
-    attributes, kind = record["likelihood_options"], type(given).__name__
+    attributes, kind = record.get("likelihood_options"), type(given).__name__
     _refuse_other_network(state, setting.state.fingerprint)
     for differs, saved_with, remedy in (
         (

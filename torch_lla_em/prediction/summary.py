@@ -217,7 +217,7 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     def remaining(one: Any) -> list[str]:
         return [words for words in one.messages[1:] if not (calibrated and CALL in words)]
 
-    found = list(la.messages) if several else remaining(la)
+    found = [] if several else remaining(la)
     warned = [str(i) for i, one in enumerate(members) if several and remaining(one)]
     if warned:
         found.append(f"Members {', '.join(warned)} have warnings: print(ensemble.members[i]).")

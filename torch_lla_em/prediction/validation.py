@@ -15,6 +15,7 @@ from torch_lla_em.prediction.passes import same_targets, under_all
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
+from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.scores import NUMBERS, mean_and_error
 from torch_lla_em.prediction.summary import CALL, Cells, Printed
 from torch_lla_em.problem import Problem
@@ -238,19 +239,19 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     batch = next(problem.data.first().split(min(256, most)))
     if len(batch.rows) > most:  # a batch that cannot be split
         return
-    y = problem.sweep.aligned(batch).targets
-    prediction = predicted(posterior, posterior.at(batch.inputs)._replace(class_dim=-1))
-    for words in warnings_of(posterior, prediction, y):
+    data = posterior.at(batch.inputs)
+    data = data._replace(y=problem.sweep.aligned(batch).targets, class_dim=-1)
+    for words in warnings_of(posterior, data):
         report("log", words)
 
 
-def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[str]:
-    """Yield a warning for each sign that a fit has failed, given predictions of training examples, classes last.
+def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
+    """Yield a warning for each sign that a fit has failed, given some training examples.
 
     If γ of the N C targets are needed to determine the weights, residuals have the variance σ² (1 - γ / N C). What is
     learnt of σ takes this into account, but not that the features were fitted to the same targets.
     """
-    result, likelihood = posterior.result, prediction.likelihood
+    result, likelihood, y = posterior.result, data.likelihood, data.y
     gamma, error = result.effective_dim.value.sum().item(), result.effective_dim[1].norm().item()
     collapsed = gamma < max(4 / len(result.w_samples), 2 * error)
     # where all λ are at their bound the fit has warned
@@ -261,16 +262,19 @@ def warnings_of(posterior: Any, prediction: Prediction, y: Tensor) -> Iterator[s
             f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
         )
     if likelihood.gives_probabilities:
-        network = prediction.origin.network()
-        count = stated_and_right(network, y)[0].numel()
-        most = log(2 if likelihood.elementwise else network.probs.shape[-1])
-        nll = -network.log_density(y).double().sum().item() / max(count, 1)
+        mask = likelihood.mask(y)
+        count = y.numel() if mask is None else int(mask.sum())
+        most = log(2 if likelihood.elementwise else data.f.shape[-1])
+        nll = -likelihood.log_prob(data.f, y).double().sum().item() / max(count, 1)
         if count and nll >= most:
             yield (
                 f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
                 f"{most:.3g}. The posterior is that of a trained network: train it before fit."
             )
-    if likelihood.observation_noise is None or y.shape != prediction.mean.shape:
+    if likelihood.observation_noise is None:
+        return
+    prediction = predicted(posterior, data)
+    if y.shape != prediction.mean.shape:
         return
     squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
     share = gamma / (posterior.num_data * y[0].numel())

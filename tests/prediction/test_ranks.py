@@ -6,9 +6,9 @@ from tiny import draw
 from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Bernoulli, Classification
+from torch_lla_em.prediction.arrays import mass_above, p_values, quantiles
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
 from torch_lla_em.prediction.reference import second_half
-from torch_lla_em.prediction.scores import mass_above, p_values, quantiles
 
 RATES = 0.02, 0.05, 0.1, 0.3, 0.8
 

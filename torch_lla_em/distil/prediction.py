@@ -11,25 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, sum_rows
-from torch_lla_em.prediction import (
-    Interval,
-    Printed,
-    aligned,
-    conformal_interval,
-    conformal_set,
-    errors_of_classes,
-    errors_of_values,
-    gaussian_entropy,
-    has_classes,
-    has_values,
-    infinite_if_nan,
-    of_examples,
-    p_values,
-    quantiles,
-    require,
-    require_share,
-    rounding,
-)
+from torch_lla_em.prediction import Interval, Printed, arrays, of_examples
 
 
 class Scores(NamedTuple):
@@ -93,7 +75,7 @@ class StudentPrediction(Printed):
     def entropy(self) -> Tensor:
         """The entropy of y in nats; for regression that of a Gaussian."""
         if self.likelihood.real_valued:
-            return gaussian_entropy(self.predictive_variance)
+            return arrays.gaussian_entropy(self.predictive_variance)
         self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
         return self._out(self.likelihood.entropy(self.centre[None]))
 
@@ -116,38 +98,40 @@ class StudentPrediction(Printed):
     @property
     def ood_score(self) -> Tensor:
         """The out-of-distribution scores that p-values compare, (B, S) in float64."""
-        return infinite_if_nan(self.log_scores.double().exp())
+        return arrays.infinite_if_nan(self.log_scores.double().exp())
 
     @property
     def _room(self) -> float:
         """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
-        return max(rounding(self.centre.dtype), rounding(torch.float32))
+        return max(arrays.rounding(self.centre.dtype), arrays.rounding(torch.float32))
 
     @property
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,)."""
         unusual, _ = self._compared("p_value")
-        return p_values(unusual, self.ood_score, self._room)
+        return arrays.p_values(unusual, self.ood_score, self._room)
 
     def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
-        least = ceil(1 / require_share(rate, "rate") - 1 - 1e-9)
-        require(len(self._compared("is_ood").unusual), least, f"rate={rate}")
+        least = ceil(1 / arrays.require_share(rate, "rate") - 1 - 1e-9)
+        arrays.require(len(self._compared("is_ood").unusual), least, f"rate={rate}")
         return self.p_value <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
         other = "interval, or RiskControl(la, validation_loader) for labels of pixels or tokens"
-        self._require(has_classes(self.likelihood, self.centre), "prediction_set", other)
+        self._require(arrays.has_classes(self.likelihood, self.centre), "prediction_set", other)
         _, errors = self._compared("prediction_set")
-        return conformal_set(self.expectation, quantiles(errors, level), self._room)
+        return arrays.conformal_set(self.expectation, arrays.quantiles(errors, level), self._room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
-        self._require(has_values(self.likelihood, self.centre), "interval", "prediction_set")
+        self._require(arrays.has_values(self.likelihood, self.centre), "interval", "prediction_set")
         _, errors = self._compared("interval")
-        size = quantiles(errors, level)
-        return conformal_interval(self.expectation, self.predictive_variance, size, self._room)
+        size = arrays.quantiles(errors, level)
+        return arrays.conformal_interval(
+            self.expectation, self.predictive_variance, size, self._room
+        )
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example, (B,), for targets as in the training data.
@@ -155,7 +139,7 @@ class StudentPrediction(Printed):
         Continuous targets are Gaussian. Counts have a mean and a variance, but no density.
         """
         likelihood = self.likelihood
-        y = aligned(likelihood, y, self.centre, self.class_dim)
+        y = arrays.aligned(likelihood, y, self.centre, self.class_dim)
         if likelihood.gives_probabilities:
             return likelihood.log_prob(self.centre, y)
         self._require(likelihood.real_valued, "log_prob", "expectation")
@@ -164,13 +148,13 @@ class StudentPrediction(Printed):
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
-        y = aligned(self.likelihood, y, self.centre, self.class_dim)
+        y = arrays.aligned(self.likelihood, y, self.centre, self.class_dim)
         kept, mean = self.likelihood.labelled(y), self.expectation
         errors = y.new_zeros(len(y), 0)[kept]
-        if has_classes(self.likelihood, self.centre):
-            errors = errors_of_classes(mean[kept], y[kept])
-        elif has_values(self.likelihood, self.centre):
-            errors = errors_of_values(mean[kept], self.predictive_variance[kept], y[kept])
+        if arrays.has_classes(self.likelihood, self.centre):
+            errors = arrays.errors_of_classes(mean[kept], y[kept])
+        elif arrays.has_values(self.likelihood, self.centre):
+            errors = arrays.errors_of_values(mean[kept], self.predictive_variance[kept], y[kept])
         return self.ood_score[kept], errors.double()
 
     def map(self, change: Callable[[Tensor], Tensor], rows: slice) -> StudentPrediction:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.arrays import has_classes, mean_and_error
 from torch_lla_em.prediction.functions import MODE, NETWORK
 from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
 from torch_lla_em.prediction.reference import (
@@ -22,7 +23,6 @@ from torch_lla_em.prediction.reference import (
     ood_scores,
     second_half,
 )
-from torch_lla_em.prediction.scores import has_classes, mean_and_error
 
 _OF_FACTOR = 0.5
 """Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1. Of 1, test

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.reference import Reference, Score, chosen
-from torch_lla_em.prediction.scores import (
+from torch_lla_em.prediction.arrays import (
     ROUNDING,
     Interval,
     conformal_interval,
@@ -19,6 +18,7 @@ from torch_lla_em.prediction.scores import (
     has_values,
     require_share,
 )
+from torch_lla_em.prediction.reference import Reference, Score, chosen
 
 
 def p_values(prediction: Any, score: Score = "all") -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.scores import NUMBERS
+from torch_lla_em.prediction.arrays import NUMBERS
 from torch_lla_em.runtime import without_autocast
 
 Take = Callable[[Tensor, "Tensor | None", slice], Tensor]

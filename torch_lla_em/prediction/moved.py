@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch_lla_em.data import Data, map_tensors, paired, tensors_in
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
+from torch_lla_em.prediction.arrays import aligned
 from torch_lla_em.prediction.calibration import temperature_of
-from torch_lla_em.prediction.scores import aligned
 from torch_lla_em.prediction.summary import CALL
 
 _MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20

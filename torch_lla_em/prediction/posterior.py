@@ -17,12 +17,12 @@ from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_d
 from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState, require_rows
 from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.prediction.arrays import rounding
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
 from torch_lla_em.prediction.pushforward import Pushforward, Rows, posterior_alone, stack_members
 from torch_lla_em.prediction.reference import Reference
-from torch_lla_em.prediction.scores import rounding
 from torch_lla_em.runtime import check_choice, check_whole
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, average, mean_square
 from torch_lla_em.prediction import comparison, targets
+from torch_lla_em.prediction.arrays import aligned, gaussian_entropy, rounding
 from torch_lla_em.prediction.functions import JOINT, in_shares, log_mean_exp, over_rows
 from torch_lla_em.prediction.reference import Reference, Scored, Stated, ood_scores
-from torch_lla_em.prediction.scores import aligned, gaussian_entropy, rounding
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import without_autocast
 

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.neighbours import centred
-from torch_lla_em.prediction.scores import (
+from torch_lla_em.prediction.arrays import (
     ROUNDING,
     errors_of_classes,
     errors_of_values,
@@ -25,6 +24,7 @@ from torch_lla_em.prediction.scores import (
     quantiles,
     require,
 )
+from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.runtime import check_choice
 
 Score = Literal["all", "epistemic", "distance"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.scores import require_share
+from torch_lla_em.prediction.arrays import require_share
 from torch_lla_em.runtime import refuse_former
 
 

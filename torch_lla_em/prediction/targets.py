@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import mean_square
+from torch_lla_em.prediction.arrays import GaussianTargets, Interval, require_share
 from torch_lla_em.prediction.functions import functions_at, over_rows, weighted_quantile
-from torch_lla_em.prediction.scores import GaussianTargets, Interval, require_share
 from torch_lla_em.runtime import without_autocast
 
 

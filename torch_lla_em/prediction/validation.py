@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
+from torch_lla_em.prediction.arrays import NUMBERS, mean_and_error
 from torch_lla_em.prediction.passes import same_targets, under_all
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.pushforward import Pushforward
-from torch_lla_em.prediction.scores import NUMBERS, mean_and_error
 from torch_lla_em.prediction.summary import CALL, Cells, Printed
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS, report

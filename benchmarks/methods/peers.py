@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from math import exp
 from statistics import mean
 from typing import NamedTuple
 
@@ -167,6 +168,42 @@ def _of_laplace_torch(case: Case, la, everything: bool, link: dict) -> Predictor
     return predict
 
 
+def valla(case: Case) -> Found:
+    """laplace-torch's VaLLA around the network, of 50 inducing inputs, which tunes prior and noise (regression)."""
+    from laplace import VaLLA
+
+    (x, y), network = case.task.train, copy.deepcopy(case.networks[0])
+    sigma = best_noise(network(x).mT.detach(), y.flatten())
+    la = VaLLA(network, "regression", "kmeans", 50, sigma_noise=sigma)
+    la.fit(_shuffled(x, y), iterations=5 if case.quick else 1000, lr=0.01)
+    sigma = la.sigma_noise.item()
+    yield "laplace-torch, VaLLA", lambda x: _of_moments(*la(x), sigma)
+
+
+def fmgp(case: Case) -> Found:
+    """FMGP of BayesiPy (a clone on PYTHONPATH), by the example of its README with more steps (regression)."""
+    from bayesipy.fmgp import FMGP
+
+    options = {"inducing_locations": "kmeans", "num_inducing": 50, "noise_variance": exp(-5)}
+    network = copy.deepcopy(case.networks[0]).double()[1:]  # its Flatten wants a batch
+    gp = FMGP(None, network, "regression", "RBF", **options)
+    x, y = case.task.train
+    gp.fit(5 if case.quick else 20_000, 1e-3, _shuffled(x.double(), y.double()), verbose=False)
+    # predict adds the noise
+    yield "FMGP", lambda x: _of_moments(*gp.predict(x.double()), 0.0)
+
+
+def _shuffled(x: Tensor, y: Tensor) -> torch.utils.data.DataLoader:
+    rows = torch.utils.data.TensorDataset(x, y)
+    return torch.utils.data.DataLoader(rows, 100, shuffle=True)
+
+
+def _of_moments(mean: Tensor, variance: Tensor, sigma: float) -> Numbers:
+    """Return the prediction of a method that has a variance of each input, and no covariance."""
+    mean, variance = (part.detach().flatten().float() for part in (mean, variance))
+    return Numbers(mean, variance.diag(), sigma)
+
+
 def ours(name: str, form: dict, case: Case) -> Found:
     """``LinearisedLaplace`` as fitted, without ``validation`` also on moved rows, and calibrated on held-out ones."""
     for text in case.ours:
@@ -261,6 +298,8 @@ METHODS: dict[str, Callable[[Case], Found]] = {
             "all layers": {"subset_of_weights": "all"},
         }.items()
     },
+    "VaLLA": valla,
+    "FMGP": fmgp,
     "ours": partial(ours, "ours", {}),
     "ours, last layer": partial(ours, "ours, last layer", {"parameters": "last_layer"}),
 }

@@ -188,8 +188,6 @@ def probe(make, dtype):
 def to(inputs, dtype):
     if isinstance(inputs, dict):
         return {name: to(tensor, dtype) for name, tensor in inputs.items()}
-    if isinstance(inputs, tuple):
-        return tuple(to(tensor, dtype) for tensor in inputs)
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
 
@@ -212,13 +210,8 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    measured = {
-        "torch": torch,
-        "torchvision": torchvision,
-        "transformers": transformers,
-        "peft": peft,
-    }
-    versions = [f"{name} {of.__version__.split('+')[0]}" for name, of in measured.items()]
+    packages = torch, torchvision, transformers, peft
+    versions = [f"{of.__name__} {of.__version__.split('+')[0]}" for of in packages]
     lines = [f"Measured on a CPU with Python {platform.python_version()}, {', '.join(versions)}."]
     sections = {"Layers": LAYERS, "torchvision": VISION, "transformers and peft": LANGUAGE}
     for title, cases in (sections | {"Not supported": REFUSED}).items():

@@ -132,9 +132,8 @@ def students(wanted: Wanted) -> Iterator[dict]:
     """Yield a line of students; γ and λ are those of their posteriors."""
     for name in filter(wanted, STUDENTS):
         task = tasks.task(name, 0, ROWS)
-        la = LinearisedLaplace(train(task, 0, EPOCHS)[0], "classification").fit(
-            *task.train, progress_bar=False
-        )
+        la = LinearisedLaplace(train(task, 0, EPOCHS)[0], "classification")
+        la.fit(*task.train, progress_bar=False)
         began = time.process_time()
         student = la.distil(task.train.x, progress_bar=False)
         seconds = time.process_time() - began

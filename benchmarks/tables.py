@@ -36,7 +36,6 @@ SHOWN = (
 )
 SETS = {
     "tuning": tasks.TUNING,
-    "kept": tasks.KEPT,
     "unseen": tuple(tasks.UNSEEN),
     "large": tasks.LARGE,
     "moved": ("crx", "saheart", "twonorm", "tic-tac-toe", "satimage"),
@@ -149,11 +148,10 @@ def summary(records: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "tables")
-    parser.add_argument(
-        "--tables", nargs="+", default=["tuning"], help=f"names of tables, or of {', '.join(SETS)}"
-    )
+    names = f"names of tables, or of {', '.join(SETS)}"
+    parser.add_argument("--tables", nargs="+", default=["tuning"], help=names)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    usual = [name for name in METHODS if name not in ("VaLLA", "FMGP")]
+    usual = [name for name in METHODS if name not in ("ELLA", "VaLLA", "FMGP")]
     parser.add_argument("--methods", nargs="+", default=usual, help="or their beginnings")
     parser.add_argument("--epochs", type=int, help="of training; default: each task's own")
     parser.add_argument("--stages", nargs="+", default=["early", "on"], choices=STAGES)

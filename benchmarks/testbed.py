@@ -226,13 +226,11 @@ def ours(task: Problem, generator: torch.Generator, names: dict[str, None]) -> A
     yield "ours", lambda x: functions_of(la.predict(x)), seconds
 
 
+_PRIORS = {"30 with prior functions": 30, "100 with prior functions": 100}
 FAMILIES: tuple[tuple[Callable[..., Agents], dict], ...] = (
     (ensembles, {"network": 1}),
     (ensembles, {"ensemble of 30": 30, "ensemble of 100": 100}),
-    (
-        partial(ensembles, priors=True),
-        {"30 with prior functions": 30, "100 with prior functions": 100},
-    ),
+    (partial(ensembles, priors=True), _PRIORS),
     (dropout, {"MC dropout": None}),
     (laplace_torch, {"laplace-torch": None}),
     (ours, {"ours": None}),

@@ -28,7 +28,7 @@ import torch
 from methods import markdown
 from methods.learning import descend
 from methods.metrics import crps
-from methods.peers import best_noise, tune_with_noise
+from methods.peers import best_noise, sparse_gp, tune_with_noise
 from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -159,23 +159,10 @@ def laplace_torch(case: Case) -> Found:
 
 
 def gp_of_laplace_torch(case: Case) -> Found:
-    """Its ELLA, with the noise of the residuals and its prior as it comes, and VaLLA, which tunes both."""
-    from laplace import ELLA, VaLLA
-
-    x, y = case.split.train
-    sigma = (case.plain[0](x) - y).square().mean().sqrt().item()
-    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 100)
-    few = min(300, len(x) // 2)
-    makes = {
-        "ELLA": lambda model: ELLA(model, "regression", few, 20, sigma_noise=sigma),
-        "VaLLA": lambda model: VaLLA(model, "regression", "kmeans", 50, sigma_noise=sigma),
-    }
-    for name, make in makes.items():
-        la = make(copy.deepcopy(case.plain[0]))
-        la.fit(rows, **({"iterations": 1000, "lr": 0.01} if name == "VaLLA" else {}))
-        mean, variance = la(case.split.test[0])
-        total = variance.flatten() + float(la.sigma_noise) ** 2
-        yield f"laplace-torch, {name}", (mean.mT.detach(), total.sqrt()[None].detach())
+    for name in ("ELLA", "VaLLA"):
+        predict = sparse_gp(name, case.plain[0], *case.split.train)
+        mean, variance = predict(case.split.test[0])
+        yield f"laplace-torch, {name}", (mean[None], variance.sqrt()[None])
 
 
 def predicted(

@@ -25,11 +25,8 @@ def descend(
     x, y = rows
     network.train()
     for _ in range(epochs):
-        for part in (
-            (slice(None),)
-            if batch is None
-            else torch.randperm(len(x), device=x.device).split(batch)
-        ):
+        order = torch.randperm(len(x), device=x.device) if batch else slice(None)
+        for part in order.split(batch) if batch else (order,):
             optimiser.zero_grad()
             loss(network(x[part]), y[part]).backward()
             optimiser.step()
@@ -57,6 +54,5 @@ def train(task: Task, seed: int, epochs: int, further: int = 0) -> list[nn.Modul
 
 def best_temperature(f: Tensor, y: Tensor) -> float:
     """Return the temperature with the least NLL on a validation set."""
-    return min(
-        torch.logspace(-1, 1.5, 251).tolist(), key=lambda t: F.cross_entropy(f / t, y).item()
-    )
+    grid = torch.logspace(-1, 1.5, 251).tolist()
+    return min(grid, key=lambda t: F.cross_entropy(f / t, y).item())

@@ -168,40 +168,44 @@ def _of_laplace_torch(case: Case, la, everything: bool, link: dict) -> Predictor
     return predict
 
 
-def valla(case: Case) -> Found:
-    """laplace-torch's VaLLA around the network, of 50 inducing inputs, which tunes prior and noise (regression)."""
-    from laplace import VaLLA
+def sparse_gp(name: str, network: nn.Module, x: Tensor, y: Tensor, quick: bool = False) -> Callable:
+    """Return a function from inputs to mean and variance of y, (B,), of a Gaussian process around a network.
 
-    (x, y), network = case.task.train, copy.deepcopy(case.networks[0])
-    sigma = best_noise(network(x).mT.detach(), y.flatten())
-    la = VaLLA(network, "regression", "kmeans", 50, sigma_noise=sigma)
-    la.fit(_shuffled(x, y), iterations=5 if case.quick else 1000, lr=0.01)
-    sigma = la.sigma_noise.item()
-    yield "laplace-torch, VaLLA", lambda x: _of_moments(*la(x), sigma)
+    ELLA and VaLLA are laplace-torch's, with the noise of the residuals; VaLLA tunes prior and noise. FMGP is that
+    of BayesiPy (a clone on PYTHONPATH), by the example of its README with more steps.
+    """
+    from laplace import ELLA, VaLLA
+
+    network, kind = copy.deepcopy(network), torch.double if name == "FMGP" else x.dtype
+    sigma, options = (network(x) - y).square().mean().sqrt().item(), {}
+    rows = torch.utils.data.TensorDataset(x.to(kind), y.to(kind))
+    rows = torch.utils.data.DataLoader(rows, 100, shuffle=True)
+    if name == "FMGP":
+        from bayesipy.fmgp import FMGP
+
+        options = {"inducing_locations": "kmeans", "num_inducing": 50, "noise_variance": exp(-5)}
+        gp = FMGP(None, network.double()[1:], "regression", "RBF", **options)  # without Flatten
+        options = {"iterations": 20_000, "lr": 1e-3, "verbose": False}
+    elif name == "VaLLA":
+        gp = VaLLA(network, "regression", "kmeans", 50, sigma_noise=sigma)
+        options = {"iterations": 1000, "lr": 0.01}
+    else:
+        gp = ELLA(network, "regression", min(300, len(x) // 2), 20, sigma_noise=sigma)
+    gp.fit(train_loader=rows, **options | ({"iterations": 5} if quick and options else {}))
+
+    def predict(at: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = getattr(gp, "predict", gp)(at.to(kind))
+        noise = 0.0 if name == "FMGP" else float(gp.sigma_noise) ** 2
+        return mean.detach().flatten().float(), variance.detach().flatten().float() + noise
+
+    return predict
 
 
-def fmgp(case: Case) -> Found:
-    """FMGP of BayesiPy (a clone on PYTHONPATH), by the example of its README with more steps (regression)."""
-    from bayesipy.fmgp import FMGP
-
-    options = {"inducing_locations": "kmeans", "num_inducing": 50, "noise_variance": exp(-5)}
-    network = copy.deepcopy(case.networks[0]).double()[1:]  # its Flatten wants a batch
-    gp = FMGP(None, network, "regression", "RBF", **options)
-    x, y = case.task.train
-    gp.fit(5 if case.quick else 20_000, 1e-3, _shuffled(x.double(), y.double()), verbose=False)
-    # predict adds the noise
-    yield "FMGP", lambda x: _of_moments(*gp.predict(x.double()), 0.0)
-
-
-def _shuffled(x: Tensor, y: Tensor) -> torch.utils.data.DataLoader:
-    rows = torch.utils.data.TensorDataset(x, y)
-    return torch.utils.data.DataLoader(rows, 100, shuffle=True)
-
-
-def _of_moments(mean: Tensor, variance: Tensor, sigma: float) -> Numbers:
-    """Return the prediction of a method that has a variance of each input, and no covariance."""
-    mean, variance = (part.detach().flatten().float() for part in (mean, variance))
-    return Numbers(mean, variance.diag(), sigma)
+def sparse(name: str, case: Case) -> Found:
+    """A Gaussian process around the network of a regression, whose predictions are of one input each."""
+    predict = sparse_gp(name, case.networks[0], *case.task.train, case.quick)
+    independent = lambda mean, variance: Numbers(mean, variance.diag(), 0.0)  # noqa: E731
+    yield name, lambda x: independent(*predict(x))
 
 
 def ours(name: str, form: dict, case: Case) -> Found:
@@ -298,8 +302,7 @@ METHODS: dict[str, Callable[[Case], Found]] = {
             "all layers": {"subset_of_weights": "all"},
         }.items()
     },
-    "VaLLA": valla,
-    "FMGP": fmgp,
+    **{name: partial(sparse, name) for name in ("ELLA", "VaLLA", "FMGP")},
     "ours": partial(ours, "ours", {}),
     "ours, last layer": partial(ours, "ours, last layer", {"parameters": "last_layer"}),
 }

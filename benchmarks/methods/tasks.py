@@ -16,13 +16,6 @@ TUNING = (
 )
 """What options may be chosen by."""
 
-KEPT = (
-    *("australian", "banana", "chess", "crx", "led7digit", "letter", "magic"),
-    *("mammographic", "marketing", "movement_libras", "optdigits", "ring", "saheart"),
-    *("satimage", "splice", "tic-tac-toe", "twonorm", "wdbc", "wisconsin", "digits"),
-)
-"""By which nothing was chosen; they were looked at often, so that they are no longer unseen."""
-
 UNSEEN = {
     "CreditCard": ("AER", "card", ("share", "expenditure")),
     "HMDA": ("AER", "deny", ()),

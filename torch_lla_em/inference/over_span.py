@@ -198,20 +198,10 @@ class OverSpan:
             mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
             q = q._replace(mean=mean, samples=samples)
         eta = span.pull(S_noise.flatten(1).T.to(self._dtype), known).double()
-        G = torch.zeros(m, m - known, dtype=torch.float64, device=eta.device)
-        for rows, part in span.parts():
-            part = part.to(self._dtype)
-            HJ = q.H.product(part[:, known:], rows)
-            # what is on and below the diagonal, if the columns are all
-            for i in range(0, m - known, 64):
-                lower = 0 if known else i
-                G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
-        G = self.share.group.sum(G)
+        G = span.ggn(q.H, known, self._dtype)
         if known:
             G = torch.cat([torch.cat([q.G, G[:known].T]), G], dim=1)
             eta = torch.cat([q.eta, eta], dim=1)
-        else:
-            G = G.tril() + G.tril(-1).T
         outputs = span.push(q.mean[None], self._is_quadratic)[..., 0]
         return self._with(q._replace(G=G, eta=eta, outputs=outputs), S_noise)
 

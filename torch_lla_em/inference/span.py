@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.prior import Prior
-from torch_lla_em.problem import Problem, Sites, gathered, pull_back
+from torch_lla_em.problem import Hessian, Problem, Sites, gathered, pull_back
 from torch_lla_em.runtime import DoesNotFit
 from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overlap
 
@@ -69,7 +69,8 @@ class Span:
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions, with twice their J v, in bytes."""
         P = self.noise.shape[1]
-        of_J = self.entries if self._features is None else P  # T in place of J V
+        # T, its copy, and hᵀ H J V in float64 in place of two J V
+        of_J = self.entries if self._features is None else 2 * P
         return float(directions * (P + 2 * of_J) * self.noise.element_size())
 
     # directions
@@ -176,22 +177,46 @@ class Span:
         total: Tensor = self.rows.share.group.sum(torch.cat(found, 1))
         return total
 
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of examples with their J V, (n ... C, m), which fit into the cache if J V is stored."""
+    def ggn(self, H: Hessian, start: int, dtype: torch.dtype) -> Tensor:
+        """Return (J V)ᵀ H J V from direction ``start`` on, (m, m - start), for H of this rank's examples."""
+        G = self.xi.new_zeros(self.size, self.size - start)
+        if self._features is not None:  # Tᵀ (hᵀ H J V) takes fewer products than (J V)ᵀ H J V
+            of_h = G.new_zeros(len(self.stored[0]), self.size - start)
+            for rows, part in self.parts(start):
+                of_h += self._transposed(H.product(part.to(dtype), rows), rows)
+            G = torch.cat([block.T.to(G) @ of_h for block in self.stored])
+        else:
+            for rows, part in self.parts():
+                part = part.to(dtype)
+                HJ = H.product(part[:, start:], rows)
+                # what is on and below the diagonal, if the columns are all
+                for i in range(0, self.size - start, 64):
+                    lower = 0 if start else i
+                    G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
+            if not start:
+                G = G.tril() + G.tril(-1).T
+        total: Tensor = self.rows.share.group.sum(G)
+        return total
+
+    def parts(self, start: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of examples with their J V, (n ... C, m), or by features that from direction ``start`` on."""
         outputs = self.rows.f.shape[1:].numel()
-        entries = 1 << (19 if self._features is None else 24)
-        step = max(1, entries // (outputs * max(self.size, 1)))
-        for start in range(0, len(self.rows.f), step):
-            rows = slice(start, start + step)
+        entries = 1 << (
+            19 if self._features is None else 24
+        )  # what fits into the cache, if J V is stored
+        step = max(1, entries // (outputs * max(self.size - start, 1)))
+        for first in range(0, len(self.rows.f), step):
+            rows = slice(first, first + step)
             if self._features is None:
-                near = slice(start * outputs, (start + step) * outputs)
+                near = slice(first * outputs, (first + step) * outputs)
                 yield rows, torch.cat([block[near] for block in self.stored], 1)
             else:
-                yield rows, _of_features(self._features[rows], torch.cat(self.stored, 1))
+                table = torch.cat(self.stored, 1)[:, start:]
+                yield rows, _of_features(self._features[rows], table.contiguous())
 
-    def _transposed(self, u: Tensor) -> Tensor:
-        """Return hᵀ u, (D C, k), for u (N ... C, k)."""
-        h = self._features.flatten(0, -2)
+    def _transposed(self, u: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return hᵀ u, (D C, k), for u (n ... C, k) of these examples."""
+        h = self._features[rows].flatten(0, -2)
         pulled = u.reshape(len(h), self.rows.f.shape[-1] * u.shape[1]).T @ h.to(u.dtype)
         return pulled.T.reshape(-1, u.shape[1])
 

@@ -13,11 +13,10 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
 from torch_lla_em.likelihoods import Classification, Regression
-from torch_lla_em.prediction.arrays import p_values, quantiles
+from torch_lla_em.prediction.arrays import errors_of, p_values, quantiles
 from torch_lla_em.prediction.functions import functions_at
 from torch_lla_em.prediction.neighbours import largest_variance, output_variance
 from torch_lla_em.prediction.pushforward import Pushforward
-from torch_lla_em.prediction.reference import errors_of
 
 FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
 TEST = slice(6000, None)

@@ -85,16 +85,12 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
         for some, others in zip(*(numbers.split(BATCH) for numbers in own)):
             given = rows_of(x, some)
             if callable(way):
-                found = way(given)
-                if (made := number_of(found)) != len(some):
-                    words = f"augment returned {made} inputs for {len(some)}"
-                    raise ValueError(f"{words}: return one for each.")
+                yield way(given)
             else:
                 like = spreads if way == "noise" else tensors_in(rows_of(x, others))
                 change = _noisy if way == "noise" else _swapped
                 pairs = zip(tensors_in(given), like)
-                found = _replaced(given, (change(t, o, generator) for t, o in pairs))
-            yield found
+                yield _replaced(given, (change(t, o, generator) for t, o in pairs))
 
 
 def _spread(t: Tensor) -> Tensor | None:

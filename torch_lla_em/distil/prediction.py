@@ -15,10 +15,7 @@ from torch_lla_em.prediction import Interval, Printed, arrays, of_examples
 
 
 class Scores(NamedTuple):
-    """Scores of the validation set that a student was calibrated on, in float64.
-
-    They are out-of-distribution scores (n, S), and sorted errors (n, outputs), without columns if there are no sets.
-    """
+    """Of the validation set of a student, in float64: OOD scores (n, S), and sorted errors (n, outputs or 0)."""
 
     unusual: Tensor
     errors: Tensor
@@ -35,7 +32,7 @@ class StudentPrediction(Printed):
     """
 
     likelihood: Likelihood
-    centre: Tensor
+    f: Tensor
     """The outputs of the network, classes last, (B, *sites, C)."""
 
     log_uncertainty: Tensor
@@ -50,7 +47,7 @@ class StudentPrediction(Printed):
     @property
     def expectation(self) -> Tensor:
         """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        return self._out(self.likelihood.mean(self.centre))
+        return self._out(self.likelihood.mean(self.f))
 
     @property
     def probs(self) -> Tensor:
@@ -62,7 +59,7 @@ class StudentPrediction(Printed):
     def log_probs(self) -> Tensor:
         """The logarithm of ``probs``."""
         self._require(self.likelihood.gives_probabilities, "log_probs", "expectation")
-        return self._out(self.likelihood.log_mean(self.centre))
+        return self._out(self.likelihood.log_mean(self.f))
 
     @property
     def predictive_variance(self) -> Tensor:
@@ -77,7 +74,7 @@ class StudentPrediction(Printed):
         if self.likelihood.real_valued:
             return arrays.gaussian_entropy(self.predictive_variance)
         self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
-        return self._out(self.likelihood.entropy(self.centre[None]))
+        return self._out(self.likelihood.entropy(self.f[None]))
 
     @property
     def aleatoric(self) -> Tensor:
@@ -92,7 +89,7 @@ class StudentPrediction(Printed):
         uncertainty = self.log_uncertainty.exp()
         if not self.likelihood.gives_probabilities:
             return self._out(uncertainty.chunk(2, -1)[0])
-        entropy = self.likelihood.entropy(self.centre[None])
+        entropy = self.likelihood.entropy(self.f[None])
         return self._out(torch.minimum(uncertainty.reshape(entropy.shape), entropy))
 
     @property
@@ -103,7 +100,7 @@ class StudentPrediction(Printed):
     @property
     def _room(self) -> float:
         """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
-        return max(arrays.rounding(self.centre.dtype), arrays.rounding(torch.float32))
+        return max(arrays.rounding(self.f.dtype), arrays.rounding(torch.float32))
 
     @property
     def p_value(self) -> Tensor:
@@ -120,13 +117,13 @@ class StudentPrediction(Printed):
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
         other = "interval, or RiskControl(la, validation_loader) for labels of pixels or tokens"
-        self._require(arrays.has_classes(self.likelihood, self.centre), "prediction_set", other)
+        self._require(arrays.has_classes(self.likelihood, self.f), "prediction_set", other)
         _, errors = self._compared("prediction_set")
         return arrays.conformal_set(self.expectation, arrays.quantiles(errors, level), self._room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
-        self._require(arrays.has_values(self.likelihood, self.centre), "interval", "prediction_set")
+        self._require(arrays.has_values(self.likelihood, self.f), "interval", "prediction_set")
         _, errors = self._compared("interval")
         size = arrays.quantiles(errors, level)
         return arrays.conformal_interval(
@@ -139,36 +136,32 @@ class StudentPrediction(Printed):
         Continuous targets are Gaussian. Counts have a mean and a variance, but no density.
         """
         likelihood = self.likelihood
-        y = arrays.aligned(likelihood, y, self.centre, self.class_dim)
+        y = arrays.aligned(likelihood, y, self.f, self.class_dim)
         if likelihood.gives_probabilities:
-            return likelihood.log_prob(self.centre, y)
+            return likelihood.log_prob(self.f, y)
         self._require(likelihood.real_valued, "log_prob", "expectation")
         variance, error = self.predictive_variance, self._out(y) - self.expectation
         return sum_rows(-0.5 * (error.square() / variance + (2 * pi * variance).log()), y)
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
-        y = arrays.aligned(self.likelihood, y, self.centre, self.class_dim)
-        kept, mean = self.likelihood.labelled(y), self.expectation
-        errors = y.new_zeros(len(y), 0)[kept]
-        if arrays.has_classes(self.likelihood, self.centre):
-            errors = arrays.errors_of_classes(mean[kept], y[kept])
-        elif arrays.has_values(self.likelihood, self.centre):
-            errors = arrays.errors_of_values(mean[kept], self.predictive_variance[kept], y[kept])
-        return self.ood_score[kept], errors.double()
+        y = arrays.aligned(self.likelihood, y, self.f, self.class_dim)
+        kept = self.likelihood.labelled(y)
+        own = self.map(Tensor.detach, kept)
+        return own.ood_score, arrays.errors_of(own, y[kept]).double()
 
-    def map(self, change: Callable[[Tensor], Tensor], rows: slice) -> StudentPrediction:
+    def map(self, change: Callable[[Tensor], Tensor], rows: slice | Tensor) -> StudentPrediction:
         """Return the prediction of some inputs, with every tensor changed."""
-        each = self.centre, self.log_uncertainty, self.log_scores
+        each = self.f, self.log_uncertainty, self.log_scores
         f, uncertainty, scores = (change(values[rows]) for values in each)
-        return replace(self, centre=f, log_uncertainty=uncertainty, log_scores=scores)
+        return replace(self, f=f, log_uncertainty=uncertainty, log_scores=scores)
 
     def _compared(self, name: str) -> Scores:
         """Return the scores of the validation set."""
         if self.reference is None:
             words = "needs the student's own scores of a validation set, not those of la.calibrate"
             raise ValueError(f"{name} {words}: call student.calibrate(validation_loader).")
-        return Scores(*(part.to(self.centre.device) for part in self.reference))
+        return Scores(*(part.to(self.f.device) for part in self.reference))
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:
@@ -177,7 +170,7 @@ class StudentPrediction(Printed):
 
     def _out(self, values: Tensor) -> Tensor:
         """Move the classes, if values have them, back to their axis in the model's outputs."""
-        same = values.dim() == self.centre.dim()
+        same = values.dim() == self.f.dim()
         return values.movedim(-1, self.class_dim) if same else values
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:

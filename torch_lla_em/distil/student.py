@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from math import nan
 from os import PathLike
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -41,38 +40,28 @@ class StudentError(NamedTuple):
     OOD scores of the former are nearly equal, and their ranks noise; uncertainties of the latter matter less.
     """
 
-    number: int = 0
-    kl: float = nan
+    number: int
+    kl: float
     """Mean KL(posterior's prediction ‖ student's) at inputs that were left out, in nats; ``kl_made`` at made ones."""
 
-    epistemic: float = nan
+    epistemic: float
     """Rank correlation of the epistemic uncertainties at inputs that were left out."""
 
-    kl_made: float = nan
-    ood_made: float = nan
+    kl_made: float
+    ood_made: float
     """Rank correlation of the out-of-distribution scores at made inputs; the smallest, if there are several."""
 
     @property
-    def warnings(self) -> list[str]:
-        """What is not good enough, and what helps."""
-        unlike = self.epistemic < _CORRELATION or self.ood_made < _CORRELATION
-        is_good = self.kl <= _KL and self.kl_made <= _KL_MADE and not unlike
-        if is_good or not self.number:
-            return []
-        return [
+    def warning(self) -> str:
+        """What is not good enough, and what helps; "" if it is."""
+        ranks = self.epistemic >= _CORRELATION and self.ood_made >= _CORRELATION
+        if self.kl <= _KL and self.kl_made <= _KL_MADE and ranks:
+            return ""
+        return (
             f"The student is not close to the posterior: KL {self.kl:.2g} at held-out and {self.kl_made:.2g} at made "
             f"inputs, rank correlations {self.epistemic:.2f} and {self.ood_made:.2f}. Pass more unlabelled inputs, "
             "increase num_inputs or steps, or pass a wider network as student=."
-        ]
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of a table."""
-        if not self.number:
-            return []
-        own = f"KL {self.kl:.2g}, rank correlation of epistemic {self.epistemic:.3f} ({self.number:,})"
-        made = f"KL {self.kl_made:.2g}, rank correlation of OOD scores {self.ood_made:.3f}"
-        warnings = (("warning", words) for words in self.warnings)
-        return [("held-out inputs", own), ("made inputs", made), *warnings]
+        )
 
 
 class Form(NamedTuple):
@@ -96,7 +85,7 @@ class Student(Printed, nn.Module):
 
     Attributes:
         network (nn.Module): The network, whose outputs have the link of the likelihood; ``head`` is that on its features.
-        error (StudentError): How far its predictions are from those of the posterior.
+        error (StudentError or None): How far its predictions are from those of the posterior.
         reference (Scores or None): The scores of the validation set, after ``calibrate``.
 
     Example:
@@ -110,7 +99,7 @@ class Student(Printed, nn.Module):
         """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its number of features."""
         super().__init__()
         self.network, self.form, self.likelihood = network, form, form.likelihood
-        self.error = StudentError()
+        self.error: StudentError | None = None
         self.reference: Scores | None = None
         self._seen: dict[int, list[Tensor]] = {}
         network.get_submodule(form.last).register_forward_pre_hook(self._keep, with_kwargs=True)
@@ -171,7 +160,7 @@ class Student(Printed, nn.Module):
         name = likelihood_options(self.likelihood).get("likelihood")
         is_own = self.form.adapter.outputs not in (default_forward, compare)
         record = self.form._asdict() | {"likelihood": name, "adapter": is_own}
-        own = {"student": files.to_bytes(record | {"error": self.error._asdict()})}
+        own = {"student": files.to_bytes(record | {"error": self.error})}
         own["torch_lla_em_version"] = torch.tensor(files.VERSION, device="cpu")
         files.write_atomically({**self.state_dict(), **own}, path)
 
@@ -193,19 +182,17 @@ class Student(Printed, nn.Module):
         del state["torch_lla_em_version"]
         if "forward_fn" in record:
             raise ValueError("The student is of version 0.4: distil the posterior again.")
-        error, name = StudentError(**record.pop("error")), record["likelihood"]
+        error, name = record.pop("error"), record["likelihood"]
         missing = "likelihood" * (likelihood is None and name is None)
         if missing := missing or "adapter" * (adapter is None and record["adapter"]):
             raise ValueError(f"A file cannot store your own {missing}: pass {missing}=...")
         likelihood, given = likelihood or LIKELIHOODS[name](), adapter or Adapter()
         usual = compare if isinstance(likelihood, BradleyTerry) else default_forward
-        record |= {
-            "likelihood": likelihood,
-            "adapter": Adapter(given.outputs or usual, given.targets),
-        }
+        adapter = Adapter(given.outputs or usual, given.targets)
+        record |= {"likelihood": likelihood, "adapter": adapter}
         student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
         student.load_state_dict(state)
-        return student.note(error).requires_grad_(False)
+        return student.note(StudentError(*error)).requires_grad_(False)
 
     def export(
         self, x: Any, path: str | PathLike[str] | None = None, level: float | None = None
@@ -219,9 +206,8 @@ class Student(Printed, nn.Module):
         """
         is_label = self.likelihood.gives_probabilities
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
-        names += ["epistemic", "aleatoric", "ood_score"] + ["p_value"] * (
-            self.reference is not None
-        )
+        names += ["epistemic", "aleatoric", "ood_score"]
+        names += [] if self.reference is None else ["p_value"]
 
         def answer(x: Any) -> dict[str, Tensor]:
             prediction = self.predict(x)
@@ -278,22 +264,26 @@ class Student(Printed, nn.Module):
             self.reference = Scores(*state.tensor_split((self.form.scores,), 1))
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        count = sum(p.numel() for p in self.parameters())
+        count, error = sum(p.numel() for p in self.parameters()), self.error
+        rows = [("network", f"{type(self.network).__name__}, {count:,} parameters with its head")]
+        if error is not None:
+            own = f"KL {error.kl:.2g}, rank correlation of epistemic {error.epistemic:.3f} ({error.number:,})"
+            made = f"KL {error.kl_made:.2g}, rank correlation of OOD scores {error.ood_made:.3f}"
+            rows += [("held-out inputs", own), ("made inputs", made)]
+            rows += [("warning", error.warning)] * bool(error.warning)
         words = "to do", "Call student.calibrate(validation_loader) for p-values and sets."
         if self.reference is not None:
             words = "reference of p-values and sets", f"{len(self.reference.unusual):,} examples"
-        network = "network", f"{type(self.network).__name__}, {count:,} parameters with its head"
-        title = f"Student of a posterior under {type(self.likelihood).__name__}"
-        return title, [network, *self.error.rows(), words]
+        return f"Student of a posterior under {type(self.likelihood).__name__}", [*rows, words]
 
 
 def _head(features: int, outputs: int, like: Tensor) -> nn.Sequential:
     """Return a head with one hidden layer, whose outputs are 0 until it is trained."""
-    generator, how = torch.Generator("cpu").manual_seed(0), {"device": "cpu", "dtype": like.dtype}
-    sizes = (features, _HIDDEN), (_HIDDEN, outputs)
-    first, last = (nn.utils.skip_init(nn.Linear, *size, **how) for size in sizes)
-    for parameter, size in zip(
-        (*first.parameters(), *last.parameters()), (features**-0.5,) * 2 + (0,) * 2
-    ):
-        nn.init.uniform_(parameter, -size, size, generator)
+    how, generator = {"device": "cpu", "dtype": like.dtype}, torch.Generator("cpu").manual_seed(0)
+    first = nn.utils.skip_init(nn.Linear, features, _HIDDEN, **how)
+    last = nn.utils.skip_init(nn.Linear, _HIDDEN, outputs, **how)
+    for parameter in first.parameters():
+        nn.init.uniform_(parameter, -(features**-0.5), features**-0.5, generator)
+    for parameter in last.parameters():
+        nn.init.zeros_(parameter)
     return nn.Sequential(first, nn.SiLU(), last).to(like.device)

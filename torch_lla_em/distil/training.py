@@ -168,8 +168,9 @@ def distil(
         _train(found, learnt, shares.long(), progress_bar)
     with torch.no_grad():
         (kl, epistemic, _), (kl_made, _, ood_made) = (_error(found, known) for known in others)
-    found.note(StudentError(few, kl, epistemic, kl_made, ood_made))
-    for words in found.error.warnings:
+    error = StudentError(few, kl, epistemic, kl_made, ood_made)
+    found.note(error)
+    if words := error.warning:
         report("log", words)
     return found
 
@@ -199,10 +200,10 @@ def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
         due = Known.of(x, predict(posterior, x))
         bad = ~due.expectation.flatten(1).isfinite().all(1)
         if bad.any():
-            shown = (
-                f"NaN or infinite at some inputs, such as {str(tensors_in(rows_of(x, bad)))[:200]}"
+            shown = str(tensors_in(rows_of(x, bad)))[:200]
+            raise ValueError(
+                f"Predictions are NaN or infinite at some inputs, such as {shown}: replace missing values as in training."
             )
-            raise ValueError(f"Predictions are {shown}: replace missing values as in training.")
         found.append(due)
     return joined(found)
 
@@ -226,7 +227,7 @@ def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) ->
         some = rows_of(known, rows)
         own = student.predict(some.x)
         uncertainty = own.log_uncertainty * size[:n] + mean[:n]
-        loss = some.divergence(likelihood, own.centre, uncertainty).mean()
+        loss = some.divergence(likelihood, own.f, uncertainty).mean()
         for z, goal in zip((own.log_uncertainty, own.log_scores), goals):
             due = goal[rows]
             loss = loss + _OF_HEAD * (z - due).where(due.isfinite(), 0).square().mean()
@@ -256,7 +257,7 @@ def _error(student: Student, known: Known) -> tuple[float, float, float]:
     columns, parts = [], 1 if student.likelihood.gives_probabilities else 2
     for due in pieces(known):
         found = student.predict(due.x)
-        kl = due.divergence(student.likelihood, found.centre, found.log_uncertainty)
+        kl = due.divergence(student.likelihood, found.f, found.log_uncertainty)
         columns.append((kl.double(), found.log_uncertainty, found.log_scores))
     kl, *own = map(torch.cat, zip(*columns))
     uncertainty, scores = zip(own, known.logarithms())

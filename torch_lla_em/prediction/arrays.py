@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil, nan, pi
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,6 +205,15 @@ def errors_of_classes(probs: Tensor, y: Tensor) -> Tensor:
 def errors_of_values(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Return residuals in predictive standard deviations, (B, outputs)."""
     return ((y - mean).abs() / variance.sqrt()).double().reshape(len(y), -1)
+
+
+def errors_of(prediction: Any, y: Tensor) -> Tensor:
+    """Return the error of each prediction, (B, outputs), of classes or of values; no columns for others."""
+    if has_classes(prediction.likelihood, prediction.f):
+        return errors_of_classes(prediction.expectation, y)
+    if has_values(prediction.likelihood, prediction.f):
+        return errors_of_values(prediction.expectation, prediction.predictive_variance, y)
+    return y.new_zeros(len(y), 0, dtype=torch.float64)
 
 
 def gaussian_entropy(variance: Tensor) -> Tensor:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.arrays import has_classes, mean_and_error
+from torch_lla_em.prediction.arrays import errors_of, has_classes, mean_and_error
 from torch_lla_em.prediction.functions import MODE, NETWORK
 from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
 from torch_lla_em.prediction.reference import (
     Reference,
     Stated,
-    errors_of,
     ood_scores,
     second_half,
 )

@@ -15,10 +15,6 @@ from torch import Tensor
 
 from torch_lla_em.prediction.arrays import (
     ROUNDING,
-    errors_of_classes,
-    errors_of_values,
-    has_classes,
-    has_values,
     infinite_if_nan,
     p_values,
     quantiles,
@@ -247,12 +243,3 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
         )
     columns = range(computed - known, computed)
     return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]
-
-
-def errors_of(prediction: Any, y: Tensor) -> Tensor:
-    """Return the error of each prediction, (B, outputs), of classes or of values; no columns for others."""
-    if has_classes(prediction.likelihood, prediction.f):
-        return errors_of_classes(prediction.expectation, y)
-    if has_values(prediction.likelihood, prediction.f):
-        return errors_of_values(prediction.expectation, prediction.predictive_variance, y)
-    return y.new_zeros(len(y), 0, dtype=torch.float64)

@@ -63,9 +63,9 @@ class Table(Printed):
 
 def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a prediction."""
-    likelihood, count = prediction.likelihood, len(prediction.centre)
+    likelihood, count = prediction.likelihood, len(prediction.f)
     title = f"{title} under {type(likelihood).__name__}"
-    if prediction.centre.dim() != 2 or not count:
+    if prediction.f.dim() != 2 or not count:
         return title, [("outputs", f"of shape {tuple(prediction.expectation.shape)}")]
     p = prediction.map(Tensor.detach, slice(_SHOWN))
     columns = {"E[y]": p.expectation}

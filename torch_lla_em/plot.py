@@ -40,7 +40,6 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
 
     Args:
-        la: The fitted posterior.
         loader: Held-out data, as above.
         axes: Matplotlib's, or None for those of a new figure.
         bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small data sets.
@@ -57,7 +56,7 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
         label = f"{name}: ECE {calibration_error(stated, right, bins):.3f}"
         axes.plot(x[sure], y[sure], color=colour, linewidth=1, marker="o", label=label)
         axes.plot(x[~sure], y[~sure], "o", color=colour, markerfacecolor="none")
-    axes.plot([], [], "o", color="black", markerfacecolor="none", label="under 10 examples")
+    axes.plot([], [], "o", color="0.5", markerfacecolor="none", label="under 10 examples")
     axes.legend(frameon=False)
     return axes
 
@@ -66,7 +65,6 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     """Plot a regression with 90 % prediction intervals over its input, which is one number.
 
     Args:
-        la: The fitted posterior.
         loader: Held-out data, as above.
         axes: Matplotlib's, or None for those of a new figure.
         output (int): The output to plot. Default 0.
@@ -83,11 +81,12 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     predicted = la.predict(grid.view(-1, *x.shape[1:]))
     values = predicted.expectation, *predicted.credible_interval(0.9), rows.targets
     mean, low, high, y = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
-    places = _array(x.flatten())
+    places, grid = _array(x.flatten()), _array(grid)
     some = places.argsort()[:: -(-len(y) // 500)]  # more points are thinned evenly
-    axes.fill_between(_array(grid), low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
-    axes.plot(_array(grid), mean, color="C0")
-    axes.scatter(places[some], y[some], 4, color="black", label="data", zorder=3)
+    axes.fill_between(grid, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
+    axes.plot(grid, mean, color="C0")
+    ink = axes.xaxis.label.get_color()  # of dark styles too
+    axes.scatter(places[some], y[some], 4, color=ink, label="data", zorder=3)
     axes.legend(frameon=False)
     return axes
 
@@ -96,23 +95,19 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
-        la: The fitted posterior.
         loader: Held-out data, as above.
         axes: Matplotlib's, or None for those of a new figure.
 
     Example:
         >>> axes = plot.coverage(regression, [(regression_x, regression_y)])
     """
-    rows, axes = (
-        _rows(la, loader, real=True),
-        _axes(axes, "level of the interval", "coverage", True),
-    )
+    rows = _rows(la, loader, real=True)
+    axes = _axes(axes, "level of the interval", "coverage", True)
     levels = np.linspace(0.02, 0.98, 49).tolist()
-    for name, colour in _COLOURS.items():
+    for name, label in {"network": "noise alone", "posterior": "posterior"}.items():
         inside = (covered(getattr(rows, name), rows.targets, level) for level in levels)
         shares = [each.double().mean().item() for each in inside]
-        label = "noise alone" if name == "network" else name
-        axes.plot(levels, shares, color=colour, label=label)
+        axes.plot(levels, shares, color=_COLOURS[name], label=label)
     axes.legend(frameon=False)
     return axes
 
@@ -123,7 +118,6 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
     Args:
-        la: The fitted posterior.
         loader: Held-out data, as above.
         axes: Matplotlib's, or None for those of a new figure.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
@@ -172,7 +166,7 @@ def _axes(axes: Axes | None, x: str, y: str, diagonal: bool = False) -> Axes:
     axes = plt.subplots(layout="constrained")[1] if axes is None else axes
     axes.set(xlabel=x, ylabel=y)
     if diagonal:
-        axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
+        axes.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle=":")
     return axes
 
 

@@ -22,7 +22,7 @@ from torch_lla_em.runtime import Group
 MODULES = {"plot": None, "integrations.laplace_torch": None}
 MODULES |= {f"integrations.{name}": name for name in ("botorch", "lightning", "sklearn")}
 MODULES |= {"integrations.estimators": "sklearn"}
-MIXTURES = "GaussianMixture", "Mixture", "VariationalGaussianMixture"
+MIXTURES = "GaussianMixture", "VariationalGaussianMixture"
 BRIEF = Likelihood, FeatureDensity, GaussianMixture, Student
 # described by Lightning, or not at all
 GIVEN = {"self", "la", "cls", "trainer", "pl_module", "stage", "state"}

@@ -171,8 +171,7 @@ class LinearisedLaplace(Printed, nn.Module):
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
         if isinstance(self._given_likelihood, BradleyTerry):
             adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
-        network = Network(model, adapter.outputs, int(class_dim))
-        network.use(compute.precision)
+        network = Network(model, adapter.outputs, int(class_dim), compute.precision)
         self._parameters_asked = parameters
         self._base = _linear_model(network, parameters)
         self.prior, self.curvature, self.num_samples = prior, curvature, int(num_samples)

@@ -39,11 +39,17 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return every tensor of a tree."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    return (
+        [tree]
+        if isinstance(tree, Tensor)
+        else [t for t in leaves_of(tree) if isinstance(t, Tensor)]
+    )
 
 
 def copied(tree: Any) -> Any:
     """Return the tree with a copy of every tensor, and of objects that have a method ``clone``."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
     return map_leaves(lambda x: x.clone() if callable(getattr(x, "clone", None)) else x, tree)
 
 

@@ -68,8 +68,7 @@ def carried(
                 W, b = (*args[1:], *kwargs.values(), None)[:2]
                 by_W, by_b = direction(W), direction(b)
                 along = z.new_zeros(()) if along is None else along @ W.mT
-                if by_b is not None:
-                    along = along + by_b[:, None].expand(-1, *z.shape)
+                along = along if by_b is None else along + by_b[:, None].expand(-1, *z.shape)
                 if by_W is not None:
                     along = torch.baddbmm(along, h.expand(len(by_W), -1, -1), by_W.mT)
             elif func in _ELEMENTWISE and along is not None:

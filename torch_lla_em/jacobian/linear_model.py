@@ -33,14 +33,6 @@ class LinearModel:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
-        for path, layer in network.module.named_modules():
-            own = [name for name in layout.names if name.startswith(f"{path}.")]
-            if own and isinstance(layer, torch.jit.ScriptModule):
-                raise TypeError(
-                    f"The module {path!r} is scripted or traced (torch.jit), so its weights "
-                    "cannot be exchanged. Use the Python module it was made from, or leave "
-                    f"{own[0]!r} out of `parameters`."
-                )
         self.forget()
 
     def forget(self) -> None:
@@ -101,8 +93,8 @@ class LinearModel:
             w = (torch.cat(w),)
         is_few = self.report is not None and self.report.carries and num_examples(x) <= count
         rows = self.by_autodiff(x) if is_few else self.at(x, count)
-        Jw = torch.cat([rows.push(block) for block in w])
-        return rows.f, Jw
+        Jw = [rows.push(block) for block in w]
+        return rows.f, Jw[0] if len(Jw) == 1 else torch.cat(Jw)
 
     def at(
         self, x: Any, columns: float = 1, keep: bool = False, at_once: int | None = None

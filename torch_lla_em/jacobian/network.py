@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,127 +22,113 @@ from torch_lla_em.runtime import tf32, without_autocast
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 
 
+class _Inside(NamedTuple):
+    """What is known of a network inside of ``guarded()``."""
+
+    tensors: dict[str, Tensor]
+    """Parameters and buffers by name, detached, tied ones once."""
+
+    places: dict[str, str]
+    """The names of the tensors at all places of the network."""
+
+    written: list[str]
+    """Those that a call may write to."""
+
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Of each layer, and what they are restored to."""
+
+
 class Network:
     """f(x; w) of a module, which is not changed, with the axis of the classes last. Call it inside ``guarded()``."""
 
-    def __init__(self, module: nn.Module, forward_fn: ForwardFn | None = None, class_dim: int = -1):
-        while True:  # inside torch.compile, DataParallel or DDP
-            if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-                module = module.module
-            elif isinstance(module, nn.Module) and "_orig_mod" in module._modules:
-                module = module.get_submodule("_orig_mod")
-            else:
-                break
+    def __init__(
+        self,
+        module: nn.Module,
+        forward_fn: ForwardFn | None = None,
+        class_dim: int = -1,
+        precision: str = "float32",
+    ):
+        """``precision`` is that of matrix products, from ``Compute``."""
+        wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
+        while isinstance(module, wrappers) or "_orig_mod" in getattr(module, "_modules", ()):
+            module = next(module.children())  # of torch.compile, which has one child, too
         if not isinstance(module, nn.Module):
             raise TypeError(f"The model is a {type(module).__name__}. Pass an nn.Module.")
-        if isinstance(module, torch.jit.ScriptModule):
+        if any(isinstance(layer, torch.jit.ScriptModule) for layer in module.modules()):
             raise TypeError(
-                "The model is a scripted or traced module (torch.jit), whose weights cannot be "
+                "The model, or a part of it, is a scripted or traced module (torch.jit), whose weights cannot be "
                 "replaced. Pass the Python module that it was made from."
             )
-        self.module = module
+        self.module, self.class_dim, self.precision = module, class_dim, precision
         self.forward_fn: ForwardFn = forward_fn or default_forward
-        self.class_dim = class_dim
-        self.precision = "float32"
-        """Precision of matrix products, from ``Compute``."""
-
         self._called = nn.Module()  # calls ``forward_fn``, as functional_call takes it
         self._called.add_module("module", module)
         vars(self._called)["forward"] = partial(self.forward_fn, module)
-        self._note({})
-
-    def use(self, precision: str) -> None:
-        """Compute matrix products in another precision from now on."""
-        self.precision = precision
+        self._inside = _Inside({}, {}, [], [])
 
     def weights(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters, detached."""
-        with self.guarded():
-            return {name: self._tensors[name] for name in names}
+        with self.guarded() as inside:
+            return {name: inside.tensors[name] for name in names}
 
     def leaves(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the named parameters as leaves of a new graph, inside ``guarded()``."""
-        return {name: self._tensors[name].detach().requires_grad_() for name in names}
+        tensors = self._inside.tensors
+        return {name: tensors[name].detach().requires_grad_() for name in names}
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return f(x), shape (B, ..., C), with some weights replaced; call it inside ``guarded()``."""
-        assert self._noted, "outside of guarded()"
-        placed = {**self._tensors, **(weights or {})}
-        for name in self._written:
+        tensors, places, written, attributes = self._inside
+        assert attributes, "outside of guarded()"
+        placed = {**tensors, **(weights or {})}
+        for name in written:
             placed[name] = placed[name].clone()
-        tensors = {place: placed[name] for place, name in self._places.items()}
+        at = {place: placed[name] for place, name in places.items()}
         try:
             # tensors for each place of tied weights, as torch.func looks for these each time, and does
             # not restore a module with two names (pytorch#164759); a copy of the inputs, since a layer
             # that works in place writes to them
-            f = functional_call(self._called, tensors, (copied(x),), tie_weights=False)
+            f = functional_call(self._called, at, (copied(x),), tie_weights=False)
         finally:
-            self._restore()
-        if self.class_dim != -1:
-            if not -f.ndim <= self.class_dim < f.ndim:
-                raise ValueError(
-                    f"The outputs have shape {tuple(f.shape)}, so they have no axis class_dim="
-                    f"{self.class_dim}. Pass a class_dim from {-f.ndim} to {f.ndim - 1}."
-                )
-            f = f.movedim(self.class_dim, -1)
+            _restore(attributes)
+        f = f if self.class_dim == -1 else f.movedim(self.class_dim, -1)
         return f.float() if self.precision == "bfloat16" else f
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[_Inside]:
         """Make calls safe for torch.func, in eval mode; restore everything on exit, also attributes of layers.
 
         One thread at a time can enter, because flags of the module and of the process are changed.
         """
         with ONE_AT_A_TIME, torch.inference_mode(False), torch.no_grad():
-            if self._noted:
-                yield
+            if self._inside.attributes:
+                yield self._inside
                 return
             layers = dict(self.module.named_modules())  # each once, whatever its names
+            before = [(vars(layer), vars(layer).copy()) for layer in layers.values()]
+            # inside parametrize.cached(), weights computed elsewhere would be taken
+            flags: list[tuple[Any, str]] = [(parametrize, "_cache_enabled")]
+            flags += [(torch.backends.mha, "_is_fastpath_enabled")]
+            if any(isinstance(layer, nn.RNNBase) for layer in layers.values()):
+                flags += [(torch.backends.mkldnn, "enabled"), (torch.backends.cudnn, "enabled")]
             compiles = "torch._dynamo" in sys.modules
             # a compiled layer has no second derivative, a fused kernel none or no forward mode
             with (
-                _exchanged(list(layers.values())),
+                _switched_off(flags),
                 torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
                 sdpa_kernel(SDPBackend.MATH),
                 self.computing(self.precision),
             ):
                 try:
-                    self._note(layers)
-                    yield
+                    for layer in layers.values():
+                        vars(layer)["training"] = False
+                        if isinstance(layer, nn.Embedding):  # whose gradients are no derivatives
+                            vars(layer).update(sparse=False, scale_grad_by_freq=False)
+                    self._inside = _noted(layers)
+                    yield self._inside
                 finally:
-                    self._restore()
-                    self._note({})
-
-    def _note(self, layers: dict[str, nn.Module]) -> None:
-        """Note tensors by name, those that a call may write to, their places, and the layers' attributes."""
-        self._tensors: dict[str, Tensor] = {}
-        self._written: list[str] = []
-        self._places: dict[str, str] = {}
-        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        names: dict[int, str] = {}
-        for path, layer in layers.items():
-            if isinstance(layer, torch.jit.ScriptModule):  # whose tensors cannot be replaced
-                continue
-            self._noted.append((vars(layer), vars(layer).copy()))
-            # a lookup with max_norm shrinks the rows it reads, in the weights themselves
-            is_written = getattr(layer, "max_norm", None) is not None
-            for holder in (layer._parameters, layer._buffers):
-                for key, tensor in holder.items():
-                    if tensor is None:
-                        continue
-                    place = f"{path}.{key}" if path else key
-                    name = self._places[f"module.{place}"] = names.setdefault(id(tensor), place)
-                    if name not in self._tensors:
-                        self._tensors[name] = tensor.detach()
-                        if is_written or holder is layer._buffers:
-                            self._written.append(name)
-
-    def _restore(self) -> None:
-        """Restore the attributes of all layers."""
-        for now, before in self._noted:
-            if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
-                now.clear()
-                now.update(before)
+                    self._inside = _Inside({}, {}, [], [])
+                    _restore(before)
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
@@ -159,24 +145,42 @@ class Network:
         return next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
 
 
+def _noted(layers: dict[str, nn.Module]) -> _Inside:
+    """Note the tensors of layers, and the layers' attributes."""
+    inside, names = _Inside({}, {}, [], []), dict[int, str]()
+    for path, layer in layers.items():
+        inside.attributes.append((vars(layer), vars(layer).copy()))
+        # a lookup with max_norm shrinks the rows it reads, in the weights themselves
+        is_written = getattr(layer, "max_norm", None) is not None
+        for holder in (layer._parameters, layer._buffers):
+            for key, tensor in holder.items():
+                if tensor is None:
+                    continue
+                place = f"{path}.{key}" if path else key
+                name = inside.places[f"module.{place}"] = names.setdefault(id(tensor), place)
+                if name not in inside.tensors:
+                    inside.tensors[name] = tensor.detach()
+                    if is_written or holder is layer._buffers:
+                        inside.written.append(name)
+    return inside
+
+
+def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Restore the attributes of layers."""
+    for now, before in attributes:
+        if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
+            now.clear()
+            now.update(before)
+
+
 @contextmanager
-def _exchanged(layers: list[nn.Module]) -> Iterator[None]:
-    """Give attributes of layers and of the process the values that a call needs, and set them back on exit."""
-    # inside parametrize.cached(), weights computed elsewhere would be taken
-    flags: list[tuple[Any, str, Any]] = [(parametrize, "_cache_enabled", 0)]
-    flags += [(torch.backends.mha, "_is_fastpath_enabled", False)]
-    if any(isinstance(layer, nn.RNNBase) for layer in layers):
-        flags += [(b, "enabled", False) for b in (torch.backends.mkldnn, torch.backends.cudnn)]
-    # with sparse gradients or scaled ones, a table's are no derivatives
-    of_tables = "sparse", "scale_grad_by_freq"
-    for layer in layers:
-        names = ("training", *(of_tables if isinstance(layer, nn.Embedding) else ()))
-        flags += [(layer, name, False) for name in names if getattr(layer, name)]
-    before = [getattr(holder, name) for holder, name, _ in flags]
+def _switched_off(flags: list[tuple[Any, str]]) -> Iterator[None]:
+    """Set flags of the process to False, and back on exit."""
+    before = [getattr(holder, name) for holder, name in flags]
     try:
-        for flag in flags:
-            setattr(*flag)
+        for holder, name in flags:
+            setattr(holder, name, False)
         yield
     finally:
-        for (holder, name, _), value in zip(flags, before):
+        for (holder, name), value in zip(flags, before):
             setattr(holder, name, value)

@@ -28,7 +28,6 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     """
     model, data, sweep = problem.linear_model, problem.data, problem.sweep
     P, itemsize, device = problem.size, problem.dtype.itemsize, model.network.device
-    model.network.use(compute.precision)
     plan = sweep.plan._replace(rows=compute.rows or inf, columns=compute.columns)
     sweep.take(plan)  # the probe keeps to it
     first = data.first()

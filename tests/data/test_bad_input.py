@@ -63,8 +63,6 @@ OBJECTS = [
     (Compute, {"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
     (Compute, {"precision": "half"}, "precision"),
     (Compute, {"vectors": "disk"}, "vectors"),
-    (Compute, {"columns": 0}, "columns"),
-    (Compute, {"rows": 1.5}, "rows"),
     (Compute, {"budget": 0}, "budget must be None, or a number above 0"),
     (Adapter, {"outputs": 3}, "a function .model, inputs. -> outputs"),
     (Adapter, {"targets": "y"}, "a function batch -> targets"),

@@ -443,13 +443,11 @@ def of_transformers(kind, task, **options):
 def test_transformers(kind, task):
     model = of_transformers(kind, task)
     assert model.config._attn_implementation == "sdpa"
-    x, options = TEXT, SINGLE
-    if kind == "Bert":
-        x, options = pytest.importorskip("transformers").BatchEncoding(TEXT), {}
-    report, factors = check(model, x, **options)
+    options = {} if kind == "Bert" else SINGLE
+    report, factors = check(model, TEXT, **options)
     assert report.forward
     assert bool(factors) == (kind == "Bert")
-    assert check(model, x, "last_layer", **options)[1]
+    assert check(model, TEXT, "last_layer", **options)[1]
     if kind == "Llama":
         assert not any("norm" in name for name in linear_model(model).layout.names)
 

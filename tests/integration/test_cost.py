@@ -156,23 +156,15 @@ def test_the_bar_shows_the_stage_and_the_time_of_a_pass(curvature, capsys, monke
 
 
 @pytest.mark.parametrize(
-    "name", daily("classification", "regression per output", rest=["regression"])
+    "means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"group": 3}], ids=str
 )
-@pytest.mark.parametrize("means", [{"columns": 1}, {"columns": 3, "rows": 4}, {"keep_data": False}])
+@pytest.mark.parametrize("name", ["classification", "regression per output"])
 def test_pieces_change_nothing(name, means):
-    # s² of the g-prior is an average over groups of rows, whose size is one of the means
-    data, options = batches(tiny(name)), {"prior": "isotropic" if "rows" in means else "g"}
-    _, whole = fitted(name, data, **options)
-    _, parts = fitted(name, data, compute=Compute(**means), **options)
-    assert_close(parts.w_samples, whole.w_samples, rtol=1e-6, atol=1e-6)
-    assert_close(parts.w_lin, whole.w_lin, rtol=1e-6, atol=1e-6)
-
-
-def test_groups_of_columns_that_visit_the_device_change_nothing():
+    """Of columns and examples at once, and groups of columns that visit the device."""
     results = []
-    for group in (None, 3):
-        problem = tiny("classification").problem(5, 11)
-        problem.sweep.take(problem.sweep.plan._replace(group=group))
+    for own in ({}, means):
+        problem = tiny(name).problem(5, 11)
+        problem.sweep.take(problem.sweep.plan._replace(**own))
         w = torch.randn(8, problem.size, generator=torch.Generator().manual_seed(0)).double()
         loss, gradient = problem.loss_and_gradient(w[0])
         curved = problem.with_curvature_at(w[1])

@@ -81,7 +81,6 @@ CASES = {
     "network curvature": {"curvature": "network"},
     "last layer": {"parameters": "last_layer"},
     "vectors on the CPU": {"compute": Compute(vectors="cpu")},
-    "one column, five rows at once": {"compute": Compute(columns=1, rows=5)},
     "data from the loader": {"compute": Compute(keep_data=False)},
     **{make.__name__: {"name": make, "curvature": "network"} for make in OWN},
 }  # fmt: skip

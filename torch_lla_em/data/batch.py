@@ -16,7 +16,6 @@ from torch_lla_em.data.trees import (
     is_rows,
     is_sequence,
     leaves_of,
-    like,
     map_tensors,
     tensors_in,
     to_device,
@@ -137,7 +136,7 @@ def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
     if isinstance(batch, Mapping):
         own = [key for key, value in batch.items() if value is targets and targets is not None]
         dropped = own or ["labels"]
-        return like(batch, {key: value for key, value in batch.items() if key not in dropped})
+        return {key: value for key, value in batch.items() if key not in dropped}
     if is_sequence(batch) and not (targets is not None and hasattr(batch, "_fields")):
         places = [i for i, value in enumerate(batch) if value is targets and targets is not None]
         last = places[-1] if places else max(1, len(batch) - 1)

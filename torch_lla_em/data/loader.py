@@ -30,7 +30,7 @@ from torch_lla_em.data.forms import (
     without_weights,
 )
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.trees import is_opaque, leaves_of, map_tensors, tensors_in, to_device
+from torch_lla_em.data.trees import as_tensors, is_opaque, leaves_of, tensors_in, to_device
 from torch_lla_em.runtime import Group
 
 _OTHER_COUNT = (
@@ -283,7 +283,7 @@ class Data:
         if self._weights == "last":
             batch, weights = without_weights(batch)
         if self._target_fn is None:
-            batch = map_tensors(lambda tensor: tensor, batch)
+            batch = as_tensors(batch)
             targets = as_targets(default_targets(batch))
         else:
             batch = to_device(batch, self._device)

@@ -2,59 +2,53 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to every leaf of nested tuples, lists and mappings; arrays become tensors."""
+def as_tensors(tree: Any) -> Any:
+    """Return a tree with tensors for arrays, and dicts for other mappings, such as batches of transformers."""
 
     def at(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return like(leaf, {name: map_leaves(function, part) for name, part in leaf.items()})
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            leaf = torch.from_numpy(leaf)
-        return function(leaf)
+            return {name: as_tensors(part) for name, part in leaf.items()}
+        is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+        return torch.from_numpy(leaf) if is_array else leaf
 
-    return function(tree) if isinstance(tree, Tensor) else tree_map(at, tree, is_leaf=is_opaque)
+    return tree_map(at, tree, is_leaf=is_opaque)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply a function to every tensor of a tree, and leave everything else as it is."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return tree_map_only(Tensor, function, tree, is_leaf=is_opaque)
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """Return every leaf of a tree, tensors and others."""
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return found
+    return tree_leaves(tree, is_leaf=is_opaque)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return every tensor of a tree."""
-    return (
-        [tree]
-        if isinstance(tree, Tensor)
-        else [t for t in leaves_of(tree) if isinstance(t, Tensor)]
-    )
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def copied(tree: Any) -> Any:
     """Return the tree with a copy of every tensor, and of objects that have a method ``clone``."""
     if isinstance(tree, Tensor):
         return tree.clone()
-    return map_leaves(lambda x: x.clone() if callable(getattr(x, "clone", None)) else x, tree)
+    return tree_map(
+        lambda x: x.clone() if callable(getattr(x, "clone", None)) else x, tree, is_leaf=is_opaque
+    )
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Move every tensor, and objects that have a method ``to``, to a device."""
+    """Return a tree ``as_tensors`` on a device, with objects that have a method ``to``."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -64,13 +58,13 @@ def to_device(tree: Any, device: torch.device) -> Any:
         waits = device.type != "cuda" or (plain and leaf.is_pinned())
         return leaf.to(device, non_blocking=not waits)
 
-    return map_leaves(move, tree)
+    return tree_map(move, as_tensors(tree), is_leaf=is_opaque)
 
 
 def cut(tree: Any, size: int, rows: slice) -> Any | None:
     """Return some of ``size`` rows of a tree; None if nothing in it has so many."""
     if any(is_rows(leaf, size) for leaf in leaves_of(tree)):
-        return map_leaves(lambda leaf: leaf[rows] if is_rows(leaf, size) else leaf, tree)
+        return map_tensors(lambda tensor: tensor[rows] if is_rows(tensor, size) else tensor, tree)
     # a list of sentences, for example
     return tree[rows] if isinstance(tree, list) and len(tree) == size else None
 
@@ -89,12 +83,3 @@ def is_sequence(tree: Any) -> bool:
 def is_opaque(tree: Any) -> bool:
     """Whether this is an object with a method ``to``, such as a graph or a packed sequence."""
     return callable(getattr(tree, "to", None)) and not isinstance(tree, (Tensor, Mapping, type))
-
-
-def like(tree: Mapping, items: dict[Any, Any]) -> Any:
-    """Return items as a ``UserDict`` of the same kind, whose keys may be attributes too, or as a dict."""
-    if not isinstance(tree, UserDict):
-        return items
-    other = object.__new__(type(tree))
-    vars(other).update({**vars(tree), "data": items})
-    return other

@@ -30,9 +30,7 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
             "return logits, not class labels."
         )
     if not f.isfinite().all():
-        raise ValueError(
-            "The outputs are not finite on the first batch. Check the inputs and the weights."
-        )
+        raise FloatingPointError("The outputs are not finite. Check the inputs and the weights.")
     if reached - reached_again:
         raise RuntimeError(
             f"The parameter {min(reached - reached_again)!r} is used in the first forward pass only: the "

@@ -200,4 +200,5 @@ def _gradients(of: list[Tensor], by: Sequence[Tensor], u: Sequence[Tensor]) -> t
 
 def num_examples(x: Any) -> int:
     """Return the number of examples of inputs, from the shapes of their tensors."""
-    return next((len(tensor) for tensor in tensors_in(x) if tensor.dim()), 1)
+    each = [x] if isinstance(x, Tensor) else tensors_in(x)
+    return next((len(tensor) for tensor in each if tensor.dim()), 1)

@@ -28,8 +28,6 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     """
     model, data, sweep = problem.linear_model, problem.data, problem.sweep
     P, itemsize, device = problem.size, problem.dtype.itemsize, model.network.device
-    plan = sweep.plan._replace(rows=compute.rows or inf, columns=compute.columns)
-    sweep.take(plan)  # the probe keeps to it
     first = data.first()
     model.forget()  # of the inputs of a prediction it may not be known whether weights have factors
     with model.network.guarded():
@@ -47,14 +45,14 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         free = free_for_each(data.group, place)
     # several ranks compare their data in every pass
     keeps = compute.keep_data and data.group.size == 1
-    rows, merged = plan.rows, 0
+    rows, merged = inf, 0
     if splits:
         size = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
-        rows = min(rows, size) if device.type == "cpu" else rows
+        rows = size if device.type == "cpu" else inf
         merged = size * keeps
     data.store(left * keeps, merged)
     kept = left * keeps, left * keeps * is_near
-    plan = Plan(place, rows, plan.columns, group, *kept, num_samples, P, vectors, free, example)
+    plan = Plan(place, rows, None, group, *kept, num_samples, P, vectors, free, example)
     sweep.take(plan)
     return plan
 

@@ -228,17 +228,16 @@ class Sweep:
             report("log", f"Out of memory: continuing with {columns // 2} columns at a time.")
             self.plan = self.plan._replace(columns=columns // 2)
         elif len(self.pieces(piece, size)) == 1:
-            sizes = (
-                len(piece.rows),
-                piece.index,
-                shortage,
-                8 * model.layout.size / 1e9,
-                model.layout.size,
-            )
-            raise DoesNotFit(_NO_ROOM.format(*sizes))
+            raise self._no_room(piece, shortage)
         else:
             report("log", f"Out of memory: continuing with at most {size} examples at a time.")
             self.plan = self.plan._replace(rows=size)
+
+    def _no_room(self, piece: Batch, shortage: str) -> DoesNotFit:
+        """Return the error for a piece that cannot be made smaller."""
+        P = self.linear_model.layout.size
+        words = _NO_ROOM.format(len(piece.rows), piece.index, shortage, 8 * P / 1e9, P)
+        return DoesNotFit(words)
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, each inside the network's guard: other threads wait for one batch."""
@@ -276,23 +275,15 @@ class Sweep:
 
     def probe(self, batch: Batch) -> None:
         """Check the derivatives of the network, at some of the first batch, inside its guard."""
-        model, failures = self.linear_model, list[Exception]()
-        if model.report is not None:
+        if self.linear_model.report is not None:
             return
-        few = next(batch.split(FEW)).inputs
+        few = self.pieces(batch, FEW)[0]
         try:
-            try:
-                model.probe(few)
-            except Exception:
-                with suppressed(failures):
-                    model.network.outputs(few)
-                if not failures:
-                    raise
-                model.probe(batch.inputs)  # whose first axis is not that of the examples
-        except ValueError:  # which is raised for outputs that are not finite, too
-            if not model.network.outputs(batch.inputs).isfinite().all():
-                raise FloatingPointError(OUTPUTS.format(batch.index)) from None
-            raise
+            self.linear_model.probe(few.inputs)
+        except FloatingPointError:
+            raise FloatingPointError(OUTPUTS.format(batch.index)) from None
+        except (RuntimeError, MemoryError) as error:
+            raise self._no_room(few, shortage_of(error)) from None
 
     def refuse_changes(self) -> None:
         """Raise an error if the weights have changed since the start of the fit.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ import torch
 logger = logging.getLogger("torch_lla_em")
 
 _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
-
-# modules between a user's code and this function
-_BETWEEN = {"contextlib", "torch", "torch_lla_em"}
 
 
 def or_float64(dtype: torch.dtype) -> str:
@@ -31,8 +27,8 @@ def report(kind: Literal["log", "warn", "show"], text: str) -> None:
     It is stored first, whatever the settings of ``logging`` and ``warnings``.
 
     Args:
-        kind (str): "log" for what happens while a program runs; "warn" for what the user's code should change,
-            with the line of this code; "show" for what only matters now: it is not stored.
+        kind (str): "log" for what happens while a program runs; "warn" for what the user's code should change;
+            "show" for what only matters now: it is not stored.
         text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is collected.
     """
     lists = _LISTS.get() if kind != "show" else ()
@@ -45,7 +41,7 @@ def report(kind: Literal["log", "warn", "show"], text: str) -> None:
     if kind != "warn":
         logger.warning("%s", text)
     else:
-        warnings.warn(text, stacklevel=_level_of_user())
+        warnings.warn(text, stacklevel=2)
 
 
 @contextmanager
@@ -56,13 +52,3 @@ def collected(messages: list[str]) -> Iterator[None]:
         yield
     finally:
         _LISTS.reset(token)
-
-
-def _level_of_user() -> int:
-    """Return the number of frames from the caller of this function to the user's code."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
-            break
-        frame, level = frame.f_back, level + 1
-    return level

@@ -66,12 +66,6 @@ class Compute:
     """Where samples and directions are stored: on the model's "device", or on the "cpu", from which
     a few at a time are copied to the device. Default "auto": on the device if they fit."""
 
-    columns: int | None = None
-    """Largest number of columns that are multiplied at once. Default None: as many as fit."""
-
-    rows: int | None = None
-    """Largest number of examples that are processed at once. Default None: as many as fit."""
-
     span_memory: float | None = None
     """Largest size in bytes of the span of directions that a fit stores. Default None: half of the free
     memory of the device of the samples. A fit whose span does not fit continues with block CG."""
@@ -114,9 +108,6 @@ class Compute:
         check_choice("shard", self.shard, ("data", None))
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
         check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
-        for name in ("columns", "rows"):
-            if getattr(self, name) is not None:
-                check_whole(1, **{name: getattr(self, name)})
 
 
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

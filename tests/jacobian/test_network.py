@@ -237,8 +237,8 @@ REFUSED = {
     ),
     "dropout": (ValueError, "disagree.*training=self", of(lambda m, x: m.a(F.dropout(x, 0.5)))),
     "not finite": (FloatingPointError, "not finite.*weights", not_finite),
-    "labels": (TypeError, "not floating point.*logits", of(lambda m, x: m.a(x).argmax(-1))),
-    "a number": (ValueError, "single number.*logits", of(lambda m, x: m.a(x).sum())),
+    "labels": (TypeError, "int64.*must be floating point.*logits", of(lambda m, x: m.a(x).argmax(-1))),
+    "a number": (TypeError, r"shape \(\). They.*logits", of(lambda m, x: m.a(x).sum())),
     "class_dim": (IndexError, r"expected to be in range of \[-2, 1\], but got 2", lambda: (mlp(), X, {"class_dim": 2})),
     "bag": (
         NotImplementedError,

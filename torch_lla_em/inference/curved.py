@@ -63,12 +63,12 @@ class Expectations:
         self, loss: Loss, mean: Tensor, deviations: Tensor | None
     ) -> tuple[float, Tensor]:
         """Return Σ E[-log p(y | h)] of all ranks, and its slope in the mean of this rank's examples."""
-        total, found = 0.0, [mean[:0]]
+        total, found = mean.new_zeros((), dtype=torch.float64), [mean[:0]]
         for rows, f in functions(mean, deviations):
             part = loss.part(rows)
-            total += part.value(f).item() / len(f)
+            total += part.value(f).double() / len(f)
             found.append(part.gradient(f).mean(0))
-        return self.share.group.add(total, mean.device), torch.cat(found)
+        return self.share.group.sum(total).item(), torch.cat(found)
 
     def deviations(self, pushed: Tensor) -> Tensor:
         """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K).

@@ -20,14 +20,10 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
     f, reached = _traced(network, names, x)
     again, reached_again = _traced(network, names, x)
-    if not f.ndim:
-        raise ValueError(
-            "The model returns a single number. Outputs are (B, ..., C): for every example its logits."
-        )
-    if not f.is_floating_point():
+    if not (f.ndim and f.is_floating_point()):
         raise TypeError(
-            f"The outputs are {f.dtype}, not floating point: the model, or its adapter, must "
-            "return logits, not class labels."
+            f"The outputs are {f.dtype} of shape {tuple(f.shape)}. They must be floating point, of shape (B, ..., C): "
+            "for every example its logits, not its label or the loss."
         )
     if not f.isfinite().all():
         raise FloatingPointError("The outputs are not finite. Check the inputs and the weights.")

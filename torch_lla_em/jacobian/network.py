@@ -25,17 +25,10 @@ ForwardFn = Callable[[nn.Module, Any], Tensor]
 class _Inside(NamedTuple):
     """What is known of a network inside of ``guarded()``."""
 
-    tensors: dict[str, Tensor]
-    """Parameters and buffers by name, detached, tied ones once."""
-
-    places: dict[str, str]
-    """The names of the tensors at all places of the network."""
-
-    written: list[str]
-    """Those that a call may write to."""
-
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    """Of each layer, and what they are restored to."""
+    tensors: dict[str, Tensor]  # parameters and buffers, detached, tied ones once
+    places: dict[str, str]  # the name of the tensor at every place of the network
+    written: list[str]  # names of those that a call may write to
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]  # of each layer, and a copy
 
 
 class Network:

@@ -150,13 +150,11 @@ def check(state: Any, kind: str) -> None:
     elif {"0.record", "members.0.record"} & names:  # the first is that of earlier versions
         found = "ensemble"
     elif "torch_lla_em_version" not in names:
-        raise ValueError(
-            f"This is no {kind} saved by torch_lla_em: it has no version key. Pass a file of "
-            f"{_SAVED_BY[kind]}.save, or the result of state_dict()."
-        )
+        found = "another program: it has no version key"
     if found != kind:
         raise ValueError(
-            f"This state is that of {_SAVED_BY[found]}, not of {_SAVED_BY[kind]}: load it with the class that saved it."
+            f"This state is that of {_SAVED_BY.get(found, found)}, not of {_SAVED_BY[kind]}: pass what the latter has "
+            "saved, or returned as state_dict()."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:

@@ -70,12 +70,6 @@ class Group:
             dist.all_reduce(total)
         return total
 
-    def add(self, number: float, device: torch.device) -> float:
-        """Return the sum of every rank's number, by way of a device that the group supports."""
-        if not self._is_shared:
-            return number
-        return self.sum(torch.tensor(number, dtype=torch.float64, device=device)).item()
-
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and dtype are free."""
         if not self._is_shared:

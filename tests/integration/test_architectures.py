@@ -292,10 +292,8 @@ BY_FACTORS = {
     "a user's function": lambda: (two_layers(lambda m, x: Square.apply(m.a(x))), X),
 }  # fmt: skip
 FORWARD = {
-    **{
-        f"{kind.__name__}, {both}": lambda k=kind, both=both: (recurrent(k, both), draw(2, 3, 3))
-        for kind in (nn.RNN, nn.GRU, nn.LSTM) for both in (False, True)
-    },
+    "GRU": lambda: (recurrent(nn.GRU, False), draw(2, 3, 3)),
+    "LSTM": lambda: (recurrent(nn.LSTM, True), draw(2, 3, 3)),
     **{f"{n}, all": lambda n=n: (normalised(n), draw(2, 1, 3, 3), "all") for n in NORMS},
     "rows that depend on each other": lambda: (prepared(Centred(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), X),
     "convolution, 3d": lambda: convolution(nn.Conv3d(2, 3, (3, 2, 1), dilation=(2, 1, 1)), 4, 2, 6, 3, 2),
@@ -341,7 +339,7 @@ def test_products_are_those_of_reverse_mode(name):
             assert layer._flat_weights is flat[0]
 
 
-@pytest.mark.parametrize("name", ["convolution, 2d", "tied embedding", "LSTM, True", "weight_norm"])
+@pytest.mark.parametrize("name", ["convolution, 2d", "tied embedding", "LSTM", "weight_norm"])
 def test_fits_run(name):
     model, x = {**BY_FACTORS, **FORWARD, **REVERSE}[name]()
     classes = model.eval()(x).shape[-1]
@@ -452,26 +450,16 @@ def test_transformers(kind, task):
         assert not any("norm" in name for name in linear_model(model).layout.names)
 
 
-def test_a_masked_language_model_has_forward_mode_and_recomputation_has_none():
-    assert check(of_transformers("Bert", "MaskedLM"), TEXT)[0].forward
-    model = of_transformers("Llama", "CausalLM", use_cache=False)
-    for reentrant in (False, True):  # transformers recomputes nothing in eval mode
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        # its hook calls requires_grad_ on the embeddings, which torch.func forbids
-        assert not check(model, TEXT, **SINGLE)[0].forward
-
-
-@pytest.mark.parametrize("task, count", daily((None, 8), rest=[("SEQ_CLS", 9)]))
-def test_only_the_adapters_of_lora_and_a_trained_head_are_in_the_posterior(task, count):
+@pytest.mark.slow
+def test_only_the_adapters_of_lora_and_a_trained_head_are_in_the_posterior():
     peft = pytest.importorskip("peft")
-    options = {"lora_dropout": 0.5, "target_modules": ["q_proj", "v_proj"], "task_type": task}
+    options = {"lora_dropout": 0.5, "target_modules": ["q_proj", "v_proj"], "task_type": "SEQ_CLS"}
     model = of_transformers("Llama", "SequenceClassification")
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, where A moves no output
             parameter.data.normal_()
     names = linear_model(model.double()).layout.names
-    assert len(names) == count and sum("lora_" in name for name in names) == 8
+    assert len(names) == 9 and sum("lora_" in name for name in names) == 8
     assert check(model, TEXT, **SINGLE)[0].forward
-    if task:
-        assert check(model, TEXT, ["*score.modules_to_save*"], **SINGLE)[1]
+    assert check(model, TEXT, ["*score.modules_to_save*"], **SINGLE)[1]

@@ -10,7 +10,6 @@ import ranks
 import simulated_gpu
 import torch
 from checkpoints import dying_after
-from jacobians import Calls
 from loaders import batches
 from models import images, small_cnn
 from tiny import draw, fitted, likelihood_of, tiny
@@ -144,23 +143,6 @@ def test_a_fit_continues_on_another_device(curvature, tmp_path):
         the_same(la.w_samples, of_tiny(end, **options).w_samples, rtol=1e-4, atol=1e-6)
         finished = of_tiny(start, folder=folder, **options)
         the_same(finished.w_samples, la.w_samples)
-
-
-def test_recurrent_networks_predict_after_a_move(tmp_path):
-    def made():
-        torch.manual_seed(0)
-        layers = {"body": nn.LSTM(2, 3, batch_first=True), "head": nn.Linear(3, 2)}
-        return Calls(lambda m, x: m.head(m.body(x)[0][:, -1]), **layers)
-
-    x, loose = draw(12, 4, 2).float(), {"rtol": 1e-3, "atol": 1e-4}
-    data = [(x, torch.arange(12) % 2)]
-    here = fit(made(), "classification", data, compute=Compute(tolerance=0.1))
-    expected = here(x)
-    here.save(tmp_path / "la.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "la.pt", made().cuda())
-    there = fit(made().cuda(), "classification", data, compute=Compute(tolerance=0.1))
-    for la in (loaded, here.cuda(), there):
-        the_same(la(x.cuda()), expected, **loose)
 
 
 @contextmanager

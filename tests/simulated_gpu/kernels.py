@@ -39,7 +39,7 @@ def install() -> None:
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     lenient = _lenient()
     for name in (n.removeprefix("aten::") for n in names if n.startswith("aten::")):
-        if name in (*NATIVE, "copy_", "_cudnn_rnn_flatten_weight"):
+        if name in (*NATIVE, "copy_"):
             continue
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -54,15 +54,7 @@ def install() -> None:
         between.call_boxed(keys, self, src, non_blocking)
         return self
 
-    def flatten(weights: list[Tensor], *shape: Any) -> Tensor:
-        """Make the weights views of one buffer, as cuDNN requires."""
-        buffer = torch.cat([w.reshape(-1) for w in weights])
-        for weight, part in zip(weights, buffer.split([w.numel() for w in weights])):
-            weight.set_(part.view(weight.shape))
-        return buffer
-
     library.impl("copy_", copy_, "CUDA", allow_override=True)
-    library.impl("_cudnn_rnn_flatten_weight", flatten, "CUDA", allow_override=True)
 
 
 def _lenient() -> set[str]:
@@ -224,7 +216,7 @@ def seen_by_cpu(tensor: Tensor) -> Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-# operations that the CPU has under another name, and the fused cell of LSTMs
+# operations that the CPU has under another name
 
 
 def convolution(x, weight, padding, stride, dilation, groups, *flags):
@@ -233,34 +225,4 @@ def convolution(x, weight, padding, stride, dilation, groups, *flags):
     )
 
 
-def _with_bias(gates, bias):
-    return gates if bias is None else gates + bias
-
-
-def lstm_cell(inputs, hidden, cx, input_bias=None, hidden_bias=None):
-    gates = _with_bias(inputs, input_bias) + _with_bias(hidden, hidden_bias)
-    i, f, g, o = gates.chunk(4, 1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    cy = f * cx + i * g
-    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
-
-
-def lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
-    i, f, g, o = workspace.chunk(4, 1)
-    grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
-    grad_c = grad_hy * o * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
-    parts = (
-        grad_c * g * i * (1 - i),
-        grad_c * cx * f * (1 - f),
-        grad_c * i * (1 - g**2),
-        grad_hy * cy.tanh() * o * (1 - o),
-    )
-    gates = torch.cat(parts, 1)
-    return gates, grad_c * f, gates.sum(0) if has_bias else torch.empty(0, device="cpu")
-
-
-REPLACEMENTS = {
-    "cudnn_convolution": convolution,
-    "_thnn_fused_lstm_cell": lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
-}
+REPLACEMENTS = {"cudnn_convolution": convolution}

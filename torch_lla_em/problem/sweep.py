@@ -277,7 +277,7 @@ class Sweep:
         """Check the derivatives of the network, at some of the first batch, inside its guard."""
         if self.linear_model.report is not None:
             return
-        few = self.pieces(batch, FEW)[0]
+        few = next(batch.split(FEW)) if self.stand_alone(batch) else batch
         try:
             self.linear_model.probe(few.inputs)
         except FloatingPointError:

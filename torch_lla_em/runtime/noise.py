@@ -29,17 +29,15 @@ def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entrie
     row_keys = _split_mix(_split_mix(rows.long() * _GOLDEN + keys)).view(-1, 1)
     counters = torch.arange((entries + 1) // 2, device=rows.device) * _GOLDEN
     per_chunk = max(1, _CHUNK // max(1, len(row_keys)))
-    pieces = [_gaussian_pairs(row_keys + c) for c in counters.split(per_chunk)]
+    pieces = []
+    for some in counters.split(per_chunk):  # Box and Muller make two of each
+        bits = _split_mix(row_keys + some)
+        radius = (((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-31 * pi)
+        pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1)
+        pieces.append(pairs.flatten(1))
     noise = torch.cat(pieces, dim=1)[:, :entries]
     return noise.view(len(samples), len(rows), entries)
-
-
-def _gaussian_pairs(counters: Tensor) -> Tensor:
-    """Map distinct 64-bit counters, (rows, n), to normals, (rows, 2 n), by Box and Muller."""
-    bits = _split_mix(counters)
-    radius = (((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-31 * pi)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)
 
 
 def _split_mix(x: Tensor) -> Tensor:

@@ -189,9 +189,8 @@ class Session:
 
     def trained_on(self) -> tuple[tuple[int, ...], int]:
         """Return hashes of some training examples, none if they are not known, and the number of all."""
-        identity = self.problem.data.identity
-        known = () if identity is None else tuple(identity.least)
-        return known, self.problem.data.facts.num_labelled
+        facts = self.problem.data.facts
+        return facts.least, facts.num_labelled
 
     def end(self, why: str) -> None:
         """Note why the fit ended; raise an error if the data are not those of the checkpoint, or the weights have changed."""

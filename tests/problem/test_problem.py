@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LinearisedLaplace
-from torch_lla_em.data.loader import Data, Facts
+from torch_lla_em.data import Data, Identity
 from torch_lla_em.data.share import Share
 from torch_lla_em.inference.prior import g_prior_scale, get_sto_samples
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -106,10 +106,12 @@ def test_the_first_pass_finds_the_facts_and_no_other_changes_them():
     w = draw(1, problem.size)
     with pytest.raises(ZeroDivisionError):
         problem.push_forward(w, lambda *_: 1 / 0)
-    assert problem.data.facts == Facts()
+    assert problem.data.facts == Identity()
     for _ in range(2):
         problem.ggn_product(w)
-        assert problem.data.facts == Facts(30, 30, 90, 28)
+        facts = problem.data.facts
+        found = facts.num_rows, facts.num_targets, facts.num_outputs, facts.num_labelled
+        assert found == (30, 30, 90, 28)
 
 
 # noise and the scaling of the prior

@@ -19,7 +19,7 @@ _SAMPLED, _SIZE = 1024, 1 << 64
 
 @dataclass
 class Identity:
-    """Number of examples, and sums of their 64-bit hashes.
+    """Number of examples, N, and sums of their 64-bit hashes; 0 before a pass.
 
     A hash covers the tensors with a row for each example. It depends on the batch where sentences are padded to several
     lengths: then numbers alone are compared.
@@ -41,6 +41,10 @@ class Identity:
     shapes: tuple[str, ...] = ()
     """Shapes of examples, ascending."""
 
+    num_outputs: int = 0
+    num_labelled: int = 0
+    """Entries of all outputs of the network, N C, and the number of examples with a label and a weight other than 0."""
+
     def add(self, batch: Batch) -> None:
         """Add the examples of a batch."""
         size, w = len(batch.rows), batch.weights
@@ -58,6 +62,8 @@ class Identity:
     def _include(self, part: Identity) -> None:
         self.num_rows += part.num_rows
         self.num_targets += part.num_targets
+        self.num_outputs += part.num_outputs
+        self.num_labelled += part.num_labelled
         self.total = (self.total + part.total) % _SIZE
         self.ordered = (self.ordered + part.ordered) % _SIZE
         self.least = (*nsmallest(_SAMPLED, {*self.least, *part.least}),)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain, islice, repeat
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,20 +58,6 @@ _OPTIONS = (
 )
 
 
-class Facts(NamedTuple):
-    """What the first pass has found about the data of all ranks; 0 before it."""
-
-    num_rows: int = 0
-    """N, the number of examples."""
-
-    num_targets: int = 0
-    num_outputs: int = 0
-    """Entries of all targets, and of all outputs of the network, N C."""
-
-    num_labelled: int = 0
-    """Number of examples with a label and a weight other than 0."""
-
-
 def in_order(data: Any) -> Any:
     """Return a loader of the same batches; one that shuffles in the order of its dataset."""
     return Data(data, torch.device("cpu")).loader
@@ -115,14 +101,12 @@ class Data:
                 **{name: value for name, value in options.items() if value},
             )
             self._choose(0, 1)
-        self.identity: Identity | None = None
-        self._is_restored = False
-        """The examples of a pass, None before the first; and whether only an earlier run has read them."""
+        self.facts, self._is_restored, self.num_passes = Identity(), False, 0
+        """What the first pass has found about the data of all ranks, and whether only an earlier run has read them."""
 
         self.keeps_order = True
         """Whether every pass so far had the same order."""
 
-        self.facts, self.num_passes = Facts(), 0
         self.num_steps: int | None = None
         """Number of batches per rank of the last pass in steps."""
 
@@ -175,15 +159,15 @@ class Data:
             if in_step:
                 yield from self._in_step(batch.on(self._device) for batch in read)
             else:
-                self._may_keep = self.group.size == 1 and (
-                    self._is_list or self.identity is not None
-                )
+                self._may_keep = self.group.size == 1 and (self._is_list or self.facts.num_rows > 0)
                 yield from self._kept(joined(read, self.merge_rows), kept, tally)
         except Exception as error:
             self.fail(error)
             raise
         self._others_wait = False
-        self._end(self.group.meet(own, Identity.of), tally)
+        if tally:
+            own.num_outputs, own.num_labelled = (int(sum(each)) for each in zip(*tally.values()))
+        self._end(self.group.meet(own, Identity.of), tally is not None)
         if self._may_keep and not in_step:
             self.cache = kept
 
@@ -207,26 +191,24 @@ class Data:
 
     def state(self) -> dict[str, Any]:
         """Return what the passes have found as plain numbers, for ``restore``."""
-        identity = None if self.identity is None else asdict(self.identity)
-        return {**self.facts._asdict(), "num_passes": self.num_passes, "identity": identity}
+        return {**asdict(self.facts), "num_passes": self.num_passes}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run has found; the data must be the same."""
-        self.facts = Facts(**{name: state[name] for name in Facts._fields})
-        self.num_passes = state["num_passes"]
-        if state["identity"] is not None:
-            self.identity, self._is_restored = Identity(**state["identity"]), True
+        found = dict(state)
+        self.num_passes = found.pop("num_passes")
+        self.facts, self._is_restored = Identity(**found), self.num_passes > 0
 
     def confirm(self) -> None:
         """Read the data once if only an earlier run has read them, to refuse other data."""
         if self._is_restored:
             self.read()
 
-    def read(self) -> Identity | None:
+    def read(self) -> Identity:
         """Read all examples once, of several ranks another share than before; return their identity."""
         for _ in self:
             pass
-        return self.identity
+        return self.facts
 
     def _read(self, first: int, step: int, seed: int = 0) -> Iterator[Batch]:
         """Yield every ``step``-th batch of the loader, with its examples' numbers."""
@@ -337,29 +319,24 @@ class Data:
             steps += 1
         self.num_steps = steps
 
-    def _end(self, whole: Identity, tally: Tally | None) -> None:
+    def _end(self, whole: Identity, is_first: bool) -> None:
         """Note what the first pass has found; refuse other data, and data that change."""
-        known = self.facts.num_rows
-        differ = self.identity is not None and not self.identity.agrees(whole)
-        fault = None
+        known, fault = self.facts, None
+        differ = self.num_passes > 0 and not known.agrees(whole)
         if differ and self._is_restored:
-            fault = _OTHER_THAN_SAVED.format(known, whole.num_rows)
+            fault = _OTHER_THAN_SAVED.format(known.num_rows, whole.num_rows)
         elif differ and self.group.size > 1:
             fault = _OTHER_RANKS
-        elif not whole.num_rows or whole.num_rows != (known or whole.num_rows):
-            fault = _OTHER_COUNT.format(whole.num_rows, known or "more")
+        elif not whole.num_rows or whole.num_rows != (known.num_rows or whole.num_rows):
+            fault = _OTHER_COUNT.format(whole.num_rows, known.num_rows or "more")
         elif differ:
             fault = _CHANGED
         if fault is not None:
             raise ValueError(fault)
-        if tally is not None:
-            own = [int(sum(each)) for each in zip(*tally.values())] or [0, 0]
-            self.facts = Facts(
-                whole.num_rows,
-                whole.num_targets,
-                *self.group.meet(own, lambda every: map(sum, zip(*every))),
-            )
-        self.keeps_order &= self.identity is None or self.identity.ordered == whole.ordered
-        if tally is not None or self._is_restored:
-            self.identity, self._is_restored = whole, False
+        self.keeps_order &= not self.num_passes or known.ordered == whole.ordered
+        if self._is_restored:
+            counts = {"num_outputs": known.num_outputs, "num_labelled": known.num_labelled}
+            self.facts, self._is_restored = replace(whole, **counts), False
+        elif is_first:
+            self.facts = whole
         self.num_passes += 1

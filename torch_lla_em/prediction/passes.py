@@ -38,8 +38,8 @@ def pushed(
         each = problem.push_forward(posterior.columns(), at)
         if group.size > 1:
             data.read()  # the share of another rank, to refuse ranks with different data
-        if unseen and data.identity is not None:
-            refuse_training_data(data.identity, posterior.trained_on, posterior.num_data)
+        if unseen:
+            refuse_training_data(data.facts, posterior.trained_on, posterior.num_data)
         group.agree(lambda: require_one_shape([f for _, f, *_ in each]))
         none = torch.zeros(
             1, 0, device=device

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,14 +81,6 @@ def test_bad_options_are_refused(options, message):
 def test_bad_options_of_objects_are_refused(kind, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         kind(**options)
-
-
-def test_integers_of_numpy_are_integers(tmp_path):
-    numbers = {"seed": np.int64(3), "class_dim": np.int32(-1)}
-    found = fit("classification", HALVES, em_steps=np.int64(2), **numbers)
-    same = fit("classification", HALVES, em_steps=2, seed=3)
-    assert torch.equal(found.w_samples, same.w_samples)
-    found.save(tmp_path / "la.pt")
 
 
 class Once:

@@ -145,10 +145,7 @@ def test_products_and_fits_use_the_weights(name):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"prior": "g"},
         {"compute": Compute(solver=BlockCG())},
-        {"curvature": "variational", "compute": Compute()},
         {"curvature": "variational", "compute": Compute(), "prior": "g"},
     ],
     ids=str,

@@ -78,17 +78,3 @@ def test_parametrisations_may_be_cached(layer):
         model(X).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         assert parametrize._cache_enabled == 1
-
-
-def test_other_tensors_in_attributes_may_be_used_and_written_and_calls_counted():
-    def scaled(own):
-        own.calls.append(1)
-        own.last = own.scales[0] * doubled(own)
-        return own.last
-
-    model = caching(scaled)
-    model.calls, model.scales = [], [torch.tensor(1.5).double()]
-    model.last, model.spare = None, nn.Linear(2, 2)
-    la = fitted(model)
-    assert model.last is None and len(model.calls) > 10
-    assert_close(la.predict(X, mean="network").mean, model(X))

@@ -44,16 +44,6 @@ def test_large_batches_take_few_columns_at_once():
         known = known._replace(names=())
 
 
-def test_factors_take_more_columns_at_once_than_the_layers_of_the_network():
-    """Columns of J of a first convolution need none of its many places."""
-    layers = nn.Conv2d(1, 8, 3, padding=1), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(8 * 9, 2)
-    linear, x = linear_model(net(*layers)), draw(400, 1, 24, 24)
-    linear.probe(x[:5])
-    with linear.network.guarded():
-        by_factors, otherwise = linear.at(x, 9), linear.by_autodiff(x)
-        assert type(by_factors) is ByFactors and by_factors.columns > 20 * otherwise.columns
-
-
 def test_a_first_batch_of_zeros_is_no_verdict():
     layers = {"layer": nn.Linear(2, 3, bias=False), "head": nn.Linear(3, 2, bias=False)}
     linear = linear_model(prepared(Calls(lambda m, x: m.head(F.relu(m.layer(x))), **layers)))
@@ -61,12 +51,8 @@ def test_a_first_batch_of_zeros_is_no_verdict():
     assert linear.probe(draw(4, 2)).names and linear.report is not None
 
 
-def test_a_probe_is_forgotten_on_request_and_weights_are_never_kept():
+def test_weights_are_never_kept():
     linear = linear_model(mlp())
-    linear.probe(X)
-    assert linear.report is not None
-    linear.forget()
-    assert linear.report is None
     linear.probe(X)
     with torch.no_grad():
         linear.network.module[0].weight += 1  # between two blocks nothing is kept
@@ -101,23 +87,13 @@ def test_few_rows_of_a_plain_network_need_no_backward_pass(activation):
         assert_close((f, Jw), (at.f, at.push(w)))
 
 
-def test_what_is_kept():
-    """The inputs of layers, and the derivatives of outputs; J itself of kernels at many places."""
-    layers = nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4, bias=False)
-    at = kept(net(*layers, nn.SELU(inplace=True), nn.Linear(4, 2)), draw(6, 3))
-    assert at.nbytes == sum(8 * 6 * n for n in (2, 3 + 2 * 5, 5 + 2 * 4, 4))
-    at = kept(net(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)), draw(4, 3), "last_layer")
-    assert at.nbytes == 8 * 4 * (40 + 2)
-    maps = nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.AvgPool2d(6), nn.Flatten()
-    (dense,) = kept(net(*maps), draw(4, 1, 6, 6)).parts
-    assert dense.J.shape == (4, 2, 20)
-    head = net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 200))  # as that of a language model
-    assert kept(head, draw(2, 3, 3), "last_layer").nbytes == 8 * 2 * 3 * (4 + 200)
-    # the inputs of a head are often a part of a larger tensor, as of the first token
+def test_what_is_kept_shares_no_memory():
+    """The inputs of a head are often a part of a larger tensor, as of the first token."""
     model = Calls(lambda m, x: m.head(m.body(x)[:, 0]), body=nn.Linear(3, 4), head=nn.Linear(4, 2))
     at = kept(prepared(model), draw(4, 5, 3), "last_layer")
     held = [t for part in at.parts for t in part if isinstance(t, torch.Tensor)]
     assert held and all(t.untyped_storage().nbytes() == t.nbytes for t in held)
+    assert at.nbytes == 8 * 4 * (4 + 2)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 30, 3)], ids=str)

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from jacobians import Calls, X, check, linear_model, mlp, prepared, products
 from tiny import draw
 from torch import nn
@@ -158,16 +157,6 @@ def test_wrapped(wrappers):
         model = torch.compile(model) if wrapper == "compile" else nn.DataParallel(model)
     assert linear_model(model).layout.names == linear_model(mlp()).layout.names
     check(model, X)
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not built")
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_distributed_data_parallel(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    try:
-        check(nn.parallel.DistributedDataParallel(mlp()), X)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_layers_compiled_in_place_or_inside_stay_eager():

@@ -1,6 +1,5 @@
 """Files and what they are compared with, warnings, random numbers by key, and limits of memory."""
 
-import ast
 import functools
 import logging
 import os
@@ -8,7 +7,6 @@ import stat
 import threading
 import warnings
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-import torch_lla_em
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.runtime import collected, memory, report
@@ -154,18 +151,6 @@ def test_warnings_of_a_fit_are_stored(tmp_path):
         assert words in " ".join(la.messages)
         for each in (la, again):
             assert words[:20] in " ".join(repr(each).split()) and words in each._repr_html_()
-
-
-def test_there_is_no_other_channel():
-    """Mixtures have no messages; a deprecation concerns the code that is read, not a fit."""
-    package, found = Path(torch_lla_em.__file__).parent, []
-    for path in set(package.rglob("*.py")) - {package / "runtime" / "messages.py"}:
-        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
-            name = ast.unparse(call.func)
-            is_warning = name in ("logger.warning", "logger.error", "logger.log", "warnings.warn")
-            if is_warning and "DeprecationWarning" not in ast.unparse(call):
-                found.append(f"{path.relative_to(package)}:{call.lineno}")
-    assert not [place for place in found if not place.startswith("mixtures")]
 
 
 def test_any_part_of_the_noise_can_be_drawn_again_and_all_keys_matter(monkeypatch):

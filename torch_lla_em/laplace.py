@@ -65,7 +65,7 @@ from torch_lla_em.session import Session, log_marginal_likelihood
 # the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
 _QUARTER = 0.25
 
-_FORMER_OPTIONS = {
+_FORMER = {
     "g_prior": 'write prior="isotropic" for g_prior=False, and prior="g" for True',
     "sigma_noise": "pass the likelihood Regression(sigma_noise)",
     "tolerance": "pass compute=Compute(tolerance=...)",
@@ -73,16 +73,12 @@ _FORMER_OPTIONS = {
     "temperature": "pass weights=1 / temperature to fit",
     "forward_fn": "pass adapter=Adapter(outputs=...)",
     "target_fn": "pass adapter=Adapter(targets=...)",
-}
-"""Arguments of ``LinearisedLaplace`` in earlier versions, and what replaces them."""
-
-_FORMER = {
     "checkpoint": "pass compute=Compute(checkpoint=folder) to LinearisedLaplace",
     "budget": "pass compute=Compute(budget=seconds) to LinearisedLaplace",
     "shard": "pass compute=Compute(shard=None) to LinearisedLaplace for a fit on each rank alone",
     "update": "the steps are those of MacKay's update",
 }
-"""Arguments of ``fit`` in earlier versions, and what replaces them."""
+"""Arguments of ``LinearisedLaplace`` and ``fit`` in earlier versions, and what replaces them."""
 
 Task = Literal[
     "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
@@ -152,7 +148,7 @@ class LinearisedLaplace(Printed, nn.Module):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a trained nn.Module, not {type(model).__name__}.")
-        refuse_former("LinearisedLaplace", former, _FORMER_OPTIONS)
+        refuse_former("LinearisedLaplace", former, _FORMER)
         check_whole(1, num_samples=num_samples)
         check_whole(-inf, seed=seed, class_dim=class_dim)
         require(isinstance(compute, Compute), "compute", compute, "a Compute object")
@@ -165,15 +161,14 @@ class LinearisedLaplace(Printed, nn.Module):
         if not isinstance(likelihood, Likelihood):
             check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
             likelihood = LIKELIHOODS[likelihood]()
-        self._given_likelihood: Likelihood = likelihood
-        self.posterior: Posterior | None = None
         if PRIORS[prior][0] and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use prior="scalar".')
-        if isinstance(self._given_likelihood, BradleyTerry):
+        if isinstance(likelihood, BradleyTerry):
             adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
         network = Network(model, adapter.outputs, int(class_dim), compute.precision)
-        self._parameters_asked = parameters
-        self._base = _linear_model(network, parameters)
+        self._given_likelihood: Likelihood = likelihood
+        self.posterior: Posterior | None = None
+        self._parameters_asked, self._base = parameters, _linear_model(network, parameters)
         self.prior, self.curvature, self.num_samples = prior, curvature, int(num_samples)
         self.seed, self.adapter, self.compute = int(seed), adapter, compute
         self.trained_with: tuple[Any, Weights | None] = (None, None)

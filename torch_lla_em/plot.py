@@ -81,10 +81,10 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     predicted = la.predict(grid.view(-1, *x.shape[1:]))
     values = predicted.expectation, *predicted.credible_interval(0.9), rows.targets
     mean, low, high, y = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
-    places, grid = _array(x.flatten()), _array(grid)
+    places, at = _array(x.flatten()), _array(grid)
     some = places.argsort()[:: -(-len(y) // 500)]  # more points are thinned evenly
-    axes.fill_between(grid, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
-    axes.plot(grid, mean, color="C0")
+    axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
+    axes.plot(at, mean, color="C0")
     ink = axes.xaxis.label.get_color()  # of dark styles too
     axes.scatter(places[some], y[some], 4, color=ink, label="data", zorder=3)
     axes.legend(frameon=False)

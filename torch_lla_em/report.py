@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from html import escape
 from io import BytesIO
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,6 @@ figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85
 </style><h1>{title}</h1>{body}</html>
 """
 
-_NOTHING = "Nothing: no problem was found."
-
 
 def report(
     la: Any, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
@@ -57,17 +56,17 @@ def report(
     """
     rows, (title, known) = predicted_data(la, loader), la._table()
     network, posterior = (scores(p, rows.targets) for p in (rows.network, rows.posterior))
-    cells = [(key, f"{network[key]:.4g}", f"{posterior[key]:.4g}") for key in network]
-    name = "networks" if len(rows.network.members) > 1 else "network"
-    of_scores = Table(
-        f"Scores on {len(rows.targets):,} examples", [("", name, "posterior"), *cells]
-    )
+    cells: list[tuple[str, ...]] = [("", "network", "posterior")]
+    cells += [(key, f"{network[key]:.4g}", f"{posterior[key]:.4g}") for key in network]
+    of_scores = Table(f"Scores on {len(rows.targets):,} examples", cells)
     to_do, covered = to_do_for(la, rows), ""
     if la.reference is not None:
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
             found = la.check(loader)
             to_do, covered = to_do + found.problems, Table(*found._table())._repr_html_()
-    lines = "".join(f"<li>{escape(words)}</li>" for words in to_do or [_NOTHING])
+    lines = "".join(
+        f"<li>{escape(words)}</li>" for words in to_do or ["Nothing: no problem was found."]
+    )
     parts = [la._repr_html_(), of_scores._repr_html_(), f"<h2>What to do</h2><ul>{lines}</ul>"]
     parts += [covered, f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>"]
     numbers = Table("All numbers of the fit", la.details().rows[len(known) :])
@@ -84,11 +83,8 @@ def to_do_for(la: Any, rows: PredictedData) -> list[str]:
         remedy = "Calibrate with other held-out data, or predict by the network."
         if la.calibration is None or la.calibration.length is not None:
             remedy, to_do = f"{CALL}.", [words for words in to_do if CALL not in words]
-        to_do.insert(
-            0,
-            "The NLL of the posterior is higher than that of the network alone, by "
-            f"{loss:.2g} ± {error:.1g} per example. {remedy}",
-        )
+        words = "The NLL of the posterior is higher than that of the network alone, by "
+        to_do.insert(0, f"{words}{loss:.2g} ± {error:.1g} per example. {remedy}")
     return to_do
 
 
@@ -104,10 +100,9 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
     ]
-    for is_possible, draw, data, words in wanted:
-        if is_possible:
-            figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()
-            draw(la, *data, axes=figure.add_subplot())
-            figure.savefig(png, format="png", dpi=110)
-            source = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
-            yield f'<figure><img alt="{words}" src="{source}"><figcaption>{words}</figcaption></figure>'
+    for _, draw, data, words in filter(itemgetter(0), wanted):
+        figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()
+        draw(la, *data, axes=figure.add_subplot())
+        figure.savefig(png, format="png", dpi=110)
+        source = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
+        yield f'<figure><img alt="{words}" src="{source}"><figcaption>{words}</figcaption></figure>'

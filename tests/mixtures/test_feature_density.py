@@ -147,13 +147,10 @@ UNSUITABLE = [
     (AttributeError, "has no attribute `tail`", lambda net, x, y: FeatureDensity(net, "tail")),
     (RuntimeError, "did not run", lambda net, x, y: FeatureDensity(net, "spare").fit([x])),
     (TypeError, "a torch.int64 tensor", lambda net, x, y: FeatureDensity(Echo(), "").features(y)),
-    (TypeError, "a str, no", lambda net, x, y: FeatureDensity(Echo(str), "").features(x)),
     (TypeError, "No targets found", lambda net, x, y: of_body(net, True).fit([x])),
-    (AssertionError, "Size mismatch", lambda net, x, y: of_body(net, True).fit(x, y[:7])),
     (ValueError, "all labels -100", lambda net, x, y: of_body(net, True).fit(x, 0 * y - 100)),
     (ValueError, "exhausted after one", lambda net, x, y: of_body(net).fit(iter(x.split(32)))),
     (RuntimeError, "Call fit", lambda net, x, y: of_body(net).score(x)),
-    (ValueError, "NaN or infinity", lambda net, x, y: of_body(net).fit([x * torch.nan])),
 ]
 
 

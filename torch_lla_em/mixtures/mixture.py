@@ -96,14 +96,12 @@ class GaussianMixture:
         return self
 
     def __repr__(self) -> str:
-        end = "not fitted"
+        words = "not fitted"
         if self.lower_bounds:
-            how = (
-                f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds)} steps"
-            )
-            end = f"{how}, lower bound {self.lower_bounds[-1]:.6g}"
+            words = f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds)} steps, "
+            words += f"lower bound {self.lower_bounds[-1]:.6g}"
         options = f"{self.num_components}, covariance={self.covariance!r}"
-        return f"{type(self).__name__}({options}), {end}"
+        return f"{type(self).__name__}({options}), {words}"
 
     def log_joint(self, x: Tensor) -> Tensor:
         """Return log p(x, component) of examples x (n, D), shape (n, K), in float64."""
@@ -163,7 +161,7 @@ class VariationalGaussianMixture(GaussianMixture):
     _variational = True
 
 
-def _examples(data: Tensor | Iterable[Any], by_label: bool = False) -> tuple[Tensor, Tensor]:
+def _examples(data: Tensor | Iterable[Any], by_label: bool) -> tuple[Tensor, Tensor]:
     """Return all examples of a tensor or batches, (N, D), and their labels, (N,), 0 without labels."""
     batches = [data] if isinstance(data, Tensor) else data
     parts = [_batch(batch, by_label) for batch in batches]
@@ -190,15 +188,14 @@ def _batch(batch: Any, by_label: bool) -> tuple[Tensor, Tensor]:
             f"A batch holds a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}. Pass tensors with "
             "one row per example, shape (n, D); a single column is x[:, None]."
         )
-    if not by_label:
-        return x.detach(), torch.zeros(len(x), dtype=torch.long, device=x.device)
-    labels = torch.as_tensor(others[0], device=x.device) if others else None
-    if labels is None or labels.shape != x.shape[:1] or labels.is_floating_point():
-        found = "none" if labels is None else f"{labels.dtype} {tuple(labels.shape)}"
-        raise ValueError(
-            "A fit by label needs batches (x, labels) with one integer per example, but "
-            f"the labels are {found}. Pass [(x, labels)] or a loader."
-        )
+    labels = x.new_zeros(len(x), dtype=torch.long)
+    if by_label:
+        labels = torch.as_tensor(others[0] if others else (), device=x.device)
+        if labels.shape != x.shape[:1] or labels.is_floating_point():
+            raise ValueError(
+                "A fit by label needs batches (x, labels) with one integer per example, but "
+                f"the labels are {labels.dtype} {tuple(labels.shape)}. Pass [(x, labels)] or a loader."
+            )
     return x.detach(), labels
 
 

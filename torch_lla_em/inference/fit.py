@@ -331,7 +331,7 @@ def memory_of(
         entries = directions * (P + 2 * outputs)  # with two copies of J V
         if problem.linear_model.is_last_layer:
             # weights, the products with features of a few examples, and numbers for each sample and output
-            entries = directions * 5 * P + 2 * min(directions * outputs, 1 << 24) + 6 * K * outputs
+            entries = directions * 3 * P + 2 * min(directions * outputs, 1 << 24) + 6 * K * outputs
         found.append(min(room, entries * itemsize))
     expected = found[0] + 0.5 * plan.vectors + rest
     return expected, max(expected, found[1] + plan.vectors + 2 * rest)

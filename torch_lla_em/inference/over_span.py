@@ -80,7 +80,7 @@ class OverSpan:
             root = (curved.vectors * (curved.theta + precision).rsqrt()).to(self.f)
             _, *shape, C = self.f.shape
             found = [self.f.new_zeros(0, *shape, C, C)]
-            for _, part in self.span.parts():
+            for _, part in self.span.parts(self.span.stored):
                 each = (part @ root).view(-1, *shape, C, root.shape[1])
                 found.append(root_of(each @ each.mT))
             pushed = torch.cat(found) * C**0.5

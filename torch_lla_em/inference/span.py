@@ -69,8 +69,7 @@ class Span:
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions, with twice their J v, in bytes."""
         P = self.noise.shape[1]
-        # T, its copy, and hᵀ H J V in float64 in place of two J V
-        of_J = self.entries if self._features is None else 2 * P
+        of_J = self.entries if self._features is None else P  # T in place of J V
         return float(directions * (P + 2 * of_J) * self.noise.element_size())
 
     # directions
@@ -178,15 +177,20 @@ class Span:
         return total
 
     def ggn(self, H: Hessian, start: int, dtype: torch.dtype) -> Tensor:
-        """Return (J V)ᵀ H J V from direction ``start`` on, (m, m - start), for H of this rank's examples."""
-        G = self.xi.new_zeros(self.size, self.size - start)
+        """Return (J V)ᵀ H J V from the block of direction ``start`` on, (m, m - start), for H of this rank's examples."""
         if self._features is not None:  # Tᵀ (hᵀ H J V) takes fewer products than (J V)ᵀ H J V
-            of_h = G.new_zeros(len(self.stored[0]), self.size - start)
-            for rows, part in self.parts(start):
-                of_h += self._transposed(H.product(part.to(dtype), rows), rows)
-            G = torch.cat([block.T.to(G) @ of_h for block in self.stored])
+            found, at = [], 0
+            for block in self.stored:
+                if at >= start:
+                    of_h = torch.zeros_like(block, dtype=torch.float64)
+                    for rows, part in self.parts([block]):
+                        of_h += self._transposed(H.product(part.to(dtype), rows), rows)
+                    found.append(torch.cat([every.T.to(of_h) @ of_h for every in self.stored]))
+                at += block.shape[1]
+            G = torch.cat(found, 1)
         else:
-            for rows, part in self.parts():
+            G = self.xi.new_zeros(self.size, self.size - start)
+            for rows, part in self.parts(self.stored):
                 part = part.to(dtype)
                 HJ = H.product(part[:, start:], rows)
                 # what is on and below the diagonal, if the columns are all
@@ -198,21 +202,17 @@ class Span:
         total: Tensor = self.rows.share.group.sum(G)
         return total
 
-    def parts(self, start: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of examples with their J V, (n ... C, m), or by features that from direction ``start`` on."""
-        outputs = self.rows.f.shape[1:].numel()
-        entries = 1 << (
-            19 if self._features is None else 24
-        )  # what fits into the cache, if J V is stored
-        step = max(1, entries // (outputs * max(self.size - start, 1)))
+    def parts(self, blocks: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """Yield parts of the examples with J v of stored blocks, (n ... C, k), which fit into the cache if J V is stored."""
+        outputs, width = self.rows.f.shape[1:].numel(), sum(block.shape[1] for block in blocks)
+        step = max(1, (1 << (19 if self._features is None else 24)) // (outputs * max(width, 1)))
         for first in range(0, len(self.rows.f), step):
             rows = slice(first, first + step)
             if self._features is None:
                 near = slice(first * outputs, (first + step) * outputs)
-                yield rows, torch.cat([block[near] for block in self.stored], 1)
+                yield rows, torch.cat([block[near] for block in blocks], 1)
             else:
-                table = torch.cat(self.stored, 1)[:, start:]
-                yield rows, _of_features(self._features[rows], table.contiguous())
+                yield rows, _of_features(self._features[rows], torch.cat(blocks, 1))
 
     def _transposed(self, u: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return hᵀ u, (D C, k), for u (n ... C, k) of these examples."""

@@ -13,7 +13,7 @@ from torch_lla_em.data import Data
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span import Span
 from torch_lla_em.jacobian import LinearModel, Network, ParameterLayout, select_parameters
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem import Blocks, Problem
 
 N = 6
 
@@ -68,7 +68,12 @@ def test_products_by_features_are_those_of_the_jacobian(name):
     assert_close(span.pull(u), u.T @ JV)
     assert_close(span.pull(u, 4), u.T @ JV[:, 4:])
     assert_close(span.pull_weights(u), u.T @ J * scale)
-    assert_close(torch.cat([part for _, part in span.parts()]), JV)
+    assert_close(torch.cat([part for _, part in span.parts(span.stored)]), JV)
+    H = Blocks(draw(*span.rows.f.shape, 3, seed=8) + 2 * torch.eye(3).double())
+    H = H._replace(values=H.values @ H.values.mT)
+    GGN = JV.T @ H.product(JV)
+    assert_close(span.ggn(H, 0, JV.dtype), GGN)
+    assert_close(span.ggn(H, 3, JV.dtype), GGN[:, 3:])
     passes = span._problem.data.num_passes
     turn = span.restart(draw(1, 5, seed=7))
     assert_close(span.push(torch.eye(3).double()).flatten(0, -2), JV @ turn)

@@ -36,7 +36,7 @@ def predicted(likelihood, f, Jw, table):
 
 
 def fit(problem, before=PLAIN, **options):
-    return calibrated(parts(*problem), [before], **options)
+    return calibrated(parts(*problem), [before], **options)[0]
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])

@@ -201,5 +201,3 @@ def test_what_cannot_be_guaranteed_is_refused():
         with pytest.raises(ValueError, match=words):
             control_of([(probs, y)], level=level)
     assert control_of([(last, y)], level=0.2, class_dim=-1).num_images == 8
-    with pytest.raises(TypeError, match="classes.*of other pixels to -100"):
-        control_of([(p, y)], level=0.2, classes=[1])

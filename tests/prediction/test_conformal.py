@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(blobs, several):
         (ValueError, r"shape \(2,\), but there are 3", by(sets(groups=[0, 1]), groups=groups)),
         (ValueError, "calibrate was not", by(sets(weights=[1.0, 2.0, 3.0]))),
         (ValueError, "score='entropy'", by(lambda la: la.predict(x[:3]).is_ood(score="entropy"))),
-        (ValueError, "without mean= and num_samples=", by(lambda la: la.predict(x[:3], mean="network").prediction_set())),
+        (ValueError, "without mean=", by(lambda la: la.predict(x[:3], mean="network").prediction_set())),
         (TypeError, "must be integers", calibrate(groups=x[few, 0])),
         *((TypeError, "groups must be integers.*numpy.unique", calibrate(groups=[g] * 128)) for g in ("a", None, 0.5)),
         (ValueError, "'class'", calibrate(groups="class")),

@@ -49,12 +49,11 @@ def test_loaders_are_predicted_as_all_inputs_at_once(name):
         every = loader, loader.dataset, DataLoader(of_inputs, 7), of_inputs
         for data in (*every, DataLoader(Streamed(case.x), 6), DataLoader(list(case.x), 7)):
             assert_close(la(data), la(case.x))
-        few = torch.cat([p.mean for p in la.predictions([case.x], "linear", num_samples=2)])
-        assert_close(few, la.predict(case.x, "linear", num_samples=2).mean)
+        linear = torch.cat([p.mean for p in la.predictions([case.x], "linear")])
+        assert_close(linear, la.predict(case.x, "linear").mean)
         empty = DataLoader(TensorDataset(case.x[:0]))
         for words, call in (  # before the first batch
-            ("num_samples=99", lambda: la.predictions(loader, num_samples=99)),
-            ("num_samples must be a whole number", lambda: la.predict(case.x, num_samples=1.5)),
+            ("mean='both'", lambda: la.predictions(loader, "both")),
             ("loader is empty", lambda: la(empty)),
             ("loader is empty", lambda: la.predict(empty)),
         ):

@@ -285,9 +285,9 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
         p = together(p, prediction_of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
-    density = gaussians(p, "cdf")
-    each = Normal(density.means[:, None], density.deviations[:, None]).log_prob(grid).exp()
-    whole = (density.weights.view(-1, 1, 1, 1) * each).sum(0)
+    weights, means, deviations = gaussians(p, "cdf")
+    each = Normal(means[:, None], deviations[:, None]).log_prob(grid).exp()
+    whole = (weights.view(-1, 1, 1, 1) * each).sum(0)
     if outputs == 1:  # the same density as that of log_prob
         at = ((draw(B, 1, seed=3) - grid).abs().argmin(0))[0, 0]
         assert_close(whole[at, 0, 0].log(), p.log_prob(grid[at].expand(B, 1))[0], rtol=1e-6, atol=0)

@@ -203,7 +203,7 @@ class Named(Classification):
 GIVEN = {
     "likelihood": (
         *(Named(0.5), Named(0.5)),
-        {"classification": "the same likelihood", Named(0.25): "other attributes"},
+        {"classification": "the same likelihood", Named(0.25): "the same likelihood"},
     ),
     "adapter": (*[Adapter(lambda model, x: model(10 * x))] * 2, {Adapter(): "the same adapter"}),
 }

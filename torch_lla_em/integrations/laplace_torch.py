@@ -277,7 +277,7 @@ class Laplace:
 
     def _around_network(self, batch: Any) -> Prediction:
         x = batch if isinstance(batch, Mapping) else batch[0]
-        return self.posterior.predict(to_device(x, self._device), "network", num_samples=1)
+        return self.posterior.predict(to_device(x, self._device), "network")
 
     def _at(self, x: Any, pred_type: str) -> tuple[Tensor, Tensor]:
         """Return the mean of f, (B, ..., C), and K samples of f less the mean."""

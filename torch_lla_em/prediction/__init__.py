@@ -7,13 +7,12 @@ each makes a ``prediction`` by way of a ``pushforward``. ``arrays`` has function
 from torch_lla_em.prediction import arrays, calibrates, exports, predictor, stored, summary
 from torch_lla_em.prediction.arrays import Interval, mean_and_error
 from torch_lla_em.prediction.calibrates import calibrate
-from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.check import check
 from torch_lla_em.prediction.exports import program_of
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
-    Correction,
     NotFittedError,
     Posterior,
     Posteriors,

@@ -1,4 +1,4 @@
-"""Functions of arrays: ranks among reference scores, conformal sets and intervals, and mixtures of Gaussians.
+"""Functions of arrays: ranks among reference scores, conformal sets and intervals.
 
 Predictions of posteriors and of students use the same ones. Outputs are last. Differences by rounding are ties.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil, nan, pi
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_lla_em.data import as_targets
-from torch_lla_em.likelihoods import Likelihood, average
+from torch_lla_em.likelihoods import Likelihood
 
 NUMBERS = 4_000_000
 """Numbers, of comparisons, of differences between examples, or of functions, that are held in memory at a time."""
@@ -219,47 +218,3 @@ def errors_of(prediction: Any, y: Tensor) -> Tensor:
 def gaussian_entropy(variance: Tensor) -> Tensor:
     """Return the entropy of a Gaussian in nats."""
     return 0.5 * (2 * pi * variance).log() + 0.5
-
-
-class GaussianTargets(NamedTuple):
-    """A mixture of P Gaussians for each output."""
-
-    weights: Tensor
-    """(P,), with sum 1."""
-
-    means: Tensor
-    """(P, B, ..., C)."""
-
-    deviations: Tensor
-    """Their standard deviations, (P, B, ..., C)."""
-
-    def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y <= y), in the shape of y."""
-        return average(torch.special.ndtr((y - self.means) / self.deviations), self.weights)
-
-    def quantile(self, share: float) -> Tensor:
-        """Return the y with P(Y <= y) = share, by bisection between quantiles of the components."""
-        each = self.means + NormalDist().inv_cdf(share) * self.deviations
-        lower, upper = each.amin(0), each.amax(0)
-        halvings = 64 if len(each) > 1 else 0  # after which the ends are equal in double precision
-        for _ in range(halvings):
-            middle = 0.5 * (lower + upper)
-            is_below = self.cdf(middle) < share
-            lower, upper = middle.where(is_below, lower), upper.where(is_below, middle)
-        return 0.5 * (lower + upper)
-
-    def crps(self, y: Tensor) -> Tensor:
-        """Return E|Y - y| - E|Y - Y'| / 2 in closed form (Grimit et al., 2006), in the shape of y."""
-        found = average(_mean_size(y - self.means, self.deviations), self.weights)
-        for weight, mean, deviation in zip(*self):
-            apart = _mean_size(mean - self.means, (deviation**2 + self.deviations**2).sqrt())
-            found = found - 0.5 * weight * average(apart, self.weights)
-        return found
-
-
-def _mean_size(mean: Tensor, deviation: Tensor) -> Tensor:
-    """Return E|z| of Gaussian numbers."""
-    z = mean / deviation
-    density = (-0.5 * z.square()).exp() / (2 * pi) ** 0.5
-    found: Tensor = mean * (2 * torch.special.ndtr(z) - 1) + 2 * deviation * density
-    return found

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from torch_lla_em.data import Data, Weights, paired, tensors_in
 from torch_lla_em.prediction.calibration import (
-    CalibratedComponents,
+    Correction,
     calibrated,
     half_as_reference,
     reference_of,
     temperature_of,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved
-from torch_lla_em.prediction.passes import under_all
-from torch_lla_em.prediction.posterior import Correction, Posterior, Posteriors, required
-from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.prediction.passes import pushed
+from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
+from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.runtime import Group, first, group_of, report
 
 
@@ -93,34 +93,26 @@ def calibrate(
 def calibrated_on(
     known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
 ) -> Correction:
-    """Return what ``calibrate`` finds in one pass for each network.
-
-    The ranks of a posterior share the pass, and each has the products of all examples after it.
-    """
+    """Return what ``calibrate`` finds in one pass for each network, which the ranks of a posterior share."""
     group = group_of(known.setting.shard if isinstance(known, Posterior) else None)
     with torch.inference_mode(False), torch.no_grad():
-        _, data = under_all(known.members, loader, group)
+        _, data = pushed(known.members, loader, group)
         stated = stated.checked(len(data.y), data.f.device)
-        found = calibrated([data], [known.tables])
-        return _correction(known, found, half_as_reference(data, found.numbers, stated), group)
+        found, numbers = calibrated([data], [known.tables])
+        found = found._replace(reference=half_as_reference(data, numbers, stated))
+        return _agreed(known, found, group)
 
 
-def _correction(
-    known: Posterior | Posteriors,
-    found: CalibratedComponents,
-    reference: Reference | None,
-    group: Group,
-) -> Correction:
-    """Return what the first rank has found: the others may round differently."""
-    table, noise, calibration, _ = found
-    table, calibration = group.from_first(table), group.meet(calibration, first)
-    noise = noise if noise is None else group.from_first(noise)
+def _agreed(known: Posterior | Posteriors, found: Correction, group: Group) -> Correction:
+    """Return what the first rank has found, since others may round differently, with what it belongs to."""
+    table, noise = (each if each is None else group.from_first(each) for each in found[:2])
+    calibration = group.meet(found.calibration, first)
     if not calibration.applied:
         table = noise = None
     room = max(member.room() for member in known.members)
     others = known.members if isinstance(known, Posteriors) else ()
     marks = tuple(member.mark for member in others)
-    return Correction(table, noise, reference, calibration, room, marks)
+    return Correction(table, noise, found.reference, calibration, room, marks)
 
 
 def calibrated_on_moved(
@@ -140,22 +132,18 @@ def calibrated_on_moved(
             raise NoDistance("only columns of numbers are compared without being asked")
         batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
         read = replace(posterior, setting=setting._replace(target_fn=None))
-        _, part = under_all((read,), batches)
+        _, part = pushed((read,), batches)
         if not asked and posterior.likelihood.gives_probabilities:
             # memorised labels make a network too confident; below 1 the simple model only knows more
             T = group.meet(temperature_of(posterior.likelihood, part.f, part.y), first)
             if T < 1:
                 return posterior
-        found = calibrated([part], [posterior.tables], length)
-        return posterior.corrected(_correction(posterior, found, None, group))
+        found, _ = calibrated([part], [posterior.tables], length)
+        return posterior.corrected(_agreed(posterior, found, group))
 
 
 def without_validation(posterior: Posterior, loader: Any, weights: Weights | None) -> Posterior:
-    """Return a posterior of some parameters as ``fit`` leaves it if there is no validation set.
-
-    It takes the other parameters as given, though they were learnt from the same targets, so that it is as confident as
-    a network that has memorised them. Of all parameters it mostly is not, and stays as fitted.
-    """
+    """Return a posterior of some parameters as ``fit`` leaves it: as sure as its network, which may have memorised targets."""
     if posterior.result.why == "budget":
         return posterior
     try:
@@ -172,7 +160,7 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
 def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
     """Return the record of an ensemble, calibrated on a loader of unseen examples for each member."""
     with torch.inference_mode(False), torch.no_grad():
-        parts = [under_all((own,), rows)[1] for own, rows in zip(known.members, unseen)]
-        found = calibrated(parts, known.tables)
+        parts = [pushed((own,), rows)[1] for own, rows in zip(known.members, unseen)]
+        found, _ = calibrated(parts, known.tables)
         reference = reference_of(parts, found.table, found.noise, folds=True)
-    return known.corrected(_correction(known, found, reference, Group()))
+    return known.corrected(_agreed(known, found._replace(reference=reference), Group()))

@@ -1,8 +1,4 @@
-"""Calibration: a few numbers of the predictions, fitted to a validation set.
-
-``calibrate`` lists them; temperature scaling is a special case. They maximise the posterior
-density under weak priors, by L-BFGS on outputs that one pass has stored.
-"""
+"""Calibration: a few numbers of the predictions, fitted to examples whose outputs one pass has stored."""
 
 from __future__ import annotations
 
@@ -103,18 +99,30 @@ class Numbers(NamedTuple):
     """Prior standard deviations of θ."""
 
 
-class CalibratedComponents(NamedTuple):
-    """The table of components and the factor of σ that were fitted; used if the NLL improves."""
+class Correction(NamedTuple):
+    """What ``calibrate`` has found of one posterior, or of several together; nothing before it."""
 
-    table: Tensor
-    noise: Tensor | None
-    calibration: Calibration
-    numbers: Numbers
+    table: Tensor | None = None
+    """The components of predictions; None: as fitted."""
+
+    noise: Tensor | None = None
+    """A factor of σ; None: 1."""
+
+    reference: Reference | None = None
+    """What inputs are compared with, by splitting the validation set."""
+
+    calibration: Calibration | None = None
+
+    room: float = 0.0
+    """Relative difference up to which scores are ties: that of the dtype in which they were computed."""
+
+    marks: tuple[str, ...] = ()
+    """Those of the several posteriors that it belongs to; empty in files of 0.4."""
 
 
 def calibrated(
     parts: Sequence[Pushforward], before: Sequence[Tables], length: float | None = None
-) -> CalibratedComponents:
+) -> tuple[Correction, Numbers]:
     """Fit the numbers to held-out or, with a ``length``, moved examples; ``before`` are the parts' tables as fitted."""
     likelihood = parts[0].likelihood
     parts = [part.part(likelihood.labelled(part.y)) for part in parts]
@@ -151,7 +159,7 @@ def calibrated(
     labels = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks) / count
     compared = rmse, network, temperature, labels, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
-    return CalibratedComponents(_table(table, theta), noise, calibration, numbers)
+    return Correction(_table(table, theta), noise, None, calibration), numbers
 
 
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:

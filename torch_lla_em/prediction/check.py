@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_lla_em.data import paired
-from torch_lla_em.prediction.passes import under_all
+from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predicted
@@ -144,7 +144,7 @@ def check(
         >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
     """
     record = required(la, surely=True)
-    x, data = under_all(record.members, paired(loader, targets))
+    x, data = pushed(record.members, paired(loader, targets))
     known = data.likelihood.labelled(data.y)
     if not known.any():
         raise ValueError("No example has a label, so no coverage can be measured.")

@@ -151,8 +151,7 @@ def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
         la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
         raise ValueError(
             f"{name} compares inputs with a validation set, but this prediction has none. "
-            f"Call {la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean= and "
-            "num_samples=."
+            f"Call {la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean=."
         )
     reference.agree(prediction.stated)
     return reference, prediction.by_reference

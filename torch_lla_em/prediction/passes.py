@@ -21,16 +21,32 @@ training examples below which equal ones are no sign of it."""
 
 
 def pushed(
-    posterior: Posterior, loader: Iterable[Any], group: Group = Group(), unseen: bool = False
-) -> tuple[list[Batch], Pushforward]:
-    """Return this rank's batches of a loader, and the examples of all ranks with their products, in one pass.
+    posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group | None = None
+) -> tuple[Tensor | None, Pushforward]:
+    """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass for each posterior.
 
-    If all examples are to be ``unseen``, training examples are refused.
+    With a ``group`` each rank computes its share, and training examples of a posterior are refused.
     """
-    device = posterior.setting.linear_model.network.device
+    each: list[Pushforward] = []
+    for posterior in posteriors:
+        if group is not None:
+            group.agree(partial(required, posterior, surely=True))
+        inputs, own = _pushed_by(posterior, loader, group)
+        each.append(own)
+        same_targets(own.y, each[0].y)
+    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
+    x = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
+    return x, stack_members(each)
+
+
+def _pushed_by(
+    posterior: Posterior, loader: Iterable[Any], shared: Group | None
+) -> tuple[list[Any], Pushforward]:
+    """Return this rank's batches of inputs, and the examples of all ranks with their products, in one pass."""
+    device, group = posterior.setting.linear_model.network.device, shared or Group()
 
     def at(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
-        return batch, f, Jw, batch.rows.to(device), batch.targets
+        return batch.inputs, f, Jw, batch.rows.to(device), batch.targets
 
     with torch.inference_mode(False), torch.no_grad():
         data = Data(loader, device, posterior.setting.target_fn, group)
@@ -38,13 +54,11 @@ def pushed(
         each = problem.push_forward(posterior.columns(), at)
         if group.size > 1:
             data.read()  # the share of another rank, to refuse ranks with different data
-        if unseen:
+        if shared is not None:
             refuse_training_data(data.facts, posterior.trained_on, posterior.num_data)
         group.agree(lambda: require_one_shape([f for _, f, *_ in each]))
-        none = torch.zeros(
-            1, 0, device=device
-        )  # without examples, it gets the form that others have
-        batches, *columns = zip(*each) if each else [(), *[(none[0],)] * 4]
+        none = torch.zeros(1, 0, device=device)  # takes the form that other ranks have
+        inputs, *columns = zip(*each) if each else [(), *[(none[0],)] * 4]
         f, Jw, rows, y = (
             torch.cat(c, int(c is columns[1])) if len(c) > 1 else c[0] for c in columns
         )
@@ -53,30 +67,7 @@ def pushed(
             order = group.gather(rows.long()).argsort()
             f, Jw, y = (group.gather(values)[order] for values in (f, Jw, y))
             Jw = Jw.movedim(0, 1)
-        return list(batches), posterior.of_products(f, Jw, y)
-
-
-def under_all(
-    posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group | None = None
-) -> tuple[Tensor | None, Pushforward]:
-    """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass for each posterior.
-
-    With a ``group`` each rank computes its share, and training examples of a posterior are refused.
-
-    Raises:
-        ValueError: If the examples of a pass differ from those of the first.
-    """
-    each: list[Pushforward] = []
-    for posterior in posteriors:
-        if group is not None:
-            group.agree(partial(required, posterior, surely=True))
-        batches, own = pushed(posterior, loader, group or Group(), unseen=group is not None)
-        each.append(own)
-        same_targets(own.y, each[0].y)
-    inputs = [batch.inputs for batch in batches]
-    shapes = {x.shape[1:] if isinstance(x, Tensor) else None for x in inputs}
-    x = torch.cat(inputs) if len(shapes) == 1 and None not in shapes else None
-    return x, stack_members(each)
+        return list(inputs), posterior.of_products(f, Jw, y)
 
 
 def same_targets(y: Tensor, known: Tensor) -> None:

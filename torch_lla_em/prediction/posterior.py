@@ -18,12 +18,11 @@ from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.arrays import rounding
-from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.calibration import Correction
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
 from torch_lla_em.prediction.pushforward import Pushforward, Rows, posterior_alone, stack_members
-from torch_lla_em.prediction.reference import Reference
-from torch_lla_em.runtime import check_choice, check_whole
+from torch_lla_em.runtime import check_choice
 
 
 class NotFittedError(RuntimeError):
@@ -44,27 +43,6 @@ class Setting(NamedTuple):
 
     shard: str | None = None
     """How the fit used a process group; ``calibrate`` does the same."""
-
-
-class Correction(NamedTuple):
-    """What ``calibrate`` has found of one posterior, or of several together; nothing before it."""
-
-    table: Tensor | None = None
-    """The components of predictions; None: as fitted."""
-
-    noise: Tensor | None = None
-    """A factor of σ; None: 1."""
-
-    reference: Reference | None = None
-    """What inputs are compared with, by splitting the validation set."""
-
-    calibration: Calibration | None = None
-
-    room: float = 0.0
-    """Relative difference up to which scores are ties: that of the dtype in which they were computed."""
-
-    marks: tuple[str, ...] = ()
-    """Those of the several posteriors that it belongs to; empty in files of 0.4."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,21 +132,11 @@ class Posterior:
         """Another one after every other fit or calibration, the same after files and casts."""
         return json.dumps([self.history[-1:], self.correction.calibration])
 
-    def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posterior:
-        """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"; or with its first samples."""
-        check_choice("mean", mean, (None, "network", "linear"))
-        result, training, table = self.result, self.training, self.correction.table
-        if num_samples is not None:
-            known = len(result.w_samples)
-            check_whole(1, num_samples=num_samples)
-            if num_samples > known:
-                raise ValueError(f"num_samples={num_samples}, but there are {known} samples.")
-            result = result._replace(w_samples=result.w_samples[:num_samples])
-            if training is not None:
-                training = training._replace(deviations=training.deviations[:, :num_samples])
-        if mean is not None:
-            table, training = posterior_alone(mean, self.tables[0][0][SCALE]), None
-        return replace(self, result=result, training=training, correction=Correction(table))
+    def around(self, mean: str) -> Posterior:
+        """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""
+        check_choice("mean", mean, ("network", "linear"))
+        table = posterior_alone(mean, self.tables[0][0][SCALE])
+        return replace(self, training=None, correction=Correction(table))
 
     def room(self) -> float:
         """Return the relative difference up to which scores are ties, in the network's dtype."""
@@ -252,11 +220,10 @@ class Posteriors:
         """Return these posteriors with another correction of them together."""
         return Posteriors(self.members, correction)
 
-    def asked(self, mean: str | None = None, num_samples: int | None = None) -> Posteriors:
-        """Return the posteriors alone, each around one mean, or with their first samples."""
-        each = tuple(member.asked(mean, num_samples) for member in self.members)
-        table, noise = self.correction[:2]
-        return Posteriors(each, Correction(table if mean is None else None, noise))
+    def around(self, mean: str) -> Posteriors:
+        """Return the posteriors alone, each around one mean."""
+        each = tuple(member.around(mean) for member in self.members)
+        return Posteriors(each, Correction(noise=self.correction.noise))
 
     def at(self, x: Any) -> Pushforward:
         """Return inputs with their products under each."""
@@ -264,10 +231,9 @@ class Posteriors:
 
 
 def required(la: Any, surely: bool | None = False) -> Posterior | Posteriors:
-    """Return the record of a ``LinearisedLaplace`` or ``LaplaceEnsemble``, or the record itself.
+    """Return the record of an object, or a record itself; raise an error if it is not fitted, or what it belongs to has changed.
 
-    Raise an error if it is not fitted, or if a network has changed, or a member since the ensemble was calibrated:
-    ``surely`` compares every bit, None nothing.
+    ``surely`` compares every bit of a network, None nothing.
     """
     found = getattr(la, "posterior", la)
     if found is None:

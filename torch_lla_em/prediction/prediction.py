@@ -283,16 +283,15 @@ class Prediction(Printed):
         found = []
         for i, own in enumerate(self.likelihoods):
             known = own.predictive_log_prob(self.centres[i], self.deviations[i], y, joint)
-            found.append(self.of_some([i])._averaged_density(y, joint) if known is None else known)
+            if known is None:
+                one, log_prob = self.of_some([i]), own.log_prob
+                if joint:
+                    each = over_rows(one, lambda f, _, rows: log_prob(f, y[rows]), 1, JOINT)
+                    known = log_mean_exp(each.sum(1))
+                else:
+                    known = over_rows(one, lambda f, _, rows: log_mean_exp(log_prob(f, y[rows])))
+            found.append(known)
         return log_mean_exp(torch.stack(found), self.weights)
-
-    def _averaged_density(self, y: Tensor, joint: bool) -> Tensor:
-        """Return it for a single component, as an average over functions."""
-        own = self.likelihood.log_prob
-        if joint:
-            each = over_rows(self, lambda f, _, rows: own(f, y[rows]), 1, JOINT)
-            return log_mean_exp(each.sum(1))
-        return over_rows(self, lambda f, _, rows: log_mean_exp(own(f, y[rows])))
 
     # comparison with a validation set
 

@@ -64,7 +64,6 @@ def predict(
     la: Any,
     x: Any = None,
     mean: Mean | None = None,
-    num_samples: int | None = None,
     groups: Any = None,
     weights: Any = None,
     **inputs: Any,
@@ -80,8 +79,6 @@ def predict(
             ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses J(x) w_lin for
             a regression, with the σ that is learnt from it (f(x) has the σ of its own residuals); with
             variational curvature a mixture; with others f(x), to which the curvature belongs.
-        num_samples (int, optional): Number of samples to use; fewer are faster and less
-            accurate. Default None: all.
         groups (integers, optional): The group of each input, if ``calibrate`` had groups. A loader that shuffles
             is then read in the order of its dataset, as ``calibrate`` reads it, and so it is with weights.
         weights (sequence, optional): The weight of each input, if ``calibrate`` had weights. Default
@@ -93,7 +90,6 @@ def predict(
 
     Raises:
         NotFittedError: Before ``fit``, or if the model has changed since.
-        ValueError: If ``num_samples`` exceeds the number of samples.
         TypeError: If inputs are passed both by position and by name.
 
     Example:
@@ -107,8 +103,8 @@ def predict(
             )
         x = inputs
     known = required(la)
-    if mean is not None or num_samples is not None:
-        known = known.asked(mean, num_samples)
+    if mean is not None:
+        known = known.around(mean)
     is_stated = groups is not None or weights is not None
     if isinstance(x, _LOADERS):
         batches = _in_batches(known, as_loader(in_order(x) if is_stated else x))
@@ -125,7 +121,6 @@ def predictions(
     la: Any,
     loader: Any,
     mean: Mean | None = None,
-    num_samples: int | None = None,
 ) -> Iterator[Prediction]:
     """Yield the predictive distribution at each batch of a loader, in its order.
 
@@ -136,21 +131,19 @@ def predictions(
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.predictions(loader)`` passes it.
         loader (DataLoader, Dataset or list of batches): Read as in ``fit``; batches may have no targets.
         mean (str, optional): As in ``predict``.
-        num_samples (int, optional): As in ``predict``.
 
     Returns:
         An iterator of ``Prediction``.
 
     Raises:
         NotFittedError: Before ``fit``, or if the model has changed since.
-        ValueError: If ``num_samples`` exceeds the number of samples.
 
     Example:
         >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
     """
     known = required(la)
-    if mean is not None or num_samples is not None:
-        known = known.asked(mean, num_samples)
+    if mean is not None:
+        known = known.around(mean)
     return (predicted(known, data) for data in _in_batches(known, as_loader(loader)))
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.prediction.arrays import require_share
-from torch_lla_em.runtime import refuse_former
 
 
 class RiskControl:
@@ -50,10 +49,8 @@ class RiskControl:
         loader: Iterable[tuple[Any, Tensor]],
         level: float = 0.1,
         class_dim: int = 1,
-        **former: Any,
     ):
         """Choose the threshold; the class documents the arguments."""
-        refuse_former("RiskControl", former, {"classes": "set the labels of other pixels to -100"})
         require_share(level)
         self._class_dim, self.num_images = class_dim, 0
         grid = torch.linspace(-16, 16, 4096, dtype=torch.float64, device="cpu").sigmoid()

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, compare, is_named
-from torch_lla_em.prediction.calibration import Calibration
+from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.posterior import (
-    Correction,
     NotFittedError,
     Posterior,
     Setting,
@@ -69,10 +68,7 @@ def save_to_state_dict(la: Any, destination: State, prefix: str, keep_vars: bool
 
 
 def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any, **named: Any) -> None:
-    """Load the tensors of this module from its state, or from that of the module that contains it.
-
-    Then the network may be loaded later, so it is compared when the posterior is used.
-    """
+    """Load the tensors of this module from its state, or from that of a module, whose networks may be loaded later."""
     _, _, missing, _, errors = more
     own = without_prefix(state_dict, prefix)
     if not prefix:
@@ -142,10 +138,7 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
 
 
 def moved(la: Any, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
-    """Map the network's tensors; return its linear model, to be probed, and the record there.
-
-    A module that contains both may have moved the network before.
-    """
+    """Map the network's tensors, unless a module has; return its linear model, to be probed, and the record there."""
     posterior, network = la.posterior, la._linear_model.network
     unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
     la.model._apply(fn)
@@ -192,10 +185,7 @@ def state_of(la: Any, posterior: Posterior) -> State:
 
 
 def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
-    """Return the record of a state with the options of an object; raise if it belongs to another one.
-
-    The network may be loaded ``later``: then it is compared when it is used.
-    """
+    """Return the record of a state with the options of an object, whose network may be loaded ``later``."""
     files.check(state, "posterior")
     if setting is None:
         model = la._linear_model
@@ -300,27 +290,19 @@ def _attributes(given: Likelihood) -> str | None:
 def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setting) -> None:
     """Raise an error if a state is of another network, posterior or likelihood, or is damaged."""
     layout, given = setting.linear_model.layout, la._given_likelihood
-    saved = list(zip(record["names"], map(tuple, record["shapes"])))
-    own = list(zip(layout.names, map(tuple, layout.shapes)))
-    attributes, kind = record.get("likelihood_options"), type(given).__name__
     _refuse_other_network(state, setting.state.fingerprint)
-    for differs, saved_with, remedy in (
-        (
-            saved != own,
-            f"{len(saved)} tensors that start with {saved[0]}, but not with {len(own)} that start with {own[0]}",
-            "parameters",
-        ),
-        (record["given"] and la.adapter.outputs is None, "outputs of an Adapter", "adapter"),
-        (record["likelihood"] != kind, f"{record['likelihood']}, not with {kind}", "likelihood"),
-        (
-            attributes not in (None, _attributes(given)),
-            f"a {kind} that has other attributes, {attributes}",
-            "likelihood",
-        ),
+    attributes = record.get("likelihood_options")
+    own = _attributes(given) if attributes is not None else None
+    shapes = [list(shape) for shape in layout.shapes]
+    for name, saved, here in (
+        ("parameters", (record["names"], record["shapes"]), (list(layout.names), shapes)),
+        ("adapter", bool(record["given"]) and la.adapter.outputs is None, False),
+        ("likelihood", (record["likelihood"], attributes), (type(given).__name__, own)),
     ):
-        if differs:
+        if saved != here:
             raise ValueError(
-                f"The posterior was fitted with {saved_with}: pass the same {remedy}, or fit again."
+                f"The posterior was fitted with {str(saved)[:150]}, not with {str(here)[:150]}: pass the same "
+                f"{name}, or fit again."
             )
     sizes = {"K": len(state.get("w_samples", ())), "P": layout.size}
     for name, axes in _NEEDED.items():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import pi
+from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import mean_square
-from torch_lla_em.prediction.arrays import GaussianTargets, Interval, require_share
+from torch_lla_em.likelihoods import average, mean_square
+from torch_lla_em.prediction.arrays import Interval, require_share
 from torch_lla_em.prediction.functions import functions_at, over_rows, weighted_quantile
 from torch_lla_em.runtime import without_autocast
 
@@ -75,7 +77,7 @@ def cdf(prediction: Any, y: Tensor) -> Tensor:
         prediction: The prediction, which has this as a method.
         y (Tensor): Targets, as in the training data.
     """
-    found: Tensor = prediction.shaped(gaussians(prediction, "cdf").cdf(prediction.aligned(y)))
+    found: Tensor = prediction.shaped(_below(gaussians(prediction, "cdf"), prediction.aligned(y)))
     return found
 
 
@@ -89,14 +91,21 @@ def quantile(prediction: Any, q: float) -> Tensor:
     Example:
         >>> median = regression.predict(x).quantile(0.5)
     """
-    found: Tensor = prediction.shaped(
-        gaussians(prediction, "quantile").quantile(require_share(q, "q"))
-    )
+    mixture = gaussians(prediction, "quantile")
+    each = mixture[1] + NormalDist().inv_cdf(require_share(q, "q")) * mixture[2]
+    lower, upper = each.min(0).values, each.max(0).values
+    for _ in range(64 * (len(each) > 1)):  # after which the ends are equal in double precision
+        middle = 0.5 * (lower + upper)
+        is_below = _below(mixture, middle) < q
+        lower, upper = middle.where(is_below, lower), upper.where(is_below, middle)
+    found: Tensor = prediction.shaped(0.5 * (lower + upper))
     return found
 
 
 def crps(prediction: Any, y: Tensor) -> Tensor:
-    """Return the continuous ranked probability score of each output, (B, ..., C), in closed form; lower is better.
+    """Return the continuous ranked probability score of each output, (B, ..., C); lower is better.
+
+    It is E|Y - y| - E|Y - Y'| / 2 in closed form (Grimit et al., 2006).
 
     Args:
         prediction: The prediction, which has this as a method.
@@ -105,23 +114,42 @@ def crps(prediction: Any, y: Tensor) -> Tensor:
     Example:
         >>> score = regression.predict(x).crps(regression.predict(x).mean).mean()
     """
-    found: Tensor = prediction.shaped(gaussians(prediction, "crps").crps(prediction.aligned(y)))
+    weights, means, deviations = gaussians(prediction, "crps")
+    score = average(_mean_size(prediction.aligned(y) - means, deviations), weights)
+    for weight, mean, deviation in zip(weights, means, deviations):
+        apart = _mean_size(mean - means, (deviation**2 + deviations**2).sqrt())
+        score = score - 0.5 * weight * average(apart, weights)
+    found: Tensor = prediction.shaped(score)
     return found
 
 
-def gaussians(prediction: Any, name: str) -> GaussianTargets:
-    """Return the distribution of continuous targets as a mixture of Gaussians, classes last, for the method ``name``."""
+def gaussians(prediction: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights (P,), means and standard deviations (P, B, ..., C) of Gaussians whose mixture the targets are."""
     likelihood, mean = prediction.likelihood, prediction.likelihood.mean
     require_kind(likelihood.real_valued, prediction, name, "its targets are not continuous")
     if likelihood.observation_noise is not None:
         noises = [own.variance(c) for own, c in zip(prediction.likelihoods, prediction.centres)]
         variances = [mean_square(mean(d)) + v for d, v in zip(prediction.deviations, noises)]
         means = torch.stack(list(map(mean, prediction.centres)))
-        return GaussianTargets(prediction.weights, means, torch.stack(variances).sqrt())
+        return prediction.weights, means, torch.stack(variances).sqrt()
     with without_autocast(prediction.f.device):
         f, weights = functions_at(prediction)
     weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
-    return GaussianTargets(weights, mean(f), likelihood.variance(f).sqrt())
+    return weights, mean(f), likelihood.variance(f).sqrt()
+
+
+def _below(mixture: tuple[Tensor, Tensor, Tensor], y: Tensor) -> Tensor:
+    """Return P(Y <= y) of a mixture of Gaussians."""
+    weights, means, deviations = mixture
+    return average(torch.special.ndtr((y - means) / deviations), weights)
+
+
+def _mean_size(mean: Tensor, deviation: Tensor) -> Tensor:
+    """Return E|z| of Gaussian numbers."""
+    z = mean / deviation
+    density = (-0.5 * z.square()).exp() / (2 * pi) ** 0.5
+    found: Tensor = mean * (2 * torch.special.ndtr(z) - 1) + 2 * deviation * density
+    return found
 
 
 def require_kind(holds: bool, prediction: Any, name: str, what: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.prediction.arrays import NUMBERS, mean_and_error
-from torch_lla_em.prediction.passes import same_targets, under_all
+from torch_lla_em.prediction.passes import pushed, same_targets
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
@@ -115,7 +115,7 @@ class PredictedData(NamedTuple):
 def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass for each network."""
     known = required(la, surely=True)
-    inputs, data = under_all(known.members, loader)
+    inputs, data = pushed(known.members, loader)
     with torch.no_grad():
         return PredictedData(inputs, data.y, data.network(), predicted(known, data))
 

@@ -63,13 +63,6 @@ def added_in_place(m, x):
     return m.b(h.relu_())
 
 
-def assembled_in_place(m, x):
-    h, out = m.a(x), x.new_zeros(len(x), 4)
-    out[:, :3] = h
-    out[:, 3] = h.prod(1)
-    return out
-
-
 def with_padding():
     layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=True)
     forward = lambda m, x, mask: m.head(m.encoder(x, src_key_padding_mask=mask)[:, 0])  # noqa: E731
@@ -98,11 +91,9 @@ def writing_buffers():
     return model
 
 
-def of_normalised_weights(module, name):
+def of_normalised_weights(name):
     model = two_layers().train()
-    getattr(module, name)(model.a)
-    if module is nn.utils:  # the reference cannot copy a graph
-        model.a.weight = model.a.weight.detach()
+    getattr(parametrizations, name)(model.a)
     return model
 
 
@@ -134,27 +125,6 @@ class UnbatchedSquare(Square):
 
 class OnceSquare(Square):
     backward = staticmethod(torch.autograd.function.once_differentiable(Square.backward))
-
-
-class UnbatchedForward(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x**2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    backward = staticmethod(Square.backward)
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 2 * tangent * ctx.saved_tensors[0]
-
-
-class FullSquare(UnbatchedForward):
-    generate_vmap_rule = True
 
 
 def repeated():
@@ -232,12 +202,10 @@ CONVS = {
 OF_TWO_LAYERS = {
     "gated linear unit": lambda m, x: F.glu(m.b(m.a(x))),
     "a branch on the data": lambda m, x: m.b(m.a(x)) * (2 if m.a(x).sum().item() > 0 else 3),
-    "function with all derivatives": lambda m, x: m.b(FullSquare.apply(m.a(x))),
     "Fourier transform": lambda m, x: m.b(torch.view_as_real(torch.fft.fft(m.a(x))).square().sum(-1)),
     "unused parameter": lambda m, x: m.a(x),
     "random numbers": lambda m, x: m.b(m.a(x)) + 0 * torch.rand(2),
     "residual added in place": added_in_place,
-    "outputs assembled in place": assembled_in_place,
     "detach": lambda m, x: m.b(m.a(x) * m.a(x).detach()),
 }  # fmt: skip
 MAPS = {"a": nn.Conv2d(1, 2, 3, padding=1), "b": nn.Conv2d(2, 3, 1)}
@@ -308,18 +276,13 @@ FORWARD = {
     "large max_norm": lambda: (embedded(max_norm=100.0), IDS),
     "transformer encoder with padding": with_padding,
     "orthogonal weights": lambda: (mlp(parametrizations.orthogonal(nn.Linear(2, 2))).double(), X),
-    "spectral_norm": lambda: (of_normalised_weights(parametrizations, "spectral_norm"), X),
-    "hooks of spectral_norm": lambda: (of_normalised_weights(nn.utils, "spectral_norm"), X),
+    "spectral_norm": lambda: (of_normalised_weights("spectral_norm"), X),
     "derivative inside": lambda: (two_layers(force), X),
 }  # fmt: skip
 REVERSE = {
     "RReLU": lambda: (net(nn.Linear(3, 4), nn.RReLU(), nn.Linear(4, 2)).train(), X),
-    "weight_norm": lambda: (of_normalised_weights(parametrizations, "weight_norm"), X),
-    "hooks of weight_norm": lambda: (of_normalised_weights(nn.utils, "weight_norm"), X),
-    **{
-        f"vmap, {kind.__name__}": lambda k=kind: (build(lambda m, x: k.apply(m.b(m.a(x).tanh())) * m.a.weight.sum(), a=nn.Linear(3, 2), b=nn.Linear(2, 2)), X)
-        for kind in (UnbatchedSquare, UnbatchedForward)
-    },
+    "weight_norm": lambda: (of_normalised_weights("weight_norm"), X),
+    "vmap": lambda: (build(lambda m, x: UnbatchedSquare.apply(m.b(m.a(x).tanh())) * m.a.weight.sum(), a=nn.Linear(3, 2), b=nn.Linear(2, 2)), X),
 }  # fmt: skip
 BY_BOTH = "no_grad inside", "a user's function", "random numbers"
 """With factors, but without forward mode."""
@@ -383,7 +346,7 @@ def test_functions_with_one_derivative_raise_and_large_batches_hide_none():
     with pytest.raises(NotImplementedError):
         linear_model(partly).probe(draw(512, 3))
     # the last layer of normalised weights has forward mode
-    model = of_normalised_weights(parametrizations, "weight_norm")
+    model = of_normalised_weights("weight_norm")
     assert check(model, X, ["b.*"])[0].adjoint_error < 1e-12
 
 

@@ -194,7 +194,7 @@ def test_the_loss_and_its_derivatives_belong_together(name, sites):
         assert loss.labelled().tolist() == [likelihood.elementwise, True, True, True]
 
 
-def test_weights_come_in_three_ways_and_with_outputs_of_any_shape():
+def test_weights_come_in_three_ways():
     case = tiny("classification")
     w = OF_CLASSES[case.y]
     known = fit(case, (case.x, case.y), weights=w)
@@ -208,31 +208,6 @@ def test_weights_come_in_three_ways_and_with_outputs_of_any_shape():
         found = fit(case, (data,), weights=weights, la=la)
         assert_close(found.w_lin, known.w_lin, rtol=1e-5, atol=1e-6)
         assert isinstance(data, DataLoader) or torch.equal(found.w_samples, known.w_samples)
-    torch.manual_seed(0)
-    case = tiny("bernoulli")
-    w, x, y, column = weights_of(case), case.x, case.y[:, :1], linear(2, 1)
-    options = {"curvature": "variational", "prior": "isotropic", "num_samples": 8}
-    one, other = (
-        LinearisedLaplace(net, "bernoulli", **options).fit(x, t, weights=w, **FIT)
-        for net, t in ((column, y), (nn.Sequential(column, nn.Flatten(0)), y[:, 0]))
-    )
-    assert_close(one.w_lin, other.w_lin)
-    assert_close(one.w_samples, other.w_samples)
-
-
-def test_labels_of_pixels_have_their_own_weights():
-    """A 1 × 1 convolution is a linear layer on pixels."""
-    maps, pixels = nn.Conv2d(2, 3, 1).double(), linear(2, 3)
-    pixels.weight.data, pixels.bias.data = maps.weight.data[:, :, 0, 0], maps.bias.data
-    x, y = draw(4, 2, 3, 3), torch.randint(3, (4, 3, 3))
-    y[0, 0] = -100
-    kept = y != -100
-    case = replace(tiny("classification"), model=maps)
-    by_class = lambda y: OF_CLASSES[y.clamp(0)]  # noqa: E731
-    la = fit(case, (x, y), la={"class_dim": 1}, weights=by_class)
-    data = x.movedim(1, -1)[kept], y[kept]
-    other = fit(replace(case, model=pixels), data, weights=by_class)
-    assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-6)
 
 
 def test_invalid_weights_raise():

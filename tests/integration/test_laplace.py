@@ -214,16 +214,6 @@ def fit(loader=None, model=None, **options):
     return tiny.fitted("classification", loader, model, **{"em_steps": 1, **options})[1]
 
 
-def test_a_loaded_posterior_is_probed_where_it_is_used(tmp_path):
-    centres, layer = torch.randn(3, 2).double(), nn.Linear(2, 2, dtype=torch.float64)
-    # forward mode is not implemented for distances
-    model = Calls(lambda m, x: -torch.cdist(m.layer(x), centres), layer=layer)
-    la, x = fit(model=model), tiny.tiny("classification").x
-    la.save(tmp_path / "saved")
-    loaded = LinearisedLaplace.load(tmp_path / "saved", model)
-    assert_close(loaded.functional_samples(x), la.functional_samples(x))
-
-
 def test_nothing_is_unpickled_nor_written_through_links(tmp_path):
     source = [path.read_text() for path in Path(torch_lla_em.__file__).parent.rglob("*.py")]
     calls = "import pickle", "pickle.load", "weights_only=False", "broadcast_object_list"

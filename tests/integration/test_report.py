@@ -1,7 +1,6 @@
 """The page about a fit, and the pictures on it."""
 
 import copy
-import logging
 import re
 from base64 import b64decode
 from dataclasses import replace
@@ -18,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
-from torch_lla_em import LinearisedLaplace, plot
+from torch_lla_em import plot
 from torch_lla_em.prediction import predicted_data, validation
 from torch_lla_em.report import to_do_for as advice
 
@@ -65,19 +64,6 @@ def test_coverage_of_classes_is_shown_and_inputs_that_are_not_finite_are_named(t
     page = page_of(calibrated, [(case.x, (case.y + 2) % 3)], tmp_path / "report.html")
     to_do, covered = page.split("Coverage at a level of 0.9")
     assert "(low)" in covered and "<li>The coverage is clearly below 0.9 for: all" in to_do
-
-
-def test_warnings_are_saved_with_the_posterior(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="torch_lla_em"):
-        case, la = fitted(em_steps=0, prior_precision=1e9)
-    assert "samples of 27 parameters" in la.messages[0] and len(la.messages) > 1
-    assert all(words in caplog.text for words in la.messages[1:])
-    assert not logging.getLogger("torch_lla_em").filters
-    la.save(tmp_path / "posterior.pt")
-    again = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
-    assert again.messages == la.messages
-    page = page_of(again, [(case.x, case.y)], tmp_path / "report.html")
-    assert "determine hardly any parameters" in page
 
 
 def test_advice_follows_the_numbers():

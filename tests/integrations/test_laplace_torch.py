@@ -223,34 +223,6 @@ def test_the_example_of_expected_improvement_runs_with_its_own_enums():
         la.functional_samples(x, pred_type=PredType.NN)
 
 
-class MyGPT2(nn.Module):
-    def __init__(self, transformers):
-        super().__init__()
-        sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
-        config = transformers.GPT2Config(**sizes, pad_token_id=0, num_labels=2)
-        self.hf_model = transformers.GPT2ForSequenceClassification(config)
-
-    def forward(self, data):
-        ids, mask = data["input_ids"], data["attention_mask"]
-        return self.hf_model(input_ids=ids, attention_mask=mask).logits
-
-
-@pytest.mark.slow
-def test_the_example_of_gpt2_with_lora_runs():
-    transformers, peft = (pytest.importorskip(name) for name in ("transformers", "peft"))
-    torch.manual_seed(0)
-    ids, labels = torch.randint(1, 20, (8, 6)), torch.arange(8) % 2
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    model = MyGPT2(transformers).eval().requires_grad_(False)
-    model.hf_model.score.requires_grad_(True)
-    adapters = peft.LoraConfig(r=2, lora_alpha=16, target_modules=["c_attn"], lora_dropout=0.1)
-    for network in (model, peft.get_peft_model(MyGPT2(transformers), adapters).eval()):
-        la = fitted(network, "classification", "all", "diag", loader=[batch])
-        la.optimize_prior_precision()
-        assert la(batch).shape == (8, 2)
-        assert len(la.mean) == sum(p.numel() for p in network.parameters() if p.requires_grad)
-
-
 def test_what_is_gone_names_what_to_use(classified, caplog):
     (la, x, loader), own = classified, {"loader": classified[2]}
     model, new = la.model, Laplace(la.model, "classification", backend=object)

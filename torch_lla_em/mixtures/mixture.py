@@ -66,7 +66,7 @@ class GaussianMixture:
                 components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
-            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` after all EM steps.
+            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` of all EM steps.
 
         Raises:
             ValueError: If the data are empty, not finite, fewer than components, or lack labels.

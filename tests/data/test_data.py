@@ -85,7 +85,7 @@ FORMS = {
         lambda x, y: (x, functional.one_hot(y, 3)),
         {"adapter": Adapter(targets=lambda b: b[1].argmax(1))},
     ),
-    "UserDict": (lambda x, y: UserDict(image=x, labels=y), {}),
+    "UserDict": (lambda x, y: UserDict(image=x.numpy(), labels=y.numpy()), {}),
     "namedtuple": (Pair, {}),
     "namedtuple by name": (Pair, {"adapter": Adapter(outputs=image_of, targets=lambda b: b.label)}),
 }

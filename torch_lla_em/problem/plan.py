@@ -9,7 +9,7 @@ import torch
 
 from torch_lla_em.jacobian import Report
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.sweep import FEW, Plan
+from torch_lla_em.problem.sweep import Plan
 from torch_lla_em.runtime import Compute, free_for_each
 
 # vectors of length P per sample at the peak of a fit, without a span
@@ -32,10 +32,8 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     model.forget()  # of the inputs of a prediction it may not be known whether weights have factors
     with model.network.guarded():
         sweep.probe(first)
-        splits, example = sweep.stand_alone(first), model.report
-        if example is None:  # J is zero at these
-            f = model.network.outputs(next(first.split(FEW)).inputs)
-            example = Report(outputs=f[0].numel(), classes=f.shape[-1] if f.dim() > 1 else 1)
+        splits = sweep.stand_alone(first)
+    example = model.report or Report()  # where J is zero, nothing is known of an example
     free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near, group = place.type == device.type, None

@@ -14,7 +14,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
-from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Add, Kind, Sums, Sweep
+from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Kind, Sums, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
@@ -62,7 +62,7 @@ class Problem:
 
     def ggn_product(self, w: Tensor, batch: Batch | None = None) -> Tensor:
         """Return G w, shape (K, P), or the part of one batch of every rank in it."""
-        return self.sweep(w, {"Gw": BLOCK}, self._product(), batch)["Gw"]
+        return self.sweep(w, {"Gw": BLOCK}, self._add_product, batch)["Gw"]
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
@@ -222,24 +222,16 @@ class Problem:
 
     # one batch
 
-    def _product(self) -> Add:
-        """Return what adds a batch to products with G."""
-        last: list[Any] = [None, None]  # the point's outputs, for all columns of a batch
-
-        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-            if self._point is None:
-                Jw, at = rows.push(w), self.less_shift(rows.f)
-            elif last[0] is rows:
-                Jw, at = rows.push(w), last[1]
-            else:
-                both = rows.push(torch.cat([self._point.to(w), w]))
-                last[:] = rows, both[0]
-                Jw, at = both[1:], both[0]
-            self.inspect(rows, batch)
-            loss = self.loss(batch.targets, batch.weights)
-            rows.pull(loss.product(at, Jw), sums["Gw"])
-
-        return add
+    def _add_product(self, rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+        """Add a batch to a product with G."""
+        if self._point is None:
+            Jw, at = rows.push(w), self.less_shift(rows.f)
+        else:
+            both = rows.push(torch.cat([self._point.to(w), w]))
+            at, Jw = both[0], both[1:]
+        self.inspect(rows, batch)
+        loss = self.loss(batch.targets, batch.weights)
+        rows.pull(loss.product(at, Jw), sums["Gw"])
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""

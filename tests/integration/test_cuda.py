@@ -109,7 +109,6 @@ PREDICTIONS = [
     lambda la, x, y: la.predict(x, mean="linear").probs,
     lambda la, x, y: la.predict(x).entropy,
     lambda la, x, y: la.predict(x).epistemic,
-    lambda la, x, y: torch.stack([*la.predict(x).credible_interval(0.9)]),
     lambda la, x, y: la.functional_samples(x),
     lambda la, x, y: la.predict(x).joint_log_prob(y),
     lambda la, x, y: la.log_marginal_likelihood().value,

@@ -131,7 +131,6 @@ def test_nothing_is_of_size_classes_squared():
         prediction = la.predict(x[:rows])
         assert prediction.entropy.shape == prediction.epistemic.shape == (rows,)
         assert prediction.log_probs.shape == (rows, classes)
-        prediction.credible_interval()
         la.predict(x).joint_log_prob(y)
         la.calibrate(loader)
     # every product is of a block of 2 K columns at most; a validation set of 4 rows stays in memory, and its samples

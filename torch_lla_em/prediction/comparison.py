@@ -158,10 +158,7 @@ def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
 
 
 def _variance_of_error(prediction: Any) -> Tensor:
-    """Return the expected squared error of the mean of all members, from the mean v of their variances.
-
-    It is v - D with the variance D of their means; v / (1 + D / v) is that to first order, and positive.
-    """
+    """Return the expected squared error of the mean of all members, v - D to first order in D: v / (1 + D / v)."""
     v = torch.stack([member.predictive_variance for member in prediction.members]).mean(0)
     means = torch.stack([member.expectation for member in prediction.members])
     return v / (1 + means.var(0, correction=0) / v)

@@ -1,7 +1,6 @@
 """Predictions as programs of torch operations, which run without this library.
 
-torch's symbolic sizes do not work where derivatives are taken in C++. The same computation is therefore recorded at B and
-at B + 1 examples: a number that differs between the two graphs is linear in the batch size, and is computed from it.
+They are recorded at B and B + 1 examples, as derivatives in C++ have no symbolic sizes: numbers that differ are linear in B.
 """
 
 from __future__ import annotations

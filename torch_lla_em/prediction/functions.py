@@ -18,11 +18,8 @@ Take = Callable[[Tensor, "Tensor | None", slice], Tensor]
 """Maps functions (S, b, ..., C), their weights (S,) or None, and the rows of these examples to values."""
 
 FUNCTIONS = 64
-"""The least number of functions in an average over one example.
-
-With mirror images alone, averages have 1 to 20 % more error than with any number of rotations; with
-one rotation, 1 to 9 % more. The error that comes from the number of samples remains.
-"""
+"""The least number of functions in an average over one example: with mirror images alone, averages have 1 to 20 % more
+error than with any number of rotations; with one rotation, 1 to 9 % more."""
 
 JOINT = 1024
 """The same for joint log-probabilities, where few functions dominate a product of many terms."""
@@ -41,9 +38,7 @@ _OUTPUTS, _SAMPLES = 1024, 256
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...); outside of autocast.
 
-    They are the samples, random rotations of them, and the mirror image of each. Every set has the samples' covariance
-    Σ_k d_k d_kᵀ / K, and the mean of all functions is 0, so that the error of an average is mostly that of the
-    covariance. The rotations depend on K alone.
+    They are the samples, random rotations of them by K alone, and mirror images: each set has the samples' covariance.
     """
     count, _, *outputs = deviations.shape
     sets = max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
@@ -55,10 +50,8 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _rotations(count: int, sets: int) -> np.ndarray:
-    """Return the identity, random orthogonal matrices, and all of them with the other sign, (S, K).
-
-    They are no tensors, since one that is made in ``torch.inference_mode`` cannot be differentiated later.
-    """
+    """Return the identity, random orthogonal matrices, and all of them with the other sign, (S, K)."""
+    # no tensors, since one that is made in torch.inference_mode cannot be differentiated later
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
     Q = torch.cat(
@@ -110,19 +103,3 @@ def log_mean_exp(values: Tensor, weights: Tensor | None = None) -> Tensor:
     if weights is None:
         return values.logsumexp(0) - log(len(values))
     return (values.movedim(0, -1) + weights.log().to(values)).logsumexp(-1)
-
-
-def weighted_quantile(values: Tensor, share: float, weights: Tensor | None) -> Tensor:
-    """Return a quantile over the first axis, between the least and the largest value of share 0 and 1."""
-    values, order = values.sort(0)
-    if weights is None:
-        weights = values.new_ones(len(values))
-    each = weights.to(values)[order]
-    places = each.cumsum(0) - 0.5 * each
-    places = (places - places[:1]) / (places[-1:] - places[:1]).clamp_min(1e-30)
-    above = (places < share).sum(0, keepdim=True).clamp(max=len(values) - 1)
-    below = (above - 1).clamp_min(0)
-    (low, high), (start, end) = (
-        (v.gather(0, below)[0], v.gather(0, above)[0]) for v in (values, places)
-    )
-    return low.lerp(high, ((share - start) / (end - start).clamp_min(1e-30)).clamp(0, 1))

@@ -1,10 +1,7 @@
-"""Training examples that are moved, in place of a validation set.
+"""Training examples, moved by x_i + s (x_near(k) - x_k) d_i / d_k with distances d to neighbours, for a validation set.
 
-An example is moved by x_i + s (x_near(k) - x_k) d_i / d_k, with the distances d to nearest neighbours, and keeps its
-target. A network should err there as often as kernel ridge regression does without the example: s is 1, or up to 2 if it
-errs less often, in steps of a quarter (with shorter ones, NLLs of networks with wrong labels are up to 10 % higher; with 1
-alone, up to 60 %). If it errs more often, since labels change on the way, some of its errors are left out, or all targets
-but single labels are moved less far.
+A network should err there as often as kernel ridge regression without the example: s is 1, or up to 2 if it errs less often
+(with shorter steps NLLs of networks with wrong labels are up to 10 % higher; with 1 alone, up to 60 %).
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Training examples that a fit keeps, and the distances of inputs to them under the posterior.
-
-An input is described by J w_k, the posterior's samples of its outputs. Its distance to a training
-example is the posterior standard deviation of the difference of their outputs. Where outputs vary
-more than they would at any of these examples without its label, the means of a prediction are
-extrapolated, and shrunk in proportion.
-"""
+"""Training examples that a fit keeps, the distances of inputs to them, and the variance above which means are shrunk."""
 
 from __future__ import annotations
 

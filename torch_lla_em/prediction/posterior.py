@@ -75,8 +75,6 @@ class Posterior:
     messages: tuple[str, ...] = ()
     """The memory plan, then the warnings of the fit."""
 
-    noise = None  # σ is the likelihood's
-
     @classmethod
     def of_fit(
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
@@ -202,11 +200,6 @@ class Posteriors:
     def likelihood(self) -> Likelihood:
         """That of the first member: they may differ in the noise."""
         return self.members[0].likelihood
-
-    @property
-    def noise(self) -> Tensor | None:
-        """A factor of every member's σ."""
-        return self.correction.noise
 
     @property
     def tables(self) -> tuple[Rows, ...]:

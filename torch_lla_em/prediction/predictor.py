@@ -191,8 +191,9 @@ def functional_samples(la: Any, x: Any) -> Tensor:
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
-    correction = known.correction
-    return data.prediction(known.tables, known.noise, correction.reference, correction.room)
+    _, noise, reference, _, room, _ = known.correction
+    noise = None if isinstance(known, Posterior) else noise  # which its likelihood has
+    return data.prediction(known.tables, noise, reference, room)
 
 
 def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:

@@ -75,16 +75,13 @@ class Pushforward(NamedTuple):
         reference: Reference | None = None,
         room: float = 0.0,
     ) -> Prediction:
-        """Return the prediction by a table of components, for regression with σ times ``noise``.
-
-        Predictions around the network alone have the σ of its own residuals.
-        """
+        """Return the prediction by a table of components, for regression with σ times ``noise``."""
         tables = table if isinstance(table, tuple) else (table,) * len(self.outputs)
         found = []
         for i, (own, likelihood, f, Jw, training, apart) in enumerate(zip(tables, *self[1:-1])):
             rows: Rows = own.tolist() if isinstance(own, Tensor) else own
             factor, h, deviations = noise, Jw[0], Jw[1:]
-            if apart is not None and rows[0][MODE] == 0:
+            if apart is not None and rows[0][MODE] == 0:  # the σ of the network's own residuals
                 factor = apart if noise is None else noise * apart.to(noise)
             if factor is not None and likelihood.observation_noise is not None:
                 likelihood = likelihood.with_noise(likelihood.observation_noise.to(factor) * factor)

@@ -1,9 +1,7 @@
 """What inputs are compared with: scores of examples that nothing was fitted to, and their p-values and quantiles.
 
-``calibrate`` fits its numbers a second time, to one half of the validation set, and computes scores of the other
-half. A new input from the same distribution has any rank among them with the same probability. Guarantees hold on
-average over all examples, or within each part of them: each group that users state, or each class (Mondrian conformal
-prediction). Weights correct for inputs whose distribution has shifted since (Tibshirani et al., 2019).
+Guarantees hold on average, or within groups or classes (Mondrian conformal prediction); weights correct for shifts
+(Tibshirani et al., 2019).
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import average, mean_square
 from torch_lla_em.prediction.arrays import Interval, require_share
-from torch_lla_em.prediction.functions import functions_at, over_rows, weighted_quantile
+from torch_lla_em.prediction.functions import functions_at
 from torch_lla_em.runtime import without_autocast
 
 
 def credible_interval(prediction: Any, level: float = 0.95) -> Interval:
-    """Return the interval between equal tails: of continuous targets y, otherwise of E[y | f].
+    """Return the interval of continuous targets between equal tails.
 
     Args:
         prediction: The prediction, which has this as a method.
@@ -27,17 +27,10 @@ def credible_interval(prediction: Any, level: float = 0.95) -> Interval:
         An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
 
     Example:
-        >>> lower, upper = la.predict(x).credible_interval(0.9)
+        >>> lower, upper = regression.predict(x).credible_interval(0.9)
     """
-    tails = 0.5 - 0.5 * require_share(level), 0.5 + 0.5 * level
-    if prediction.likelihood.real_valued:
-        return Interval(*map(prediction.quantile, tails))
-    mean = prediction.likelihood.mean
-
-    def quantiles(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
-        return torch.stack([weighted_quantile(mean(f), share, weights) for share in tails])
-
-    return Interval(*map(prediction.shaped, over_rows(prediction, quantiles, 1)))
+    half = 0.5 * require_share(level)
+    return Interval(prediction.quantile(0.5 - half), prediction.quantile(0.5 + half))
 
 
 def sample(prediction: Any, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -157,5 +150,5 @@ def require_kind(holds: bool, prediction: Any, name: str, what: str) -> None:
     if not holds:
         raise TypeError(
             f"A prediction under {type(prediction.likelihood).__name__} has no .{name}: {what}. Use .expectation, "
-            ".credible_interval(level) or log_prob(y)."
+            ".samples or log_prob(y)."
         )

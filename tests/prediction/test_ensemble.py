@@ -2,11 +2,11 @@
 
 import copy
 import re
+from functools import partial
 from math import ceil, log
 
 import pytest
 import torch
-from daily import daily
 from models import trained
 from tiny import draw, tiny
 from torch import nn
@@ -84,21 +84,6 @@ def test_the_mixture_is_the_average_of_its_members(members, unseen):
     assert_close(ensemble.predict(rows).mean.sum(0), found.mean.sum(0))
 
 
-def test_one_member_is_calibrated_as_alone(members, unseen):
-    x, y = unseen
-    alone, ensemble = copy.copy(members[0]).calibrate(x, y), LaplaceEnsemble(members[:1])
-    ensemble.calibrate(list(zip(x.split(7), y.split(7))))
-    assert_close(ensemble.calibration[:4], alone.calibration[:4], rtol=1e-4, atol=1e-6)
-    for ours, theirs in zip(ensemble.reference, alone.reference):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            assert_close(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4)
-    new = draw(*x.shape, seed=11)  # whose scores are equal to none of the reference
-    ours, theirs = ensemble.predict(new), alone.predict(new)
-    assert_close(ours.log_prob(y), theirs.log_prob(y), rtol=1e-3, atol=1e-4)
-    assert_close(ours.p_value, theirs.p_value, rtol=0, atol=1 / 31 + 1e-9)
-
-
 def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
     x, y = unseen
     ensemble, before = LaplaceEnsemble(members), [la.mixture.clone() for la in members]
@@ -130,6 +115,8 @@ def test_members_have_one_likelihood_and_the_same_classes():
     two = LinearisedLaplace(nn.Linear(2, 2).double(), "classification", num_samples=4)
     two.fit(case.x, case.y % 2, em_steps=0, prior_precision=2.0, progress_bar=False)
     three, one = posterior("classification", 0), LaplaceEnsemble(pair[:1])
+    (x, y), train = data("regression", 10), Trained("regression")
+    folds = partial(LaplaceEnsemble.from_folds, progress_bar=False)
     for error, words, call in (
         (ValueError, "all with the same likelihood", lambda: LaplaceEnsemble([])),
         (ValueError, "all with the same likelihood", lambda: LaplaceEnsemble(pair)),
@@ -137,6 +124,14 @@ def test_members_have_one_likelihood_and_the_same_classes():
         (TypeError, "takes a list of posteriors", lambda: LaplaceEnsemble([pair[0].model])),
         (ValueError, "same classes", lambda: LaplaceEnsemble([two, three])(case.x)),
         (RuntimeError, "Call la.fit", lambda: one.predict(case.x)),
+        (ValueError, "folds=1, but it must lie between 2 and .* 10", lambda: folds(train, x, y, 1)),
+        (ValueError, "folds=11, .* 10", lambda: folds(train, x, y, 11)),
+        (
+            ValueError,
+            "10 targets, but tensors of x have lengths .9.",
+            lambda: folds(train, x[1:], y),
+        ),
+        (TypeError, "must return a trained nn.Module, not NoneType", lambda: folds(print, x, y)),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -181,28 +176,11 @@ def test_ensembles_are_printed_compared_and_reported(members, unseen, tmp_path):
     ensemble.report(batches, tmp_path / "report.html", 5 * x)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Ensemble of 3 posteriors of Sequential" in page and "member 2: log evidence" in page
-    line = re.search(r">networks</t.>.{0,9}>posterior</t.>.*?(>NLL<.*?</tr>)", page)[1]
+    line = re.search(r">network</t.>.{0,9}>posterior</t.>.*?(>NLL<.*?</tr>)", page)[1]
     assert f"{-log_prob.mean():.4g}" in line
     if kind_of(members[0]) == "classification":
         alone = torch.stack([la.model(x[40:]).detach() for la in members]).softmax(-1).mean(0)
         assert f"{-alone.log().gather(1, y[40:, None]).mean():.4g}" in line
-
-
-@pytest.mark.parametrize("name", daily("regression", rest=["classification", "poisson"]))
-def test_all_members_are_exported_as_one_program(name):
-    ensemble = LaplaceEnsemble([posterior(name, n) for n in range(2)])
-    x, other = draw(60, 2, seed=7), draw(31, 2, seed=5)
-    ensemble.calibrate(x, ensemble.predict(x).sample(1, torch.Generator().manual_seed(3))[0])
-    level = None if name == "poisson" else 0.9
-    found = ensemble.export(x[:7], level=level, p_value=True).module()(other)
-    due, mean = ensemble.predict(other), "probs" if name == "classification" else "expectation"
-    assert_close(found[mean], due.expectation, rtol=1e-6, atol=1e-9)
-    assert_close(found["p_value"], due.p_value, rtol=0, atol=1.01 / 31)
-    if name == "classification":
-        assert torch.equal(found["prediction_set"], due.prediction_set(0.9))
-    if name == "regression":
-        ends = found["lower"], found["upper"]
-        assert_close(ends, tuple(due.interval(0.9)), rtol=1e-6, atol=1e-9)
 
 
 # members that were each trained without one fold
@@ -301,18 +279,6 @@ def test_an_ensemble_by_folds_is_saved_and_a_validation_set_replaces_the_folds(f
     assert again.reference.folds.tolist() == [20, 20, 20]
     again.calibrate(*data(train.kind, 40, seed=4))
     assert again.reference.folds is None and len(again.reference.unusual) == 20
-
-
-def test_wrong_folds_are_refused():
-    (x, y), train = data("regression", 10), Trained("regression")
-    for error, words, given in (
-        (ValueError, "folds=1, but it must lie between 2 and .* 10", (train, x, y, 1)),
-        (ValueError, "folds=11, but it must lie between 2 and .* 10", (train, x, y, 11)),
-        (ValueError, "10 targets, but tensors of x have lengths .9.", (train, x[1:], y)),
-        (TypeError, "must return a trained nn.Module, not NoneType", (print, x, y)),
-    ):
-        with pytest.raises(error, match=words):
-            LaplaceEnsemble.from_folds(*given, progress_bar=False)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Exported programs return what the posterior predicts, without this library."""
 
+import copy
+
 import pytest
 import torch
 from daily import daily
@@ -8,7 +10,7 @@ from tiny import known
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LinearisedLaplace
+from torch_lla_em import LaplaceEnsemble, LinearisedLaplace
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -133,13 +135,16 @@ def test_programs_return_what_a_calibrated_posterior_predicts(make, likelihood, 
 @pytest.mark.parametrize(
     "name", daily("regression", rest=["classification", "bernoulli", "poisson"])
 )
-def test_programs_return_the_predictions_of_the_posterior(name):
-    """Regressions are predicted around the linear model."""
-    case, la = known(name)
-    program = la.export(case.x[:7]).module()
-    x = case.x[7:14]
-    due = la(x)
-    assert_close(tuple(program(x).values()), due if isinstance(due, tuple) else (due,))
+@pytest.mark.parametrize("kind", daily(LaplaceEnsemble, rest=[lambda members: members[0]]))
+def test_programs_return_the_predictions_of_the_posterior(kind, name):
+    """Regressions are predicted around the linear model; an ensemble's have all members and their ranks."""
+    (case, la), (_, other) = known(name), known(name, em_steps=0, prior_precision=500.0)
+    one = kind([copy.copy(la), other]).calibrate(case.x + 0.1, case.y)
+    program, x = one.export(case.x[:7], p_value=True).module(), case.x[7:14]
+    found = dict(program(x))
+    due = one(x) if isinstance(one(x), tuple) else (one(x),)
+    assert_close(found.pop("p_value"), one.predict(x).p_value, rtol=0, atol=1.01 / 16)
+    assert_close(tuple(found.values()), due)
 
 
 class Constant(nn.Module):

@@ -136,9 +136,9 @@ def distil(
         A ``Student``, which is not calibrated yet.
 
     Raises:
-        ValueError: If there are fewer than ten inputs, or they have several shapes, or another ``student`` has outputs
-            of another shape.
+        ValueError: If there are fewer than ten inputs, or another ``student`` has outputs of another shape.
         TypeError: If inputs are no tensors, or for an argument of an earlier version.
+        RuntimeError: If inputs have several shapes.
 
     Example:
         >>> student = la.distil(x, steps=100, progress_bar=False)

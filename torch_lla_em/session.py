@@ -93,7 +93,8 @@ class Session:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             # solvers compute in full precision; that of the network is set for each of its calls
-            stack.enter_context(tf32(self._device, False))
+            if self._device.type == "cuda":
+                stack.enter_context(tf32(False))
             yield self
 
     def plan(self, options: FitOptions, compute: Compute, timed: bool = False) -> Plan:

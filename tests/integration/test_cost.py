@@ -215,7 +215,7 @@ def flags_come_back():
 
     before = known()
     for allowed in (True, False):
-        with tf32(torch.device("cuda"), allowed):
+        with tf32(allowed):
             assert known() == (("tf32" if allowed else "ieee") if is_new else allowed)
         assert known() == before
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import copy
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.jacobian.intercepted import carried
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import probe
@@ -92,10 +93,16 @@ class LinearModel:
     def push(self, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside ``network.guarded()``."""
         entries, known = sum(block.numel() for block in w), self.report
-        is_few = known is not None and known.carries and num_examples(x) * entries <= _CARRIED
-        rows = self.by_autodiff(x) if is_few else self.at(x, sum(map(len, w)))
         if entries <= _COPIED:
             w = (torch.cat(w),)
+            is_few = num_examples(x) * entries <= _CARRIED and not torch.is_grad_enabled()
+            if is_few and known is not None and known.carries:
+                leaves = self.network.leaves(self.layout.names)
+                directions = self.layout.unflatten(w[0])
+                found = carried(partial(self.network.outputs, x), leaves, directions)
+                if found is not None:
+                    return found
+        rows = self.at(x, sum(map(len, w)))
         Jw = [rows.push(block) for block in w]
         return rows.f, Jw[0] if len(Jw) == 1 else torch.cat(Jw)
 
@@ -121,14 +128,14 @@ class LinearModel:
         if known.fault:
             raise NotImplementedError(known.fault)
         columns = known.columns(x, at_once)
-        return ByAutodiff(self.network, self.layout, x, columns, known.forward, known.carries)
+        return ByAutodiff(self.network, self.layout, x, columns, known.forward)
 
     def steady(self, x: Any) -> LinearModel:
         """Return the same model for programs: by ``torch.func``, all columns at once for batches of any size."""
         if self.report is None:
             self.probe(x)
         other = copy(self)
-        other._change(names=(), carries=False, example_bytes=None)
+        other._change(names=(), example_bytes=None)
         return other
 
     def leave_factors(self) -> None:

@@ -99,20 +99,22 @@ class Network:
                 return
             layers = dict(self.module.named_modules())  # each once, whatever its names
             before = [(vars(layer), vars(layer).copy()) for layer in layers.values()]
-            # inside parametrize.cached(), weights computed elsewhere would be taken
+            # of the process; inside parametrize.cached(), weights computed elsewhere would be taken
             flags: list[tuple[Any, str]] = [(parametrize, "_cache_enabled")]
             flags += [(torch.backends.mha, "_is_fastpath_enabled")]
             if any(isinstance(layer, nn.RNNBase) for layer in layers.values()):
                 flags += [(torch.backends.mkldnn, "enabled"), (torch.backends.cudnn, "enabled")]
+            values = [getattr(*flag) for flag in flags]
             compiles = "torch._dynamo" in sys.modules
             # a compiled layer has no second derivative, a fused kernel none or no forward mode
             with (
-                _switched_off(flags),
                 torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
                 sdpa_kernel(SDPBackend.MATH),
                 self.computing(self.precision),
             ):
                 try:
+                    for flag in flags:
+                        setattr(*flag, False)
                     for layer in layers.values():
                         vars(layer)["training"] = False
                         if isinstance(layer, nn.Embedding):  # whose gradients are no derivatives
@@ -122,14 +124,18 @@ class Network:
                 finally:
                     self._inside = _Inside({}, {}, [], [])
                     _restore(before)
+                    for flag, value in zip(flags, values):
+                        setattr(*flag, value)
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
         """Compute matrix products in the chosen precision, independent of global settings."""
-        here, own = self.device, without_autocast(self.device)
+        here = self.device
+        own = without_autocast(here)
         if precision == "bfloat16":
             own = torch.autocast(here.type, torch.bfloat16, cache_enabled=False)
-        with tf32(here, precision == "tf32"), without_autocast(torch.device("cpu")), own:
+        of_gpu = tf32(precision == "tf32") if here.type == "cuda" else nullcontext()
+        with of_gpu, without_autocast(torch.device("cpu")), own:
             yield
 
     @property
@@ -164,16 +170,3 @@ def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
             now.clear()
             now.update(before)
-
-
-@contextmanager
-def _switched_off(flags: list[tuple[Any, str]]) -> Iterator[None]:
-    """Set flags of the process to False, and back on exit."""
-    before = [getattr(holder, name) for holder, name in flags]
-    try:
-        for holder, name in flags:
-            setattr(holder, name, False)
-        yield
-    finally:
-        for (holder, name), value in zip(flags, before):
-            setattr(holder, name, value)

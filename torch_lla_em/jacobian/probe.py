@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.jacobian.checks import checked_outputs
+from torch_lla_em.jacobian.intercepted import carried
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.recorded import by_factors, find
@@ -56,8 +57,13 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
         error = partial(_error, plain, (u, v, JTu), eps)
-        ways = [ByAutodiff(network, layout, x, None, way, way) for way in (True, False)]
+        ways = [ByAutodiff(network, layout, x, None, way) for way in (True, False)]
         report = _with_torch_func(ways, report, error, eps**0.5)
+        if report.forward:
+            of_weights, leaves = partial(network.outputs, x), network.leaves(layout.names)
+            found, Jv = carried(of_weights, leaves, layout.unflatten(v)), ways[0].push(v)
+            is_right = found is not None and (found[1] - Jv).norm() <= eps**0.5 * Jv.norm()
+            report = report._replace(carries=bool(is_right))
         if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
                 # torch warns of a backward pass that vmap takes output by output, which is slow
@@ -139,7 +145,7 @@ def _with_torch_func(
         with suppressed(failures):  # operations that a direction does not support
             own = error(rows)
         if own < best.adjoint_error:
-            best = report._replace(forward=rows is ways[0], carries=rows.carries, adjoint_error=own)
+            best = report._replace(forward=rows is ways[0], adjoint_error=own)
         if own <= tolerance:
             return best
         reason = str(failures[0]).strip().split("\n")[0] if failures else f"error {own:.1e}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import tensors_in
-from torch_lla_em.jacobian.intercepted import Intercepted, carried, contiguous
+from torch_lla_em.jacobian.intercepted import Intercepted, contiguous
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
@@ -26,7 +26,7 @@ class Report(NamedTuple):
     names: tuple[str, ...] = ()  # weights with factors: all that have an influence, or none
     shared: tuple[str, ...] = ()  # tables of which one lookup is used for all examples
     forward: bool = False  # whether J w is by forward mode, or by two reverse passes
-    carries: bool = False  # whether rules of linear and elementwise functions are enough for that
+    carries: bool = False  # whether J w may be ``carried`` along with a forward pass
     fault: str = ""  # if there are only factors, the error message of the other ways
     adjoint_error: float = 0.0  # relative error of J w and Jᵀu compared with ``backward``
     least_columns: int = 1  # from which factors are worth computing even if they are not kept
@@ -100,8 +100,7 @@ class Rows:
 class ByAutodiff(Rows):
     """The linear model at a batch by its definition, the derivatives of ``torch.func.functional_call``.
 
-    J w is by ``torch.func.jvp``, or by rules where these are enough; where it fails, by reverse mode twice, column by
-    column. Jᵀu is by one recorded graph: ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one
+    J w is by ``torch.func.jvp``; where it fails, by reverse mode twice, column by column. Jᵀu is by one recorded graph: ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one
     1.1 (LeNet) to 2.3 times (an MLP with one input). Differentiable in x inside ``enable_grad``.
     """
 
@@ -112,14 +111,10 @@ class ByAutodiff(Rows):
         x: Any,
         columns: int | None = None,
         forward: bool = False,
-        carries: bool = False,
     ):
         self.layout, self.columns = layout, columns if forward else 1
         self._forward, self._of_weights = forward, partial(network.outputs, x)
         self._leaves = network.leaves(layout.names)
-        self.carries = carries
-        """Whether J w is carried along with a forward pass; set to False where that is not possible."""
-
         self._f: Tensor | None = None
         self._graph: Tensor | None = None  # f, with the leaves at the ends of its graph
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -150,12 +145,6 @@ class ByAutodiff(Rows):
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
         if not self._forward:
             return self._pushed_by_reverse(directions)
-        if self.carries and not torch.is_grad_enabled():
-            found = carried(self._of_weights, self._leaves, directions)
-            self.carries = found is not None
-            if found is not None:
-                self._f, Jw = found
-                return Jw
         # forward mode copies views that do not start at the beginning of their memory
         columns = {n: directions[n].to(w, copy=True) for n, w in self._leaves.items()}
         jvp = partial(

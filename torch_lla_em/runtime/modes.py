@@ -11,11 +11,8 @@ import torch
 
 
 @contextmanager
-def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in matrix products and convolutions on a CUDA device."""
-    if device.type != "cuda":
-        yield
-        return
+def tf32(allowed: bool) -> Iterator[None]:
+    """Allow or forbid TF32 in matrix products and convolutions on CUDA devices."""
     cudnn, flags = torch.backends.cudnn, _tf32_flags()
     values = [getattr(flag, name) for flag, name, _ in flags]
     # inherited values stay inherited

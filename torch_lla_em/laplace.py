@@ -62,9 +62,6 @@ from torch_lla_em.runtime import (
 )
 from torch_lla_em.session import Session, log_marginal_likelihood
 
-# the default tolerance as a share of the Monte Carlo error of a standard deviation, 1/√(2K)
-_QUARTER = 0.25
-
 _FORMER = {
     "g_prior": 'write prior="isotropic" for g_prior=False, and prior="g" for True',
     "sigma_noise": "pass the likelihood Regression(sigma_noise)",
@@ -229,7 +226,8 @@ class LinearisedLaplace(Printed, nn.Module):
     @property
     def tolerance(self) -> float:
         """The largest numerical error of the samples that is asked for, in posterior standard deviations."""
-        return self.compute.tolerance or _QUARTER * (2 * self.num_samples) ** -0.5
+        # a quarter of the Monte Carlo error of a standard deviation, 1/√(2K)
+        return self.compute.tolerance or 0.25 * (2 * self.num_samples) ** -0.5
 
     @property
     def _linear_model(self) -> LinearModel:

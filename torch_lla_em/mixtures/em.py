@@ -59,7 +59,7 @@ class EM:
     def states(self, parameters: Any, max_steps: int = _STEPS) -> Iterator[MixtureState]:
         """Yield the state at these parameters, and after each M-step, until the bound converges."""
         bound, room = -math.inf, self.tolerance * self.weight * len(self.x)
-        for _ in range(max_steps):
+        for _ in range(1 + max_steps):
             log_evidence, sums = self.expectation(self.family.natural(parameters))
             before, bound = bound, float(log_evidence + parameters.log_prior(self.family.prior))
             converged = abs(bound - before) <= room
@@ -117,7 +117,7 @@ def _emptied(em: EM, state: MixtureState) -> Any:
             if (used & (em.classes == em.classes[k])).sum() > 1:
                 less = constant.index_fill(0, k, -torch.inf)
                 found = em.family.maximise(em.expectation((less, *others))[1])
-                trials += em.states(found, 1)
+                trials += em.states(found, 0)
         if trials:
             *_, state = em.states(max(trials, key=lambda trial: trial.bound).parameters)
     return before.parameters

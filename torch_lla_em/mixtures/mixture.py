@@ -66,7 +66,7 @@ class GaussianMixture:
                 components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
-            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` of all EM steps.
+            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` at the start and after each step.
 
         Raises:
             ValueError: If the data are empty, not finite, fewer than components, or lack labels.
@@ -98,7 +98,7 @@ class GaussianMixture:
     def __repr__(self) -> str:
         words = "not fitted"
         if self.lower_bounds:
-            words = f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds)} steps, "
+            words = f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds) - 1} steps, "
             words += f"lower bound {self.lower_bounds[-1]:.6g}"
         options = f"{self.num_components}, covariance={self.covariance!r}"
         return f"{type(self).__name__}({options}), {words}"

@@ -154,6 +154,25 @@ def test_all_predictions_follow_the_calibration(tmp_path):
         assert_close(other(case.x), la(case.x))
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_predictions_have_the_nll_that_a_calibration_states(name, several):
+    """It is stated higher by the optimism. Where nothing is gained, predictions do not change."""
+    case, la = known(name)
+    la = LaplaceEnsemble([la, la]) if several else copy.copy(la)
+    x, y = case.x + 0.1, 3 * case.y if name == "regression" else (case.y + 1) % 3
+    la.calibrate(x, y)
+    nll = -la.predict(x).log_prob(y).mean().item()
+    assert la.calibration.applied and nll < la.calibration.after < nll + 6 / 30
+    if name == "regression":
+        (_, la), x = known(name), draw(200, 2, seed=3)
+        la = LaplaceEnsemble([la, la]) if several else copy.copy(la)
+        before, generator = la.predict(x), torch.Generator().manual_seed(0)
+        la.calibrate(x, before.sample(1, generator)[0])
+        assert not la.calibration.applied
+        assert torch.equal(la.predict(x).predictive_variance, before.predictive_variance)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.6])
 @pytest.mark.parametrize("temperature, deviation", [(10.0, 4.0), (10.0, 20.0), (40.0, 4.0)])
 @pytest.mark.parametrize("count", [30, 60, 150])

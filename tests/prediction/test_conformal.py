@@ -215,12 +215,12 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         sets = mine.prediction_set(0.9)
         assert torch.equal(sets[:, 0], (of_all <= bound + prediction.ties)[:, 0])
         assert torch.equal(both[mixed == g], sets[mixed == g])
-        ties = own.scored.values, prediction.ties, own.scored.units
+        ties = own.scored[0], prediction.ties, own.scored[1]
         assert_close(mine.p_value, p_values(reference.unusual[reference.groups == g], *ties))
     # of classes it is the largest among the examples of each
     prediction = la.calibrate(x[:500], y[:500], groups="classes").predict(x[500:520])
     reference, own = prediction.judged("p_value")
-    ties = own.scored.values, prediction.ties, own.scored.units
+    ties = own.scored[0], prediction.ties, own.scored[1]
     each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
     assert_close(prediction.p_value, torch.stack(each).amax(0))
 
@@ -281,7 +281,7 @@ def test_weights_reach_the_ranks_and_files_keep_what_was_stated(blobs, tmp_path)
     prediction = la.calibrate(x[:300], y[:300], weights=weights).predict(x[300:400], weights=own)
     (reference, judged), given = prediction.judged("p_value"), {"own": own}
     given["weights"] = reference.weights
-    ties = judged.scored.values, prediction.ties, judged.scored.units
+    ties = judged.scored[0], prediction.ties, judged.scored[1]
     assert_close(prediction.p_value, p_values(reference.unusual, *ties, **given))
     bounds = quantiles(reference.errors, 0.8, **given)
     inside = errors_of(judged, torch.zeros(100).long()) <= bounds + prediction.ties

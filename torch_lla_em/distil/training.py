@@ -66,7 +66,7 @@ class Known(NamedTuple):
         uncertainty = last(prediction.epistemic)
         if not prediction.likelihood.gives_probabilities:
             uncertainty = torch.cat([uncertainty, last(prediction.aleatoric)], -1)
-        return cls(x, last(expectation), uncertainty, prediction.scored.values.to(expectation))
+        return cls(x, last(expectation), uncertainty, prediction.scored[0].to(expectation))
 
     def logarithms(self) -> tuple[Tensor, Tensor]:
         """Return what the head learns: logarithms of uncertainties and of scores, NaN if not finite.

@@ -195,7 +195,7 @@ def reference_of(
     return Reference(
         table,
         each[0][0].likelihood.observation_noise,
-        torch.cat([ood_scores(judged, *part.distances()).values for judged, part in each]),
+        torch.cat([ood_scores(judged, *part.distances())[0] for judged, part in each]),
         torch.cat([errors_of(judged, part.y) for judged, part in each]),
         torch.tensor([len(part.y) for part in parts], device="cpu") if folds else None,
     )

@@ -104,15 +104,16 @@ class Posterior:
         """This posterior, as ``Posteriors`` has several."""
         return (self,)
 
-    @property
-    def mixture(self) -> Tensor:
-        """The components of predictions, as fitted or as calibrated."""
-        return self.result.mixture if self.correction.table is None else self.correction.table
-
     @cached_property
     def tables(self) -> tuple[Rows]:
-        """Their numbers."""
-        return (self.mixture.tolist(),)
+        """The components of predictions, as fitted or as calibrated."""
+        table = self.correction.table
+        return ((self.result.mixture if table is None else table).tolist(),)
+
+    @property
+    def mixture(self) -> Tensor:
+        """The same as a tensor."""
+        return self.result.mixture.new_tensor(self.tables[0])
 
     @property
     def mean(self) -> str:

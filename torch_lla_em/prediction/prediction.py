@@ -14,7 +14,7 @@ from torch_lla_em.likelihoods import Likelihood, average, mean_square
 from torch_lla_em.prediction import comparison, targets
 from torch_lla_em.prediction.arrays import aligned, gaussian_entropy, rounding
 from torch_lla_em.prediction.functions import JOINT, in_shares, log_mean_exp, over_rows
-from torch_lla_em.prediction.reference import Reference, Scored, Stated, ood_scores
+from torch_lla_em.prediction.reference import Reference, Stated, ood_scores
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import without_autocast
 
@@ -182,15 +182,13 @@ class Prediction(Printed):
     def standard_error(self) -> Tensor:
         """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
-        It is that of the samples' covariance, and has not the errors of λ and of the curvature. On seven tables,
-        fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for continuous targets and NaN for
-        a single sample.
-
-        An average over a sample and its mirror image is nearly quadratic in the sample. Its spread over the samples is
-        therefore that of their covariance, which rotations do not reduce.
+        On seven tables, fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for continuous
+        targets and NaN for a single sample.
         """
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)
+        # an average over a sample and its mirror image is nearly quadratic in it, so its spread over samples is that of
+        # their covariance, which rotations do not reduce
         each = []
         for own in self.members:
             mean, K = own.likelihood.mean, len(own.deviations[0])
@@ -296,7 +294,7 @@ class Prediction(Printed):
     # comparison with a validation set
 
     @cached_property
-    def scored(self) -> Scored:
+    def scored(self) -> tuple[Tensor, Tensor]:
         """The out-of-distribution scores that p-values compare, and their units."""
         return ood_scores(self, *(self.origin.distances() if self.origin else (None, None)))
 

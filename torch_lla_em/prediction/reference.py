@@ -197,18 +197,13 @@ def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -
     return torch.zeros_like(labels, dtype=torch.bool).scatter(0, order, places % 2 == 1)
 
 
-class Scored(NamedTuple):
-    """Out-of-distribution scores of inputs, large out of distribution."""
+def ood_scores(
+    prediction: Any, distances: Tensor | None, unit: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each, by which it is rounded.
 
-    values: Tensor
-    """(B, 2) or (B, 3), epistemic first."""
-
-    units: Tensor
-    """The scale of each score, relative to which it is rounded, (S,)."""
-
-
-def ood_scores(prediction: Any, distances: Tensor | None, unit: Tensor | None) -> Scored:
-    """Return the scores of predictions and, if known, distances (B, 2), the second of which has this ``unit``, ()."""
+    Distances are (B, 2), if they are known, of which the second has this ``unit``, ().
+    """
     likelihood = prediction.likelihood
     # small scores are differences of large numbers
     double = prediction.map(Tensor.double)
@@ -225,7 +220,7 @@ def ood_scores(prediction: Any, distances: Tensor | None, unit: Tensor | None) -
     if distances is not None and unit is not None:
         columns.append(distances.double())
         units = torch.stack([units[0], torch.ones_like(units[0]), unit.double()])
-    return Scored(infinite_if_nan(torch.cat(columns, 1)), units)
+    return infinite_if_nan(torch.cat(columns, 1)), units
 
 
 def chosen(score: Score, computed: int, known: int) -> list[int]:

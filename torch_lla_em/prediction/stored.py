@@ -296,7 +296,7 @@ def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setti
     shapes = [list(shape) for shape in layout.shapes]
     for name, saved, here in (
         ("parameters", (record["names"], record["shapes"]), (list(layout.names), shapes)),
-        ("adapter", bool(record["given"]) and la.adapter.outputs is None, False),
+        ("adapter", record["given"], record["given"] if la.adapter.outputs else []),
         ("likelihood", (record["likelihood"], attributes), (type(given).__name__, own)),
     ):
         if saved != here:

@@ -35,11 +35,7 @@ def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
 
 
 def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
-    """Return the scores that apply, by name, of a prediction and its targets, both with the classes last.
-
-    They are the NLL; for probabilities accuracy, ECE and AUROC; otherwise RMSE, MAE, R²
-    (the mean over outputs) and the coverage of 90 % intervals.
-    """
+    """Return the scores that apply, by name, of a prediction and its targets, both with the classes last."""
     likelihood = prediction.likelihood
     values = {"NLL": -prediction.log_density(y).double()[likelihood.labelled(y)].mean()}
     if likelihood.gives_probabilities:
@@ -246,11 +242,7 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
 
 
 def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
-    """Yield a warning for each sign that a fit has failed, given some training examples.
-
-    If γ of the N C targets are needed to determine the weights, residuals have the variance σ² (1 - γ / N C). What is
-    learnt of σ takes this into account, but not that the features were fitted to the same targets.
-    """
+    """Yield a warning for each sign that a fit has failed, given some training examples."""
     result, likelihood, y = posterior.result, data.likelihood, data.y
     gamma, error = result.effective_dim.value.sum().item(), result.effective_dim[1].norm().item()
     collapsed = gamma < max(4 / len(result.w_samples), 2 * error)

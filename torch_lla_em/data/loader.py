@@ -335,8 +335,9 @@ class Data:
             raise ValueError(fault)
         self.keeps_order &= not self.num_passes or known.ordered == whole.ordered
         if self._is_restored:
-            counts = {"num_outputs": known.num_outputs, "num_labelled": known.num_labelled}
-            self.facts, self._is_restored = replace(whole, **counts), False
+            outputs, labelled = known.num_outputs, known.num_labelled
+            self.facts = replace(whole, num_outputs=outputs, num_labelled=labelled)
+            self._is_restored = False
         elif is_first:
             self.facts = whole
         self.num_passes += 1

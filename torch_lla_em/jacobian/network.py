@@ -98,7 +98,7 @@ class Network:
                 yield self._inside
                 return
             layers = dict(self.module.named_modules())  # each once, whatever its names
-            before = [(vars(layer), vars(layer).copy()) for layer in layers.values()]
+            before = [(layer.__dict__, layer.__dict__.copy()) for layer in layers.values()]
             # of the process; inside parametrize.cached(), weights computed elsewhere would be taken
             flags: list[tuple[Any, str]] = [(parametrize, "_cache_enabled")]
             flags += [(torch.backends.mha, "_is_fastpath_enabled")]
@@ -116,9 +116,9 @@ class Network:
                     for flag in flags:
                         setattr(*flag, False)
                     for layer in layers.values():
-                        vars(layer)["training"] = False
+                        layer.__dict__["training"] = False
                         if isinstance(layer, nn.Embedding):  # whose gradients are no derivatives
-                            vars(layer).update(sparse=False, scale_grad_by_freq=False)
+                            layer.__dict__.update(sparse=False, scale_grad_by_freq=False)
                     self._inside = _noted(layers)
                     yield self._inside
                 finally:
@@ -148,7 +148,7 @@ def _noted(layers: dict[str, nn.Module]) -> _Inside:
     """Note the tensors of layers, and the layers' attributes."""
     inside, names = _Inside({}, {}, [], []), dict[int, str]()
     for path, layer in layers.items():
-        inside.attributes.append((vars(layer), vars(layer).copy()))
+        inside.attributes.append((layer.__dict__, layer.__dict__.copy()))
         # a lookup with max_norm shrinks the rows it reads, in the weights themselves
         is_written = getattr(layer, "max_norm", None) is not None
         for holder in (layer._parameters, layer._buffers):

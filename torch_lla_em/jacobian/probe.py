@@ -61,8 +61,8 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
         report = _with_torch_func(ways, report, error, eps**0.5)
         if report.forward:
             of_weights, leaves = partial(network.outputs, x), network.leaves(layout.names)
-            found, Jv = carried(of_weights, leaves, layout.unflatten(v)), ways[0].push(v)
-            is_right = found is not None and (found[1] - Jv).norm() <= eps**0.5 * Jv.norm()
+            along, Jv = carried(of_weights, leaves, layout.unflatten(v)), ways[0].push(v)
+            is_right = along is not None and (along[1] - Jv).norm() <= eps**0.5 * Jv.norm()
             report = report._replace(carries=bool(is_right))
         if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors

@@ -37,11 +37,8 @@ class LinearModel:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
-        self.forget()
-
-    def forget(self) -> None:
-        """Discard the result of the probe, which may not hold for other weights or data."""
         self.report: Report | None = None
+        """The result of the probe."""
 
     @property
     def factored(self) -> tuple[str, ...]:
@@ -80,11 +77,10 @@ class LinearModel:
         with self.network.guarded(), self.network.computing("float32"), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-            found = probe(self.network, self.layout, x)
+            self.report = found = probe(self.network, self.layout, x)
         if found is None:
             logger.info("J is zero for these examples; derivatives are checked on later ones.")
             return None
-        self.report = found
         way = "forward mode" if found.forward else "two reverse passes"
         factors, error = f"factors of {len(found.names)} tensors", found.adjoint_error
         logger.info("J by %s, adjoint error %.1e.", factors if found.names else way, error)

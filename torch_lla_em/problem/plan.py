@@ -29,9 +29,9 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     model, data, sweep = problem.linear_model, problem.data, problem.sweep
     P, itemsize, device = problem.size, problem.dtype.itemsize, model.network.device
     first = data.first()
-    model.forget()  # of the inputs of a prediction it may not be known whether weights have factors
     with model.network.guarded():
-        sweep.probe(first)
+        # anew: of the inputs of a prediction it may not be known whether weights have factors
+        sweep.probe(first, anew=True)
         splits = sweep.stand_alone(first)
     example = model.report or Report()  # where J is zero, nothing is known of an example
     free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize

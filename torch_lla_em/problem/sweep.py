@@ -273,9 +273,9 @@ class Sweep:
         """Call a function after every batch."""
         self.say = say
 
-    def probe(self, batch: Batch) -> None:
+    def probe(self, batch: Batch, anew: bool = False) -> None:
         """Check the derivatives of the network, at some of the first batch, inside its guard."""
-        if self.linear_model.report is not None:
+        if self.linear_model.report is not None and not anew:
             return
         few = next(batch.split(FEW)) if self.stand_alone(batch) else batch
         try:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from torch_lla_em.runtime import Turns, files
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 ONE_AT_A_TIME = Turns()
 """Held during a call: other threads would see replaced weights, and flags of the whole process."""
 
@@ -84,7 +82,7 @@ def _marks(module: nn.Module) -> list[Any]:
                 if is_plain and not t.is_quantized:
                     real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
                     # the sum of integers of this size shows a change of any one number
-                    sums.append(real.view(_INTEGERS[real.itemsize]).sum())
+                    sums.append(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())
     if len({each.device for each in sums}) > 1:
         sums = [each.cpu() for each in sums]
     return marks + (torch.stack(sums).tolist() if sums else [])

@@ -181,7 +181,7 @@ def test_a_calibration_on_few_examples_is_no_worse_than_a_temperature(
 ):
     """Of networks that are far too sure: the prior of a factor is that of a temperature alone.
 
-    If the posterior predicts well, the first search ends at a local optimum.
+    The search with the narrow prior ends at a local optimum.
     """
     f, likelihood = 2 * temperature * draw(count, 3), Classification()
     y = likelihood.sample(f / temperature, torch.Generator().manual_seed(2))

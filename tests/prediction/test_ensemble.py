@@ -98,6 +98,8 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
         other = scaled(ensemble, factor)  # of the posterior's variance
         assert -predict(other, x).log_prob(y).mean() > after - 2e-3
     assert all(torch.equal(la.mixture, old) for la, old in zip(members, before))
+    alone = torch.stack([la.model(x).detach() for la in members])
+    assert_close(ensemble.predict(x, "network").mean, alone.mean(0))
     assert ensemble.is_ood(x, 0.1).shape == (60,)
     assert ensemble.is_ood(1000 * x, 0.1).double().mean() > 0.8
     prediction, kind = ensemble.predict(x), kind_of(members[0])

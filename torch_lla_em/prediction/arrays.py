@@ -196,22 +196,18 @@ def conformal_set(probs: Tensor, threshold: Tensor, room: float | Tensor) -> Ten
     return mass_above(probs, room) <= threshold + room
 
 
-def errors_of_classes(probs: Tensor, y: Tensor) -> Tensor:
-    """Return the probability of all classes that are more probable than the label, (B, 1)."""
-    return mass_above(probs, rounding(probs.dtype)).gather(1, y.long()[:, None])
-
-
-def errors_of_values(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """Return residuals in predictive standard deviations, (B, outputs)."""
-    return ((y - mean).abs() / variance.sqrt()).double().reshape(len(y), -1)
-
-
 def errors_of(prediction: Any, y: Tensor) -> Tensor:
-    """Return the error of each prediction, (B, outputs), of classes or of values; no columns for others."""
-    if has_classes(prediction.likelihood, prediction.f):
-        return errors_of_classes(prediction.expectation, y)
-    if has_values(prediction.likelihood, prediction.f):
-        return errors_of_values(prediction.expectation, prediction.predictive_variance, y)
+    """Return the error of each prediction, (B, outputs); no columns for targets of other forms.
+
+    Of classes it is the probability of all that are more probable than the label, of values the residual in predictive
+    standard deviations.
+    """
+    likelihood, mean = prediction.likelihood, prediction.expectation
+    if has_classes(likelihood, prediction.f):
+        return mass_above(mean, rounding(mean.dtype)).gather(1, y.long()[:, None])
+    if has_values(likelihood, prediction.f):
+        errors = (y - mean).abs() / prediction.predictive_variance.sqrt()
+        return errors.double().reshape(len(y), -1)
     return y.new_zeros(len(y), 0, dtype=torch.float64)
 
 

@@ -12,7 +12,7 @@ from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data, in_order
 from torch_lla_em.data.share import Share
-from torch_lla_em.data.trees import copied, is_sequence, map_tensors, tensors_in, to_device
+from torch_lla_em.data.trees import copied, is_sequence, map_tensors, merged, tensors_in, to_device
 
 __all__ = [
     "Batch",
@@ -31,6 +31,7 @@ __all__ = [
     "inputs_of",
     "is_sequence",
     "map_tensors",
+    "merged",
     "paired",
     "tensors_in",
     "to_device",

@@ -17,6 +17,7 @@ from torch_lla_em.data.trees import (
     is_sequence,
     leaves_of,
     map_tensors,
+    merged,
     tensors_in,
     to_device,
 )
@@ -111,7 +112,7 @@ def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
 
 
 def form_of(batch: Batch) -> Any:
-    """Return a key that is equal for batches that can be concatenated; None if this one cannot be."""
+    """Return a key that is equal for batches that can be merged; None if this one cannot be."""
     tensors, rows = batch.tensors(), len(batch.rows)
     if not all(is_rows(leaf, rows) for leaf in leaves_of(tensors)):
         return None
@@ -122,9 +123,9 @@ def _concatenated(batches: list[Batch]) -> Batch:
     first, last = batches[0], batches[-1]
     if first is last:
         return first
-    whole = iter([torch.cat(column) for column in zip(*(tensors_in(b.tensors()) for b in batches))])
-    tensors = map_tensors(lambda _: next(whole), first.tensors())
-    return Batch(f"{first.index} to {last.index}", torch.cat([b.rows for b in batches]), **tensors)
+    rows = torch.cat([batch.rows for batch in batches])
+    tensors = merged([batch.tensors() for batch in batches])
+    return Batch(f"{first.index} to {last.index}", rows, **tensors)
 
 
 def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:

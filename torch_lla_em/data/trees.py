@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def as_tensors(tree: Any) -> Any:
@@ -23,9 +23,18 @@ def as_tensors(tree: Any) -> Any:
     return tree_map(at, tree, is_leaf=is_opaque)
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to every tensor of a tree, and leave everything else as it is."""
-    return tree_map_only(Tensor, function, tree, is_leaf=is_opaque)
+def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to every tensor of a tree and what other trees have in its place; leave everything else as it is."""
+
+    def at(leaf: Any, *rest: Any) -> Any:
+        return function(leaf, *rest) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(at, tree, *others, is_leaf=is_opaque)
+
+
+def merged(trees: Sequence[Any]) -> Any:
+    """Return the rows of trees of one form as one tree."""
+    return map_tensors(lambda *parts: torch.cat(parts), *trees)
 
 
 def leaves_of(tree: Any) -> list[Any]:

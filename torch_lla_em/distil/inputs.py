@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, inputs_of, map_tensors, tensors_in, to_device
+from torch_lla_em.data import as_loader, inputs_of, map_tensors, merged, tensors_in, to_device
 from torch_lla_em.runtime import check_choice
 
 Way = str | Callable[[Any], Any]
@@ -29,7 +30,7 @@ def gathered(inputs: Any, device: torch.device) -> Any:
     count = sum(map(number_of, parts))
     if count < 10:
         raise ValueError(f"distil needs at least 10 inputs, not {count}.")
-    return joined(parts)
+    return merged(parts)
 
 
 def number_of(x: Any) -> int:
@@ -52,17 +53,6 @@ def pieces(tree: Any) -> Iterator[Any]:
         yield rows_of(tree, slice(start, start + BATCH))
 
 
-def joined(trees: Sequence[Any]) -> Any:
-    """Return all examples of trees of one form as one."""
-    return _replaced(trees[0], map(torch.cat, zip(*map(tensors_in, trees))))
-
-
-def _replaced(tree: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a tree with other tensors, in the same order."""
-    others = iter(tensors)
-    return map_tensors(lambda _: next(others), tree)
-
-
 def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
     """Return the ways in which inputs are made: those asked for, or the default for their types."""
     if augment is None:
@@ -76,18 +66,18 @@ def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
 
 def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generator) -> Iterator[Any]:
     """Yield ``count`` inputs altogether, made from examples of x, in turns by each way."""
-    spreads = [_spread(t) for t in tensors_in(x)]
+    noisy, swapped = (partial(change, generator=generator) for change in (_noisy, _swapped))
+    spreads = map_tensors(_spread, x)
     rows = torch.randint(number_of(x), (2, count), generator=generator, device="cpu")
     for way, own in zip(ways, rows.tensor_split(len(ways), 1)):
         for some, others in zip(*(numbers.split(BATCH) for numbers in own)):
             given = rows_of(x, some)
             if callable(way):
                 yield way(given)
+            elif way == "noise":
+                yield map_tensors(noisy, given, spreads)
             else:
-                like = spreads if way == "noise" else tensors_in(rows_of(x, others))
-                change = _noisy if way == "noise" else _swapped
-                pairs = zip(tensors_in(given), like)
-                yield _replaced(given, (change(t, o, generator) for t, o in pairs))
+                yield map_tensors(swapped, given, rows_of(x, others))
 
 
 def _spread(t: Tensor) -> Tensor | None:

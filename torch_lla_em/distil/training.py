@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
-from torch_lla_em.data import tensors_in
+from torch_lla_em.data import merged, tensors_in
 from torch_lla_em.distil.inputs import (
     BATCH,
     Way,
     augmented,
     chosen_ways,
     gathered,
-    joined,
     number_of,
     pieces,
     rows_of,
@@ -205,7 +204,7 @@ def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
                 f"Predictions are NaN or infinite at some inputs, such as {shown}: replace missing values as in training."
             )
         found.append(due)
-    return joined(found)
+    return merged(found)
 
 
 def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) -> None:

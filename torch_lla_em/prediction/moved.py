@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Data, map_tensors, paired, tensors_in
+from torch_lla_em.data import Data, map_tensors, merged, paired, tensors_in
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.arrays import aligned
@@ -237,9 +237,8 @@ def _examples(data: Data) -> tuple[Any, Tensor]:
             while sum(len(part[-1]) for part in parts) > most:
                 share /= 2
                 parts = list(map(some, parts))
-    every = zip(*map(tensors_in, parts))
     try:
-        inputs, targets, _ = map_tensors(lambda _: torch.cat(next(every)), parts[0])
+        inputs, targets, _ = merged(parts)
     except RuntimeError as error:
         raise NoDistance("inputs differ in shape") from error
     return inputs, targets

@@ -25,7 +25,7 @@ from torch_lla_em.problem import (
     seconds_of_pass,
     time_of_fit,
 )
-from torch_lla_em.runtime import Compute, Group, collected, report, tf32
+from torch_lla_em.runtime import Compute, Group, collected, tf32
 
 logger = logging.getLogger("torch_lla_em")
 
@@ -149,7 +149,7 @@ class Session:
         began, passes = self._first_pass
         seconds = (time.monotonic() - began) / max(1, self.problem.data.num_passes - passes)
         if self._group.rank == 0 and (words := time_of_fit(seconds, only_long=True)):
-            report("show", words)
+            logger.warning("%s", words)
         self.stepped(None, progress)
 
     def stepped(self, found: dict[str, Any] | None, progress: Callable[[], Progress]) -> bool:

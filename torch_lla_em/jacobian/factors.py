@@ -65,13 +65,6 @@ class Outer(NamedTuple):
             own = torch.einsum("bkgot,bgit->kgoi", d, self.a)
         return [own, d.sum((0, 4))]
 
-    def gradient(self, name: str, u: Tensor) -> Tensor:
-        """Return every row's own Jᵀu for a weight, (rows, K, ...)."""
-        d, is_bias = self.signals(u), name != self.names[0]
-        if self.a.dim() == 2:
-            return d if is_bias else torch.einsum("bko,bi->bkoi", d, self.a)
-        return d.sum(-1) if is_bias else torch.einsum("bkgot,bgit->bkgoi", d, self.a)
-
     def signals(self, u: Tensor) -> Tensor:
         """Return Bᵀu, (rows, K, channels) or (rows, K, groups, channels, places)."""
         if self.b is not None:
@@ -100,12 +93,6 @@ class Lookup(NamedTuple):
         d = self._signals(u).permute(2, 0, 1, 3).flatten(1, 2)
         return [d.new_zeros(len(d), *self.shape).index_add_(1, self.a.flatten(), d)]
 
-    def gradient(self, name: str, u: Tensor) -> Tensor:
-        """Return every row's own Jᵀu, (rows, K, *shape)."""
-        d = self._signals(u).transpose(1, 2)
-        table = d.new_zeros(*d.shape[:2], *self.shape)
-        return table.scatter_add_(2, self.a[:, None, :, None].expand_as(d), d)
-
     def _signals(self, u: Tensor) -> Tensor:
         """Return Bᵀu, (rows, places, K, channels)."""
         d = torch.bmm(u.to(self.b), self.b).unflatten(2, (-1, self.a.shape[1]))
@@ -128,10 +115,6 @@ class Dense(NamedTuple):
         """Return Jᵀu of each weight, (K, ...), from u, (rows, K, D)."""
         pulled = u.transpose(0, 1).flatten(1).to(self.J) @ self.J.flatten(0, 1)
         return list(pulled.split(self.sizes, 1))
-
-    def gradient(self, name: str, u: Tensor) -> Tensor:
-        """Return every row's own Jᵀu for a weight, (rows, K, p)."""
-        return u.to(self.J) @ self.J.split(self.sizes, 2)[self.names.index(name)]
 
 
 Term = Outer | Lookup | Dense
@@ -179,7 +162,7 @@ class ByFactors(Rows):
         step = max(1, int(_NUMBERS / max(1, u.shape[1] * size)))
         for start in range(0, len(u), step):
             rows = slice(start, start + step)
-            each = [_part(term, rows).gradient(name, u[rows]).flatten(2) for term in terms]
+            each = [_of_rows(term, name, u[rows], rows) for term in terms]
             total = total + _wide(sum(each[1:], each[0])).square().sum((0, 1))
         return total
 
@@ -201,9 +184,15 @@ class ByFactors(Rows):
         return total
 
 
-def _part(term: Any, rows: slice) -> Any:
-    """Return a term of some rows."""
-    return type(term)(*(entry[rows] if isinstance(entry, Tensor) else entry for entry in term))
+def _of_rows(term: Any, name: str, u: Tensor, rows: slice) -> Tensor:
+    """Return Jᵀu of a weight for each of some rows, (rows, K, p)."""
+
+    def pulled(u: Tensor, *held: Tensor) -> Tensor:
+        each = iter(held)
+        own = (next(each)[None] if isinstance(entry, Tensor) else entry for entry in term)
+        return type(term)(*own).pull(u[None])[term.names.index(name)].reshape(len(u), -1)
+
+    return torch.vmap(pulled)(u, *(entry[rows] for entry in term if isinstance(entry, Tensor)))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -21,24 +21,23 @@ def or_float64(dtype: torch.dtype) -> str:
     return "" if dtype == torch.float64 else ", or convert the model and its data to float64"
 
 
-def report(kind: Literal["log", "warn", "show"], text: str) -> None:
+def report(kind: Literal["log", "warn"], text: str) -> None:
     """Add a warning to the lists that collect them in this thread, then show it.
 
     It is stored first, whatever the settings of ``logging`` and ``warnings``.
 
     Args:
-        kind (str): "log" for what happens while a program runs; "warn" for what the user's code should change;
-            "show" for what only matters now: it is not stored.
+        kind (str): "log" for what happens while a program runs; "warn" for what the user's code should change.
         text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is collected.
     """
-    lists = _LISTS.get() if kind != "show" else ()
+    lists = _LISTS.get()
     told = bool(lists) and all(text in messages for messages in lists)
     for messages in lists:
         if text not in messages:
             messages.append(text)
     if told:
         return
-    if kind != "warn":
+    if kind == "log":
         logger.warning("%s", text)
     else:
         warnings.warn(text, stacklevel=2)

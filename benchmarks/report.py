@@ -117,8 +117,8 @@ PREDICTIONS = {
     "served 8": "exported, 8 examples / five networks",
 }
 PREDICTED = (
-    *("mlp", "regression", "lenet", "bert", "bert, last_layer"),
-    *("many rows", "last layer, 5000 x 512 x 10", "last layer, 20000 x 256 x 100"),
+    *("mlp", "regression", "lenet", "resnet20", "bert", "bert, last_layer", "flights, late or not"),
+    *("many rows", *(f"last layer, {size}" for size in ("5000 x 512 x 10", "2000 x 64 x 50"))),
 )
 GPU_FITS = FIT | {
     "epochs": "fit, training epochs",

@@ -127,7 +127,7 @@ class _BasisModel(Whole):
     "name", daily("classification", "regression", rest=["bernoulli", "poisson", "binomial"])
 )
 @pytest.mark.parametrize("g_prior", [False, True])
-@pytest.mark.parametrize("solver", ["span", "block CG", "function space"])
+@pytest.mark.parametrize("solver", ["span", "block CG"])
 def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver):
     problem, noise, precision, exact, _ = setting(name, g_prior, False)
     if solver == "span":
@@ -136,8 +136,8 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver):
         for _ in range(20):
             last = schedule.solved(last)
     else:
-        own = BlockCG() if solver == "block CG" else Direct()
-        model, last = Whole(problem, noise, own, (0.01, 0.03)), State(precision, problem.sigma)
+        model = Whole(problem, noise, BlockCG(), (0.01, 0.03))
+        last = State(precision, problem.sigma)
         for _ in range(8):  # a basis has no Monte Carlo error, by which a fit says that λ rests
             again = last._replace(why="", number=0, converged=False)
             *_, (_, last) = steps(model, again, 60)

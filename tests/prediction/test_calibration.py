@@ -42,7 +42,7 @@ def fit(problem, before=PLAIN, **options):
 @pytest.mark.parametrize("likelihood", [Classification(), Bernoulli()])
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_calibration_finds_the_temperature_of_the_network(likelihood, temperature):
-    problem = drawn(likelihood, temperature=temperature, deviation=4.0)
+    problem = drawn(likelihood, 500, temperature=temperature, deviation=4.0)
     _, f, Jw, y = problem
     found = fit(problem)
     ours = predicted(likelihood, f, Jw, found.table).log_prob(y)

@@ -295,7 +295,5 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
             instead = _INSTEAD.get(str(value), _INSTEAD.get(name, f"choose one of {known}"))
             raise ValueError(f"{name}={value!r} is not available: {instead}.")
         if not known and name not in ("progress_bar", "n_samples", "generator"):
-            report(
-                "log", f"The argument {name!r} has no effect: all data and the full GGN are used."
-            )
+            report("log", f"The argument {name!r} has no effect: the full GGN is used.")
     return given

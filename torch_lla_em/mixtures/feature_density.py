@@ -81,7 +81,7 @@ class FeatureDensity:
             data = TensorDataset(data) if labels is None else TensorDataset(data, labels)
         # without labels, a list of two tensors is two batches
         batches = as_loader(data, self._targets or (None if self.by_label else default_targets))
-        known = []
+        known, self._state = [], None
         for batch in batches:
             found: Any = None if self._targets is None else self._targets(batch)
             y = default_targets(batch) if self.by_label and found is None else found
@@ -93,22 +93,18 @@ class FeatureDensity:
     def score(self, inputs: Any) -> Tensor:
         """Return the log density of the features of ``inputs``, (B,): low for OOD inputs.
 
-        It raises a RuntimeError before ``fit``, or if the model's weights have changed since.
+        A RuntimeError is raised before ``fit``, or if the model's weights have changed since.
         """
-        return self.mixture.log_prob(self._fitted_features(inputs))
+        return self.mixture.log_prob(self.features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
         """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), labels in increasing order."""
-        return self.mixture.class_log_prob(self._fitted_features(inputs))
-
-    def _fitted_features(self, inputs: Any) -> Tensor:
-        """Return features; raise an error if they are not those that the density describes."""
-        if self._state is not None and not self._state.holds(self._network):
-            raise RuntimeError("The model's weights changed after fit(): call fit() again.")
-        return self.features(inputs)
+        return self.mixture.class_log_prob(self.features(inputs))
 
     def features(self, inputs: Any) -> Tensor:
         """Return the pooled outputs of the layer for a batch of inputs, shape (B, D)."""
+        if self._state is not None and not self._state.holds(self._network):
+            raise RuntimeError("The model's weights changed after fit(): call fit() again.")
         outputs: list[Any] = []
         with self._network.guarded():
             hook = self.layer.register_forward_hook(lambda module, args, out: outputs.append(out))

@@ -99,5 +99,5 @@ def test_estimators_without_a_network_are_refused():
 
     with pytest.raises(TypeError, match="object has no network"):
         posterior(object())
-    with pytest.raises(ValueError, match="not trained"):
+    with pytest.raises(ValueError, match="not fitted yet"):
         posterior(MLPClassifier())

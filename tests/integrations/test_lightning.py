@@ -45,11 +45,11 @@ def data(n, seed):
     return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0))
 
 
-def trained(callback, tmp_path, epochs=2, module=Small, validation=None, **options):
+def trained(callback, tmp_path, epochs=2, module=Small, **options):
     torch.manual_seed(0)
     options |= OFF | {"max_epochs": epochs, "logger": CSVLogger(tmp_path)}
     trainer, module = lightning.Trainer(callbacks=[callback], **options), module()
-    validation = DataLoader(data(40, 1), 16) if validation is None else validation
+    validation = DataLoader(data(40, 1), 16)
     trainer.fit(module, DataLoader(data(60, 0), 20, shuffle=True), validation)
     return trainer, module, validation
 

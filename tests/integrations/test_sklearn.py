@@ -145,8 +145,8 @@ def test_hyperparameters_and_targets_are_checked(caplog):
         (LaplaceClassifier, 0 * ones, "at least two classes"),
         (LaplaceRegressor, ones, "All targets are equal"),
         (LaplaceRegressor, np.full(30, 1e9, dtype="float32"), "All targets are equal"),
-        (LaplaceRegressor, words, "strings: use LaplaceClassifier"),
-        (LaplaceRegressor, words.astype(object), "strings: use LaplaceClassifier"),
+        (LaplaceRegressor, words, "could not convert string to float"),
+        (LaplaceRegressor, words.astype(object), "could not convert string to float"),
     ):
         with pytest.raises(NotFittedError):
             kind().predict(x)

@@ -123,10 +123,9 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
             f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier and MLPRegressor "
             "(for skorch copy examples/recipes/skorch_networks.py). Pass its network to EstimatorPosterior."
         )
-    if not getattr(estimator, "coefs_", None):
-        raise ValueError("The estimator is not trained: call its fit first.")
-    from sklearn.utils.validation import validate_data
+    from sklearn.utils.validation import check_is_fitted, validate_data
 
+    check_is_fitted(estimator, "coefs_")
     layers: list[nn.Module] = []
     for weight, bias in zip(estimator.coefs_, estimator.intercepts_):
         own = torch.tensor(weight, device="cpu")

@@ -227,10 +227,6 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     _checks = {"multi_output": True, "ensure_min_samples": 2}
 
     def _targets(self, y: np.ndarray, x: Tensor) -> tuple[Tensor, int]:
-        if isinstance(y.reshape(-1)[0], str):
-            raise ValueError(
-                "A regression needs numbers, but y has strings: use LaplaceClassifier."
-            )
         self._shape = y.shape[1:]
         targets = torch.tensor(y.reshape(len(y), -1).astype(np.float64)).to(x)
         if (targets == targets[0]).all():

@@ -15,7 +15,6 @@ from torch.testing import assert_close
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.jacobian.state import ONE_AT_A_TIME
-from torch_lla_em.runtime import Turns
 
 
 class Slow:
@@ -86,24 +85,6 @@ def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
     assert la.prior_precision > 0 and len(waits) > 20
     # it enters the network a few times for an answer; a pass has 20 batches
     assert max(waits) <= 5, waits
-
-
-def test_a_waiting_thread_gets_its_turn_before_the_holder():
-    turns, order = Turns(), []
-
-    def wait():
-        with turns, turns:
-            order.append("other")
-
-    with turns:
-        thread = threading.Thread(target=wait)
-        thread.start()
-        until_in_line(turns, lambda: not thread.is_alive())
-        order.append("holder")
-    with turns:
-        order.append("holder again")
-    thread.join()
-    assert order == ["holder", "other", "holder again"]
 
 
 def end_of_child(check):

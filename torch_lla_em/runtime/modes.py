@@ -13,7 +13,14 @@ import torch
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 in matrix products and convolutions on CUDA devices."""
-    cudnn, flags = torch.backends.cudnn, _tf32_flags()
+    cudnn: Any = torch.backends.cudnn
+    # flags, each with the value that it would inherit; before torch 2.9 none does
+    flags: list[tuple[Any, str, str | None]] = []
+    if hasattr(torch.backends, "fp32_precision"):
+        for part in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+            flags.append((part, "fp32_precision", cudnn.fp32_precision))
+    else:
+        flags += [(part, "allow_tf32", None) for part in (torch.backends.cuda.matmul, cudnn)]
     values = [getattr(flag, name) for flag, name, _ in flags]
     # inherited values stay inherited
     before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(values, flags)]
@@ -42,15 +49,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()  # it takes no time
     return torch.autocast(kind, enabled=False)
-
-
-def _tf32_flags() -> list[tuple[Any, str, str | None]]:
-    """Return the flags of TF32, each with the value that it would inherit; before torch 2.9 none does."""
-    cudnn: Any = torch.backends.cudnn
-    if not hasattr(torch.backends, "fp32_precision"):
-        return [(part, "allow_tf32", None) for part in (torch.backends.cuda.matmul, cudnn)]
-    flags = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-    return [(flag, "fp32_precision", cudnn.fp32_precision) for flag in flags]
 
 
 class Turns:

@@ -206,7 +206,7 @@ def errors_of(prediction: Any, y: Tensor) -> Tensor:
     if has_classes(likelihood, prediction.f):
         return mass_above(mean, rounding(mean.dtype)).gather(1, y.long()[:, None])
     if has_values(likelihood, prediction.f):
-        errors = (y - mean).abs() / prediction.predictive_variance.sqrt()
+        errors: Tensor = (y - mean).abs() / prediction.predictive_variance.sqrt()
         return errors.double().reshape(len(y), -1)
     return y.new_zeros(len(y), 0, dtype=torch.float64)
 

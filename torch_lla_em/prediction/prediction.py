@@ -77,20 +77,15 @@ class Prediction(Printed):
     def members(self) -> tuple[Prediction, ...]:
         """The prediction of each posterior: of a single one, or of all members of an ensemble."""
         return tuple(
-            self.of_some(
+            self._of_some(
                 [i for i, n in enumerate(self.owners) if n == k],
                 self.origin and self.origin.member(k),
             )
             for k in range(1 + self.owners[-1])
         )
 
-    def of_some(self, some: list[int], origin: Any = None) -> Prediction:
-        """Return the prediction of some of the components, as one posterior.
-
-        Args:
-            some (list): Their numbers.
-            origin (Pushforward, optional): What they are of.
-        """
+    def _of_some(self, some: list[int], origin: Any = None) -> Prediction:
+        """Return the prediction of some of the components, by their numbers, as one posterior."""
         lists = self.likelihoods, self.centres, self.deviations
         parts: list[Any] = [tuple(own[i] for i in some) for own in lists]
         weights = self.weights[some]
@@ -200,7 +195,7 @@ class Prediction(Printed):
                 apart: Tensor = (pairs - pairs.mean(0)).square().sum(0)
                 return apart / (K * (K - 1) if K else 1)
 
-            each.append(own.weights[0] ** 2 * over_rows(own.of_some([0]), squared))
+            each.append(own.weights[0] ** 2 * over_rows(own._of_some([0]), squared))
         return self.shaped((torch.stack(each).mean(0) / len(each)).sqrt())
 
     @property
@@ -282,7 +277,7 @@ class Prediction(Printed):
         for i, own in enumerate(self.likelihoods):
             known = own.predictive_log_prob(self.centres[i], self.deviations[i], y, joint)
             if known is None:
-                one, log_prob = self.of_some([i]), own.log_prob
+                one, log_prob = self._of_some([i]), own.log_prob
                 if joint:
                     each = over_rows(one, lambda f, _, rows: log_prob(f, y[rows]), 1, JOINT)
                     known = log_mean_exp(each.sum(1))

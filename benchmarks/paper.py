@@ -111,7 +111,7 @@ class Race:
 
     def block_cg(self) -> Iterator[tuple[float, Tensor]]:
         """Solve again for ever smaller tolerances; the products of each solve alone are counted."""
-        for tolerance in (1.0, 0.5, 0.2, 0.1, 0.06, 0.03, 0.02, 0.01):
+        for tolerance in (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002):
             solution = BlockCG(tolerance).solve(self.system, self.b)
             yield solution.passes, solution.x
 

@@ -1,6 +1,6 @@
 """Passes over the data to a tolerance, by block CG, CG and the paper's SGD.
 
-    python benchmarks/paper.py                       # a CNN on digits, K = 8: a quarter of an hour on one core
+    python benchmarks/paper.py                       # a CNN on digits, K = 8: a minute of one core
 
 K posterior samples solve (G + λ) w = λ w0 + Jᵀ S ε, at the λ of a default fit. G and J are computed by
 ``torch.func`` alone. A pass multiplies K columns by G. The error is that of the functions J w on the data,
@@ -8,7 +8,7 @@ K posterior samples solve (G + λ) w = λ w0 + Jᵀ S ε, at the λ of a default
 of the paper, with Nesterov momentum and a step for each batch of 100; its step size is the best of a grid for each
 number of epochs, and the search is not counted. Lines go to results/paper.jsonl.
 
-Expected: 1 % by block CG after about 5 passes, by CG after 15, by SGD after 80.
+Expected: 1 % by block CG after about 5 passes, by CG after 10, by SGD after 20.
 """
 
 import argparse

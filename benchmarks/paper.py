@@ -24,18 +24,19 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
 from torch_lla_em import SGD, BlockCG, LinearisedLaplace
-from torch_lla_em.solvers import DivergenceError, Operator, Product
+from torch_lla_em.solvers import DivergenceError, Product
 
 TARGETS = {"10 %": 0.1, "3 %": 0.03, "1 %": 0.01}
 RATES = 0.05, 0.1, 0.2, 0.5, 1.0, 1.5
 """Step sizes of SGD times the largest eigenvalue."""
 
 
-class System(Operator):
+class System:
     """The product with G / λ, by torch.func, which counts its passes over the data."""
 
+    rounding = 0.0
+
     def __init__(self, network: nn.Module, batches: list[tuple[Tensor, Tensor]], precision: float):
-        super().__init__(self._whole)
         self.network, self.batches, self.precision = network, batches, precision
         self.weights = {name: p.detach() for name, p in network.named_parameters()}
         self.columns = 0.0
@@ -78,7 +79,7 @@ class System(Operator):
         u = p * Jw - p * (p * Jw).sum(-1, keepdim=True)
         return self._flat(vmap(pull)(u)[0]) / self.precision
 
-    def _whole(self, w: Tensor) -> Tensor:
+    def __call__(self, w: Tensor) -> Tensor:
         self.columns += len(w)
         return sum(self._product_at(x, w) for x, _ in self.batches)
 

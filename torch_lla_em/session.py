@@ -14,13 +14,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Folder
-from torch_lla_em.data import Identity
-from torch_lla_em.inference import Estimate, FitOptions, Progress, memory_of
+from torch_lla_em.data import Identity, tensors_in
+from torch_lla_em.inference import Estimate, FitOptions, Progress
 from torch_lla_em.prediction import refuse_training_data, required
 from torch_lla_em.problem import (
+    KEPT_OUTPUTS,
     Plan,
     Problem,
     duration,
+    form_of_H,
     prepare,
     seconds_of_pass,
     time_of_fit,
@@ -31,6 +33,12 @@ logger = logging.getLogger("torch_lla_em")
 
 # the next step is expected to take this multiple of the last one, since the span of directions grows
 _GROWTH = 1.2
+
+PASSES, LARGEST = 15.0, 5.0
+"""Passes of a usual fit, and those for the upper bound relative to them: 51 fits of benchmarks/reference.py took 4 to 20."""
+
+BASE = 1.5e7
+"""Bytes of a fit apart from what grows with the network and the data."""
 
 
 class Budget:
@@ -226,6 +234,42 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
     group.meet({"device": device.type, **settings}, same)
     if group.size > 1:  # fail before any computation if a backend does not support the device
         group.sum(torch.zeros(1, device=device))
+
+
+def memory_of(
+    problem: Problem, options: FitOptions, plan: Plan, rows: float
+) -> tuple[float, float]:
+    """Return the peak memory of usual and of long fits to so many examples, beyond what is held before it.
+
+    The number of directions depends on the spectrum of the GGN, which is not known before the fit.
+    """
+    P, K, example, first = plan.size, plan.num_samples, plan.example, problem.data.first()
+    at_once = min(rows, max(len(first.rows), problem.data.merge_rows), plan.rows)
+    each = tensors_in(first.tensors())  # a sparse tensor has no nbytes
+    held = sum(t.numel() * t.element_size() for t in each) / len(first.rows)
+    # activations if there are no factors, else two copies of a batch's factors while they are computed
+    of_batch, kept = 4 * example.activations * at_once, 0.0
+    if example.nbytes < math.inf:
+        of_batch, kept = 2 * example.nbytes * at_once, min(plan.factors, rows * example.nbytes)
+    rest = min(plan.batches, rows * held) + kept + of_batch + BASE
+    if options.layerwise or options.solver is not None:
+        return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
+    likelihood, room = problem.likelihood, min(plan.free / 2, options.span_memory or plan.free / 2)
+    itemsize, classes, outputs = problem.dtype.itemsize, example.classes, rows * example.outputs
+    if example.outputs > classes:
+        outputs = min(outputs, KEPT_OUTPUTS)
+    if options.curvature != "network" and not likelihood.is_quadratic:
+        of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
+        rest += 3 * outputs * of_H * itemsize
+    found = []
+    for directions in (min(P, times * PASSES * (K + 1)) for times in (1, LARGEST)):
+        entries = directions * (P + 2 * outputs)  # with two copies of J V
+        if problem.linear_model.is_last_layer:
+            # weights, the products with features of a few examples, and numbers for each sample and output
+            entries = directions * 3 * P + 2 * min(directions * outputs, 1 << 24) + 6 * K * outputs
+        found.append(min(room, entries * itemsize))
+    expected = found[0] + 0.5 * plan.vectors + rest
+    return expected, max(expected, found[1] + plan.vectors + 2 * rest)
 
 
 def log_marginal_likelihood(la: Any) -> Estimate:

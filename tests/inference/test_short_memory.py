@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.inference.curved import COPIES
 from torch_lla_em.inference.span import Span
+from torch_lla_em.problem import COPIES
 
 N, C, K = 200, 3, 8
 

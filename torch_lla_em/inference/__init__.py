@@ -5,7 +5,7 @@ from torch_lla_em.inference.em import (
     optimise_MAP,
     optimise_samples,
 )
-from torch_lla_em.inference.fit import FitOptions, Progress, learn, memory_of
+from torch_lla_em.inference.fit import FitOptions, Progress, learn
 from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.result import Estimate, FitResult
 
@@ -17,7 +17,6 @@ __all__ = [
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",
-    "memory_of",
     "optimise_MAP",
     "optimise_samples",
 ]

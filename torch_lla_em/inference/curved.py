@@ -7,7 +7,6 @@ adapt to errors that all examples share, and every draw a mirror image.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +26,6 @@ from torch_lla_em.problem import (
     functions,
 )
 from torch_lla_em.solvers import Minimum, Solution, require_finite
-
-DRAWS = 16_000
-"""Draws of all examples together. With 8 of each of 2,000 the NLL was 1 % higher, with 32 the same."""
-
-COPIES = 6
-"""Copies of H that must fit into memory."""
 
 
 class Expectations:
@@ -95,19 +88,6 @@ class Expectations:
         return (pushed @ self._noise).movedim(-1, 0).contiguous()
 
 
-def form_of_H(
-    likelihood: Likelihood, classes: int, sites: float, nbytes: float, memory: float
-) -> tuple[bool, int, float]:
-    """Return whether a moving H is stored as draws, the draws of each of so many sites, and entries of H for each output.
-
-    Draws are taken if blocks for the outputs, of ``nbytes`` in all, are too large for the memory.
-    """
-    is_large = classes > 32 and COPIES * nbytes * classes > memory / 2
-    many = likelihood.is_softmax and is_large
-    draws = min(16 if many else 128, max(4, math.ceil(DRAWS / max(1, sites))))
-    return many, draws, 1.0 if likelihood.elementwise else 2.0 * draws if many else float(classes)
-
-
 class Curved(NamedTuple):
     """The problem over a span at one H and σ by the eigenvalues of G: products, the loss, and its own solver."""
 
@@ -139,10 +119,6 @@ class Curved(NamedTuple):
 
     dtype: torch.dtype = torch.float64
 
-    def ggn_product(self, c: Tensor) -> Tensor:
-        """Return G c for coordinates c (k, m)."""
-        return (c @ self.vectors * self.theta) @ self.vectors.T
-
     def outputs(self, c: Tensor) -> Tensor:
         """Return J V c, (N, ..., C), for coordinates (m,)."""
         start, outputs = self.near
@@ -156,44 +132,28 @@ class Curved(NamedTuple):
         return Solution(y @ self.vectors.T, torch.zeros_like(b[:, 0]), energy)
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
-        """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS, whose first inverse is that by G."""
-        deviation, problem, agreed = (
-            loss.deviation,
-            loss.problem,
-            self.span.rows.share.group.from_first,
-        )
+        """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS from the inverse by G, in the eigenvectors of G."""
+        deviation, deviations = loss.deviation, loss.problem.deviations
+        agreed = self.span.rows.share.group.from_first
         precision, most = float(deviation[0]) ** -2, 100 if self.tolerance else 2
-        pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        inverse = (1 / (self.theta + precision)).diag()
 
         def at(c: Tensor) -> tuple[float, float, Tensor]:
             """Return the loss, the objective and its slope, which are those of rank 0."""
-            of_loss, u = self.expected.loss_and_slope(
-                self.loss, self.outputs(c), problem.deviations
-            )
-            gradient = self.span.pull(u.reshape(-1, 1))[0].double()
+            outputs = self.outputs(self.vectors @ c)
+            of_loss, u = self.expected.loss_and_slope(self.loss, outputs, deviations)
+            gradient = self.span.pull(u.reshape(-1, 1))[0].double() @ self.vectors
             both = agreed(torch.cat([gradient, gradient.new_tensor([of_loss])]))
             of_loss, slope = both[-1].item(), both[:-1] + precision * c
             return of_loss, of_loss + 0.5 * precision * (c @ c).item(), slope
 
-        def step_from(slope: Tensor) -> tuple[Tensor, float]:
-            """Return the step, by the inverse that earlier steps have corrected, and its product with the slope."""
-            shares, rest = [], slope
-            for along, change, scale in reversed(pairs):
-                shares.append(scale * (along @ rest))
-                rest = rest - shares[-1] * change
-            step = self.vectors @ ((self.vectors.T @ rest) / (self.theta + precision))
-            for (along, change, scale), share in zip(pairs, reversed(shares)):
-                step = step + (share - scale * (change @ step)) * along
-            step = -agreed(step)
-            return step, -(slope @ step).item()
-
-        c = start * deviation
+        c = (start * deviation) @ self.vectors
         of_loss, value, slope = at(c)
         length, idle, passes = 1.0, 0, 0
         while passes < most:
             require_finite(abs(value) + slope.norm().item())
-            (step, fall), square = step_from(slope), precision * (c @ c).item()
-            small = self.tolerance * (precision * square) ** 0.5
+            step, square = -agreed(inverse @ slope), precision * (c @ c).item()
+            fall, small = -(slope @ step).item(), self.tolerance * (precision * square) ** 0.5
             if idle == 12 or fall <= self.roughly**2 * square or slope.norm().item() <= small:
                 break
             step, passes = length * step, passes + 1
@@ -202,26 +162,26 @@ class Curved(NamedTuple):
             rounding = torch.finfo(self.span.noise.dtype).eps * abs(value)
             idle, lower = 0 if new < value - rounding else idle + 1, new < value
             if not lower and new <= value + 100 * rounding:
-                lower = step_from(slope_new)[1] < fall
+                lower = (slope_new @ inverse @ slope_new).item() < fall
             if lower or most == 2:
                 change = slope_new - slope
-                curvature = step @ change
-                if curvature > 1e-12 * step.norm() * change.norm():
-                    pairs.append((step, change, 1 / curvature))
+                curvature = (step @ change).item()
+                if curvature > 1e-12 * (step.norm() * change.norm()).item():
+                    turned = inverse @ change
+                    both = torch.outer(step, turned) / curvature
+                    longer = (1 + (change @ turned).item() / curvature) / curvature
+                    inverse = inverse - both - both.T + longer * torch.outer(step, step)
                 c, of_loss, value, slope, length = c + step, of_new, new, slope_new, 1.0
             else:  # to where the gradient along the step vanishes, if it is linear
                 down, rise = length * fall, max((slope_new @ step).item(), 2 * (new - value))
                 share = down / max(down + rise, 1e-300)
                 length *= min(0.5, max(0.05, share if share == share else 0.0))
         error = slope.norm().item() / max(precision * c.norm().item(), 1e-300)
-        return Minimum(c / deviation, of_loss, error, passes + 1, True)
+        return Minimum((self.vectors @ c) / deviation, of_loss, error, passes + 1, True)
 
 
 def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:
-    """Return log det(I + G / λ) of every sample, (K,), by the eigenvalues of G over a span, with ξ and η there.
-
-    Half from ξ, half from η; the derivative in log λ is minus γ.
-    """
+    """Return log det(I + G / λ) of every sample, (K,), half from ξ, half from η, by eigenvalues of G; its slope in log λ is -γ."""
     log1p = torch.log1p(theta / precision)
     ratio = torch.where(theta > 0, log1p / theta, 1 / precision)
     return 0.5 * ((xi.square() * log1p).sum(1) + (eta.square() * ratio).sum(1))

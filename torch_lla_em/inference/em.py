@@ -1,8 +1,4 @@
-"""The stages of the method, and EM on a linear model, which repeats them.
-
-``e_step`` finds the posterior at given λ, σ and H, ``m_step`` the λ and σ that follow. They serve the whole problem, with
-iterative solvers (``whole.py``), and its restriction to a span of directions, with dense algebra (``over_span.py``).
-"""
+"""The stages of the method, and EM on a linear model, which repeats them: of the whole problem, or of a span of directions."""
 
 from __future__ import annotations
 
@@ -19,18 +15,17 @@ from torch_lla_em.solvers import BlockCG, DivergenceError, Minimum, Newton, is_a
 
 
 class PosteriorSamples(NamedTuple):
-    """Zero-mean samples of the posterior, with error bounds and their γ."""
+    """Zero-mean samples w_k of the posterior, (K, P)."""
 
     w: Tensor
     certificate: Tensor
-    """w_k, (K, P), and (K,): |J(x)(w_k - w_k*)| is at most this many posterior standard deviations at any x."""
+    """(K,): |J(x)(w_k - w_k*)| is at most this many posterior standard deviations at any x."""
 
     effective_dims: Tensor
     """γ of every sample, (K,) or (K, blocks)."""
 
     error: float
-    converged: bool
-    """√(mean certificate² / max(1, γ)), and whether it met the solver's ``tolerance``."""
+    """√(mean certificate² / max(1, γ))."""
 
 
 def optimise_samples(
@@ -80,8 +75,7 @@ def optimise_samples(
         rounding = torch.finfo(solution.x.dtype).eps * prior.sum_of_squares(solution.x)
         half = 0.5 * (solution.energy + gamma)
         gamma = torch.where(solution.energy > rounding, half, gamma)
-    own = solution.certificate, gamma, solution.error, solution.converged
-    return PosteriorSamples(deviation * solution.x, *own)
+    return PosteriorSamples(deviation * solution.x, solution.certificate, gamma, solution.error)
 
 
 def refuse_noise(error: float, precision: Tensor, dtype: torch.dtype, usable: float = 1e3) -> None:
@@ -155,13 +149,19 @@ def function_space_Mackay_update(
     return torch.where(proposed > 0, proposed, precision).clamp(*PRECISION_BOUNDS)
 
 
-def mackay_noise(
-    problem: Problem, sigma: Tensor, residual: Tensor, targets: Tensor, dims: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), and whether it may be lost to rounding.
-
-    The sums Σ(y - J w_lin)², Σ y² and γ have the shape of σ.
-    """
+def mackay_noise(model: Any, q: State) -> tuple[Tensor, Tensor]:
+    """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), () or (C,), and whether it may be lost to rounding."""
+    problem, sigma, K = model.problem, q.sigma, len(q.samples)
+    sums = q.mean.new_zeros(2 + K * sigma.dim(), sigma.numel(), dtype=torch.float64)
+    for y, mean, pushed in model.outputs(q):
+        each = y.to(mean) - mean, y, *pushed
+        squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in each]
+        sums += torch.stack(squares).to(sums)
+    residual, targets, *of_samples = problem.data.group.sum(sums).to(sigma.device)
+    if sigma.dim():
+        dims = torch.stack(of_samples).mean(0) / sigma**2
+    else:
+        residual, targets, dims = residual[0], targets[0], q.gamma.mean(0).sum().to(sigma)
     eps, number = torch.finfo(problem.dtype).eps, problem.data.facts.num_targets
     count = torch.full_like(sigma, number / sigma.numel())
     if problem.moments is not None:
@@ -201,7 +201,8 @@ class State(NamedTuple):
 
     number: int = 0
     solved: int = 0
-    """Solutions for λ, σ and H so far, by a solver steps; and directions of the span at the last of them."""
+    restarts: int = 0
+    """Solutions for λ, σ and H so far, by a solver steps; directions at the last one; and how often a full span was restricted."""
 
     last: tuple[float, float] | None = None
     """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
@@ -209,15 +210,9 @@ class State(NamedTuple):
     moved: Tensor | float = inf
     """Changes of log λ (and log σ²) by the last solution, relative to the Monte Carlo error of log λ."""
 
-    peak: float = -inf
-    """The highest bound on the log evidence at which a solution has ended."""
-
     converged: bool = False
     why: str = ""
     """Whether λ, σ and H stay fixed; and what ended the fit: empty, it goes on."""
-
-    restarts: int = 0
-    """How often the span was restricted, since there was no memory for more directions."""
 
     G: Tensor | None = None
     eta: Tensor | None = None
@@ -230,7 +225,7 @@ class State(NamedTuple):
     """J m, (N, ..., C)."""
 
     curved: Any = None
-    """The problem at this H and σ, which follows from the rest and is not stored."""
+    """The problem over a span at this H and σ, which follows from the rest and is not stored."""
 
 
 def e_step(model: Any, q: State) -> State:
@@ -245,10 +240,8 @@ def e_step(model: Any, q: State) -> State:
 
 def m_step(model: Any, q: State) -> tuple[Tensor, Tensor | None]:
     """Return λ and σ by MacKay's updates from a posterior."""
-    precision, sigma = function_space_Mackay_update(q.gamma.mean(0), q.norm, q.precision), q.sigma
-    if sigma is not None:
-        sigma, _ = mackay_noise(model.problem, sigma, *model.noise_sums(q))
-    return precision, sigma
+    precision = function_space_Mackay_update(q.gamma.mean(0), q.norm, q.precision)
+    return precision, None if q.sigma is None else mackay_noise(model, q)[0]
 
 
 def slope_of(here: float, there: float, last: tuple[float, float] | None) -> float:

@@ -1,24 +1,21 @@
-"""A fit: draws the random probes, chooses what EM runs on, and returns the posterior; and the memory that it will take."""
+"""A fit: draws the random probes, chooses what EM runs on, and returns the posterior."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import tensors_in
 from torch_lla_em.inference import whole
-from torch_lla_em.inference.curved import COPIES, form_of_H
 from torch_lla_em.inference.em import State, e_step, mackay_noise, refuse_noise
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import StochasticPrior, get_sto_samples, with_noise
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
-from torch_lla_em.problem import KEPT_OUTPUTS, Plan, Problem, sites_of
+from torch_lla_em.problem import COPIES, Problem, form_of_H, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     DoesNotFit,
@@ -32,13 +29,6 @@ from torch_lla_em.solvers import BlockCG, is_accurate
 ROOM = 5
 """Directions per sample that must fit into memory, with which tests find the posterior of unlimited memory; otherwise a fit
 takes fewer samples, or iterative solvers."""
-
-
-PASSES, LARGEST = 15.0, 5.0
-"""Passes of a usual fit, and those for the upper bound relative to them: 51 fits of benchmarks/reference.py took 4 to 20."""
-
-BASE = 1.5e7
-"""Bytes of a fit apart from what grows with the network and the data."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +75,7 @@ def learn(
 ) -> FitResult:
     """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last state of an earlier run.
 
-    ``around`` is told ``drawn(saved)`` after the probes and ``stepped(record, saved)`` after every step (no record: no new
-    λ), where ``saved()`` is what a checkpoint stores; the second, and ``is_late()``, return whether the time is over.
+    ``around`` is a ``Session``, which is told of every step, stores what ``saved()`` returns, and knows when the time is over.
     """
     seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
@@ -111,8 +100,8 @@ def learn(
             f"{', or one per tensor' if layerwise else ''}."
         )
     problem.sweep.begin("learning the prior and the posterior")
-    found, takes_solver = None, layerwise or options.solver is not None
-    if not takes_solver and (start.state is None or start.basis is not None):
+    found, begins = None, start.state is None or start.basis is not None
+    if begins and not layerwise and options.solver is None:
         try:
             found = over_span(problem, noise, options, around, start)
         except DoesNotFit as error:
@@ -130,9 +119,8 @@ def learn(
         found = found._replace(sigma_noise=problem.likelihood.observation_noise)
     elif options.em_steps:
         found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
-    if constant is not None:
-        constant = constant.to(found.w_lin.device, copy=True)
-    return found._replace(constant=constant)
+    own = None if constant is None else constant.to(found.w_lin.device, copy=True)
+    return found._replace(constant=own)
 
 
 def over_span(
@@ -156,45 +144,43 @@ def over_span(
     if not is_new:
         raise DoesNotFit("examples have several shapes, or change their order")
     over = OverSpan(problem, noise, span, moves, options.tolerance)
-    state = known = None if known is None else over.restored(known)
+    q = known = None if known is None else over.restored(known)
     has_ended = known is not None and known.why not in ("", "budget")
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
     given, number = options.prior_precision, 0 if known is None else known.number
-    for state in () if has_ended else schedule.run(known, None if given is None else float(given)):
+    for q in () if has_ended else schedule.run(known, None if given is None else float(given)):
 
-        def saved(state: State = state) -> Progress:
-            return start._replace(state=over.saved(state), basis=span.blocks, memory=span.memory)
+        def saved(q: State = q) -> Progress:
+            return start._replace(state=over.saved(q), basis=span.blocks, memory=span.memory)
 
-        new, number = state.number > number, state.number
-        tells = new or state.why == "budget" or (state.why and not number)
-        told = {**record(state), "columns": problem.sweep.columns} if tells else None
-        if (around.stepped(told, saved) and not state.why) or state.why == "budget":
-            state = _out_of_time(state, options)
+        new, number = q.number > number, q.number
+        tells = new or q.why == "budget" or (q.why and not number)
+        told = {**record(q), "columns": problem.sweep.columns} if tells else None
+        if around.stepped(told, saved) and not q.why:
+            q = q._replace(why="budget")
             break
-    if state.why != "budget":
-        learnt = state.precision
-        while options.em_steps and given is None and not max(state.errors) <= 10:
-            if state.precision >= PRECISION_BOUNDS[1]:
-                break
-            # at the first of larger λ at which rounding does not dominate, with H as it is
-            state = over.measured(e_step(over, over.moved(state, 10 * state.precision, None, None)))
-            why = f"rounding dominates at the prior precision of {learnt:.1e}"
-            state = state._replace(why=why)
-        _tell(problem, over, state, options)
-        error, tolerance = max(state.errors), options.tolerance
-        if not is_accurate(error, tolerance):
-            refuse_noise(error, state.precision, problem.dtype, 10.0)
-            report(
-                "warn",
-                f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
-                f"{tolerance:.2g}: {state.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
-            )
-    columns = noise.prior.scale * span.scaled(torch.cat([state.mean[None], state.samples]))
-    found = _result(state._replace(mean=columns[0], samples=columns[1:].clone()), noise)
+    learnt = q.precision
+    while options.em_steps and given is None and q.why != "budget" and not max(q.errors) <= 10:
+        if q.precision >= PRECISION_BOUNDS[1]:
+            break
+        # at the first of larger λ at which rounding does not dominate, with H as it is
+        q = over.measured(e_step(over, over.moved(q, 10 * q.precision, None, None)))
+        q = q._replace(why=f"rounding dominates at the prior precision of {learnt:.1e}")
+    _tell(over, q, options)
+    error, tolerance = max(q.errors), options.tolerance
+    if q.why != "budget" and not is_accurate(error, tolerance):
+        refuse_noise(error, q.precision, problem.dtype, 10.0)
+        report(
+            "warn",
+            f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
+            f"{tolerance:.2g}: {q.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
+        )
+    columns = noise.prior.scale * span.scaled(torch.cat([q.mean[None], q.samples]))
+    found = _result(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
-        found = found._replace(mixture=average(problem.likelihood, over, state).to(columns.device))
+        found = found._replace(mixture=average(problem.likelihood, over, q).to(columns.device))
         if span.sites is None:  # examples are not sites
-            examples, leverages = (part.to(columns.device) for part in at_examples(over, state))
+            examples, leverages = (part.to(columns.device) for part in at_examples(over, q))
             found = found._replace(examples=examples, leverages=leverages)
     return found
 
@@ -203,30 +189,30 @@ def by_solver(
     problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
 ) -> FitResult:
     """Return the posterior of the loop of the paper: EM on the whole problem."""
-    model = whole.Whole(problem, noise, options.solver or BlockCG())
-    state, precision, found = start.state, options.prior_precision, None
-    if state is None:
+    solver, prior = options.solver or BlockCG(), noise.prior
+    model, q, precision = whole.Whole(problem, noise, solver), start.state, options.prior_precision
+    if q is None:
         if precision is None:
-            first = whole.starting_precision(problem, noise, options.layerwise)
+            first = whole.starting_precision(problem, noise, prior.layerwise)
             precision = noise.eta.new_tensor(first)
         precision = precision.to(device=noise.eta.device, dtype=torch.float64)
-        if options.layerwise and not precision.dim():
-            precision = precision.expand(len(noise.prior.layout.names)).clone()
-        state = State(precision, problem.sigma, mean=problem.w_MAP * (noise.prior.scale > 0))
-    for found, after in whole.steps(model, state, options.em_steps):
-        state = begun = after
+        if prior.layerwise and not precision.dim():
+            precision = precision.expand(len(prior.layout.names)).clone()
+        q = State(precision, problem.sigma, mean=problem.w_MAP * (prior.scale > 0))
+    every = whole.steps(model, q, options.em_steps)
+    for found, q in every:
 
-        def saved(state: State = begun) -> Progress:
-            return start._replace(state=state)
+        def saved(q: State = q) -> Progress:
+            return start._replace(state=q)
 
         if around.stepped({**record(found), "columns": problem.sweep.columns}, saved):
-            return _result(_out_of_time(found, options), noise)
-    curved, sigma = (None, None) if found is None else (found.curved, found.sigma)
-    _tell(problem, model, state._replace(curved=curved, sigma=sigma), options)
-    errors = options.tolerance, options.tolerance
-    last = whole.Whole(model.problem, model.noise, options.solver or BlockCG(), errors)
-    found, why = e_step(last, state), "all steps"
-    if state.converged or not options.em_steps:
+            found = found._replace(why="budget")
+            _tell(model, found, options)
+            return _result(found, noise)
+    _tell(model, q, options)
+    last = whole.Whole(model.problem, model.noise, solver, (options.tolerance, options.tolerance))
+    found, why = e_step(last, q), "all steps"
+    if q.converged or not options.em_steps:
         reached = is_accurate(max(found.errors), options.tolerance)
         why = "accurate" if reached else "the solver has not converged"
     return _result(found._replace(why=why), noise)
@@ -234,20 +220,8 @@ def by_solver(
 
 def _result(q: State, noise: StochasticPrior) -> FitResult:
     """Return the posterior of a state."""
-    gamma, bounds = Estimate.of(q.gamma), Estimate.of(q.bounds)
     own = q.precision, q.sigma, q.mean, q.samples, noise.prior.scale
-    return FitResult(*own, gamma, q.certificate, bounds, why=q.why)
-
-
-def _out_of_time(state: State, options: FitOptions) -> State:
-    """Say what was reached, and return the state as ended by the budget."""
-    rests = "" if state.converged else ", and the prior precision has not converged"
-    report(
-        "log",
-        f"The budget is spent. The numerical error is {max(state.errors):.2g} posterior standard deviations (tolerance "
-        f"{options.tolerance:.2g}){rests}. With Compute(checkpoint=folder), the same fit continues from here.",
-    )
-    return state._replace(why="budget")
+    return FitResult(*own, Estimate.of(q.gamma), q.certificate, Estimate.of(q.bounds), why=q.why)
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
@@ -271,9 +245,16 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
     return min(fits, K)
 
 
-def _tell(problem: Problem, model: Any, q: State, options: FitOptions) -> None:
-    """Warn if λ still moves after the last EM step or has reached a bound, or if σ is lost to rounding."""
-    if not options.em_steps:
+def _tell(model: Any, q: State, options: FitOptions) -> None:
+    """Warn of a fit out of time, of a λ that still moves or is at a bound, and of a σ lost to rounding."""
+    if q.why == "budget":
+        rests = "" if q.converged else ", and the prior precision has not converged"
+        report(
+            "log",
+            f"The budget is spent. The numerical error is {max(q.errors):.2g} posterior standard deviations (tolerance "
+            f"{options.tolerance:.2g}){rests}. With Compute(checkpoint=folder), the same fit continues from here.",
+        )
+    if q.why == "budget" or not options.em_steps:
         return
     if q.number >= options.em_steps and not q.converged:
         report(
@@ -289,49 +270,11 @@ def _tell(problem: Problem, model: Any, q: State, options: FitOptions) -> None:
             "model without these parameters, or without a prior. Check that the network is "
             "trained, and on these targets.",
         )
-    if q.sigma is None or q.curved is None:
-        return
-    if mackay_noise(problem, q.sigma, *model.noise_sums(q))[1].any():
-        remedy = " If the noise is that small, convert to float64."
+    if q.sigma is not None and mackay_noise(model, q)[1].any():
+        dtype, remedy = model.problem.dtype, " If the noise is that small, convert to float64."
         report(
             "warn",
             "Residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
-            f"above {torch.finfo(problem.dtype).eps ** 0.5:.0e} of the size of the targets. Check that they "
-            f"vary.{'' if problem.dtype == torch.float64 else remedy}",
+            f"above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the targets. Check that they "
+            f"vary.{'' if dtype == torch.float64 else remedy}",
         )
-
-
-def memory_of(
-    problem: Problem, options: FitOptions, plan: Plan, rows: float
-) -> tuple[float, float]:
-    """Return the peak memory of usual and of long fits to so many examples, beyond what is held before it.
-
-    The number of directions depends on the spectrum of the GGN, which is not known before the fit.
-    """
-    P, K, example, first = plan.size, plan.num_samples, plan.example, problem.data.first()
-    at_once = min(rows, max(len(first.rows), problem.data.merge_rows), plan.rows)
-    each = tensors_in(first.tensors())  # a sparse tensor has no nbytes
-    held = sum(t.numel() * t.element_size() for t in each) / len(first.rows)
-    # activations if there are no factors, else two copies of a batch's factors while they are computed
-    of_batch, kept = 4 * example.activations * at_once, 0.0
-    if example.nbytes < math.inf:
-        of_batch, kept = 2 * example.nbytes * at_once, min(plan.factors, rows * example.nbytes)
-    rest = min(plan.batches, rows * held) + kept + of_batch + BASE
-    if options.layerwise or options.solver is not None:
-        return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
-    likelihood, room = problem.likelihood, min(plan.free / 2, options.span_memory or plan.free / 2)
-    itemsize, classes, outputs = problem.dtype.itemsize, example.classes, rows * example.outputs
-    if example.outputs > classes:
-        outputs = min(outputs, KEPT_OUTPUTS)
-    if options.curvature != "network" and not likelihood.is_quadratic:
-        of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
-        rest += 3 * outputs * of_H * itemsize
-    found = []
-    for directions in (min(P, times * PASSES * (K + 1)) for times in (1, LARGEST)):
-        entries = directions * (P + 2 * outputs)  # with two copies of J V
-        if problem.linear_model.is_last_layer:
-            # weights, the products with features of a few examples, and numbers for each sample and output
-            entries = directions * 3 * P + 2 * min(directions * outputs, 1 << 24) + 6 * K * outputs
-        found.append(min(room, entries * itemsize))
-    expected = found[0] + 0.5 * plan.vectors + rest
-    return expected, max(expected, found[1] + plan.vectors + 2 * rest)

@@ -1,12 +1,9 @@
-"""The problem restricted to a span of directions, where EM takes dense algebra and no pass over the data.
-
-In coordinates of an orthonormal basis V of scaled parameters, G is an (m, m) matrix with eigenvalues θ, J V is stored, and
-the prior is N(0, 1/λ). ``schedule.py`` decides about λ, σ and H.
-"""
+"""The problem restricted to a span of directions, where EM is dense algebra, G is (m, m) and the prior N(0, 1/λ)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_lla_em.inference.curved import Curved, Expectations, form_of_H, log_dets
+from torch_lla_em.inference.curved import Curved, Expectations, log_dets
 from torch_lla_em.inference.em import PosteriorSamples, State
 from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.inference.span import Span
-from torch_lla_em.problem import Hessian, Loss, Problem, root_of
+from torch_lla_em.problem import Hessian, Loss, Problem, form_of_H, root_of
 from torch_lla_em.solvers import DivergenceError, Minimum, dots
 
 START = 0.1
-"""λ at the start, relative to the mean variance of the prior's outputs at λ = 1 in units of their size."""
+"""λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
 
 ROUGHLY = 0.02
 """Error of the mean while H moves, by G. With .04 λ of single networks moves by 20 %, with .01 it takes 13 % longer."""
@@ -109,17 +106,10 @@ class OverSpan:
         q = q._replace(samples=samples.w, mean=mode.w, outputs=outputs, curved=curved)
         return q._replace(norm=norm, loss=loss)
 
-    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Σ(y - J m)², Σ y² and γ, the shape of σ."""
-        y, sigma, mean = q.curved.loss.targets, q.sigma, self.problem.likelihood.mean(q.outputs)
-        each = [y.to(mean) - mean, y]
-        if sigma.dim():
-            each.append(self.span.push(q.samples).double().square().mean(-1).sqrt())
-        squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in each]
-        residual, targets, *dims = self.share.group.sum(torch.stack(squares)).to(sigma)
-        if sigma.dim():
-            return residual, targets, dims[0] / sigma**2
-        return residual[0], targets[0], q.gamma.mean().to(sigma)
+    def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """Yield y, E[y | J m], and of a σ per output J w_k, (K, N, C), of this rank's examples."""
+        pushed = self.span.push(q.samples).movedim(-1, 0) if q.sigma.dim() else ()
+        yield q.curved.loss.targets, self.problem.likelihood.mean(q.outputs), pushed
 
     # to another H, σ or span
 
@@ -128,7 +118,7 @@ class OverSpan:
         span, loss = self.span, self.loss_at(self.problem.sigma)
         H, like = self.first_H(loss), span.xi
         if precision is None:
-            precision = START * self._variance_of_prior(H)
+            precision = START * self._variance_of_prior()
         q = State(like.new_tensor(precision), self.problem.sigma, H, torch.zeros_like(like[0]))
         q = self.curved(q)
         slope = self.expected.loss_and_slope(loss, torch.zeros_like(self.f), None)[1]
@@ -149,21 +139,13 @@ class OverSpan:
         average: Hessian = at_zero.towards(H, 0.5)
         return average
 
-    def _variance_of_prior(self, H: Hessian) -> float:
-        """Return the mean variance of the prior's outputs at λ = 1, relative to their size.
-
-        The size of logits and log rates is 1. That of continuous targets depends on their units: it
-        is the variance of the network's outputs, plus the inverse of H, which is σ².
-        """
-        pushed, C, mean = self.span.push(self.span.xi), self.f.shape[-1], self.share.mean
-        square = mean(pushed.double().square().movedim(-1, 0).reshape(-1, C))
-        if not self.problem.likelihood.real_valued:
-            return float(square.mean())
-        product = H.product(pushed.flatten(0, -2)).view(pushed.shape)
-        curvature = mean((pushed * product).double().movedim(-1, 0).reshape(-1, C))
-        f = self.f.double().reshape(-1, C)
-        size = mean((f - mean(f)).square()) + square / curvature
-        return float((square / size).nan_to_num(0.0).mean())
+    def _variance_of_prior(self) -> float:
+        """Return the mean variance of the prior's outputs at λ = 1, relative to that of continuous targets."""
+        pushed, variance = self.span.push(self.span.xi).movedim(-1, 0).double(), None
+        if self.problem.likelihood.real_valued and self.problem.moments is not None:
+            pushed, variance = self.problem.likelihood.mean(pushed), self.problem.moments[1]
+        square = self.share.mean(pushed.square().reshape(-1, pushed.shape[-1]))
+        return float((square if variance is None else square / variance.to(square)).mean())
 
     def moved(self, q: State, precision: Tensor, sigma: Tensor | None, H: Hessian | None) -> State:
         """Return the state at another λ, σ and H (None: the same)."""
@@ -243,10 +225,7 @@ class OverSpan:
     # from the whole problem
 
     def measured(self, q: State) -> State:
-        """Return the state with the residuals of samples and mean, (K + 1, P), and with their errors.
-
-        They are √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m; ‖residual‖ / √λ bounds the error in posterior standard deviations.
-        """
+        """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P), and the errors they bound."""
         deviations, precision, span = q.curved.deviations, float(q.precision), self.span
         if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
             q = self._with(q, q.H.root(self.epsilon))

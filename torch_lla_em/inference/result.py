@@ -43,33 +43,26 @@ class FitResult(NamedTuple):
     sigma_noise: Tensor | None
     w_lin: Tensor
     w_samples: Tensor
-    """The mode of the linear model, (P,), and the posterior samples, with mean zero, (K, P)."""
-
     scale: Tensor
-    """The prior standard deviation of every parameter at λ = 1, (P,)."""
+    """The mode, (P,), samples with mean zero, (K, P), and the prior standard deviation of every parameter at λ = 1, (P,)."""
 
     effective_dim: Estimate
-    """γ, () or (blocks,), with its Monte Carlo error."""
-
     certificate: Tensor
-    """The numerical error of each sample, in posterior standard deviations, (K,)."""
-
     log_evidence: Estimate
-    """log p(y | λ, σ) with its standard error; NaN if it is not known."""
+    """γ, () or (blocks,); the numerical error of each sample in posterior standard deviations, (K,); and log p(y | λ, σ),
+    NaN if it is not known."""
 
     mixture: Tensor | None = None
-    """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin,
-    share of f, and scale of the posterior variance; None: the samples around J w_lin if σ was
-    learnt from it, otherwise around f."""
+    """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin, share of f, and
+    scale of the posterior variance; None: the samples around J w_lin if σ was learnt from it, otherwise around f."""
 
     examples: Tensor | None = None
     leverages: Tensor | None = None
-    """J w_k at some of the training examples, (n, K, ..., C), if they are known, and (J w_k)ᵀ H J w_l / K there, (n, K, K):
-    how much each determines of its own outputs."""
+    """J w_k at some of the training examples, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K there, (n, K, K): how much each
+    determines of its own outputs."""
 
     network_noise: Tensor | None = None
-    """σ of the network's residuals relative to ``sigma_noise``, the shape of σ; None: σ is not that of J w_lin,
-    since it was not learnt."""
+    """σ of the network's residuals relative to ``sigma_noise``; None: σ is not that of J w_lin, since it was not learnt."""
 
     constant: Tensor | None = None
     """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
@@ -96,15 +89,7 @@ def record(q: State) -> dict[str, Any]:
 
 
 def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
-    """Return the components of predictions: q, its mean alone, and the network.
-
-    Where labels can be predicted surely, q is less certain than it should be, and its mean and the network
-    correct it. Their weight decreases with the share of the loss of uniform predictions that q leaves,
-    since they are overconfident of labels that are noisy, and with the share of the network's f that
-    the mean of q loses, since this is large if the network has overfitted. Of noisy labels q is overconfident
-    too, since its features and its mean were learnt from the same noise, and its variance is scaled up. For
-    targets other than classes or labels, q alone is better.
-    """
+    """Return the components of predictions, q, its mean alone and the network, by the rule of docs/method.md."""
     f, expected = over.f, over.expected
     curved = q.H.product(f.reshape(-1, 1)).view(f.shape)
     of_mean, of_f = over.share.group.sum(
@@ -123,10 +108,7 @@ def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
 
 
 def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
-    """Return J w_k at up to 512 training examples spread evenly over the data, (n, K, ..., C), and their leverages.
-
-    The leverages are (J w_k)ᵀ H J w_l / K, (n, K, K).
-    """
+    """Return J w_k at some training examples, spread evenly, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K there, (n, K, K)."""
     (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total
     number = min(N, EXAMPLES, NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()

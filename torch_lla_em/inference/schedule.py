@@ -1,20 +1,4 @@
-"""Every decision of a fit over a span about λ, σ and H, and when and why it ends: solve small, check large, extend.
-
-It seeks the Gaussian q = N(m, A⁻¹) and the λ that maximise the lower bound L of docs/method.md, where Σ_n J_nᵀ E_q[∇loss_n] + Λ m = 0
-and A = G + Λ with G = Σ_n J_nᵀ E_q[H_n] J_n. For a fixed H, q is Laplace's approximation and L its log evidence. In L,
-KL = ½ (‖m‖²_Λ - γ + log det(I + Λ⁻¹ G)): the log det is the mean of halves from ξ and from η, which over a small span are too
-large and too small by 10 to 15 %, their mean to a few per cent.
-
-A fit alternates between two things. (1) It *solves* for λ, σ, H and m over the present span, which takes no pass: blocks of
-three steps, each a step of H half-way to E_q[H], one of λ, and the mean that belongs to both. The first H is the average of
-H(0) and H(f), since H(f) alone is nearly 0 where a network has overfitted. A block begins where a secant through MacKay's
-updates at the beginnings of the last two blocks expects none. (2) It *extends* the span by the residuals of the K samples
-and of m at a fixed λ and H, by one pass and a half. It solves again once the span has grown by half or is accurate, and not
-more exactly than the span allows: the relative error of γ is that of the samples squared. λ has converged once a whole
-solution over an accurate span moves it by no more than its Monte Carlo error. Then the span grows until samples and mean
-are within the tolerance. Three measures prevent that λ collapses, as it does otherwise: every example has draws of its
-own, λ falls by at most ``FALL`` in a solution, since small spans overestimate γ, and a block that lowers L is taken back.
-"""
+"""Every decision of a fit over a span about λ, σ and H, and when and why it ends: docs/method.md has the reasons."""
 
 from __future__ import annotations
 
@@ -76,16 +60,12 @@ class SpanFit:
         """Largest number of solutions; if λ is given, for H."""
 
     def run(self, known: State | None, precision: float | None) -> Iterator[State]:
-        """Yield the state after every extension of the span, until it says why the fit ended.
-
-        ``known`` is a state that an earlier run has yielded.
-        """
+        """Yield the state after every extension of the span, until it says why the fit ended; ``known`` is one of an earlier run."""
         over, span, grew = self.over, self.span, True
         q = self._posterior(over.first(precision)) if known is None else self._extended(known)[0]
         while True:
-            # λ, σ and H are found anew over a span that has grown enough, if λ would not follow a falling bound to 0
+            # λ, σ and H are found anew over a span that has grown enough
             due = span.size >= GROWTH * q.solved or not over.expected.number
-            due = due and not q.bounds.mean() < q.peak - _noise(q)
             due = due or max(q.errors) < LEARNT or span.is_complete or not grew
             if due and not q.converged and q.number < self._most:
                 q = self.solved(q)
@@ -132,8 +112,8 @@ class SpanFit:
         for number in range(MOST):
             new, last = self._block(q, last, least)
             change = abs(math.log(new.precision / q.precision))
-            # what a block may lower the bound by
-            allowed = max(_noise(new), SHARE * change * new.gamma.mean().item())
+            spread = Estimate.of(new.bounds).standard_error.nan_to_num(0.0).item()
+            allowed = max(NATS, spread, SHARE * change * new.gamma.mean().item())
             allowed = FALLS if self.over.is_exact else allowed
             if not new.bounds.mean() > q.bounds.mean() - allowed:
                 if not number:  # no block is better, but H may be
@@ -152,7 +132,6 @@ class SpanFit:
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
         moved /= self.allowed(q, rises=bool(q.precision > start.precision))
-        q = q._replace(peak=max(q.peak, q.bounds.mean().item()))
         return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
 
     def _block(
@@ -215,8 +194,3 @@ class SpanFit:
 def _of_noise(new: Tensor | None, old: Tensor | None) -> float:
     """Return the largest change of log σ²; 0 without σ."""
     return 0.0 if new is None else 2 * (new / old).log().abs().max().item()
-
-
-def _noise(q: State) -> float:
-    """Return nats that the bound may be wrong by: its standard error over samples, or ``NATS``."""
-    return max(NATS, Estimate.of(q.bounds).standard_error.nan_to_num(0.0).item())

@@ -47,19 +47,14 @@ class Span:
         self._features: Tensor | None = None
         """h of all sites, with a 1 if the layer has a bias, (N ..., D)."""
 
-        self.xi = xi.new_zeros(len(xi), 0, dtype=torch.float64)
-        """The coordinates of ξ, (K, m)."""
+        self.xi, self.size = xi.new_zeros(len(xi), 0, dtype=torch.float64), 0
+        """The coordinates of ξ, (K, m), and m."""
 
         self._live = int((prior.scale > 0).sum())
         of_data = problem.data
         every = of_data.facts.num_outputs if sites is None else sites.outputs
         self.entries = every * of_data.largest_share
         """Outputs of the rank with the most examples."""
-
-    @property
-    def size(self) -> int:
-        """m."""
-        return self.xi.shape[1]
 
     @property
     def is_complete(self) -> bool:
@@ -80,9 +75,8 @@ class Span:
         for _ in range(2):
             for block in self.blocks:
                 add_combined(z, overlap(z, block), block, -1)
-            z, _ = orthonormalise(
-                z, 1e-4
-            )  # shorter ones are rounding; on five tables, twice or half of it does nothing
+            # shorter ones are rounding; on five tables, twice or half of it does nothing
+            z, _ = orthonormalise(z, 1e-4)
         return len(z) > 0 and self.add(z)
 
     def add(self, z: Tensor) -> bool:
@@ -107,6 +101,7 @@ class Span:
             self.stored.append(found.Jw.flatten(1).T.contiguous())
         self.blocks.append(z)
         self.xi = torch.cat([self.xi, gram(self.noise, z)], dim=1)
+        self.size += len(z)
         return True
 
     def restart(self, coordinates: Tensor) -> Tensor:
@@ -117,7 +112,7 @@ class Span:
         for block in self.stored:
             turned.addmm_(block, turn[start : start + block.shape[1]].to(block))
             start += block.shape[1]
-        self.stored, self.xi = [turned], self.xi @ turn
+        self.stored, self.xi, self.size = [turned], self.xi @ turn, turn.shape[1]
         return turn
 
     # scaled weights
@@ -160,9 +155,7 @@ class Span:
         for block in self.stored:
             total.addmm_(block.to(dtype), c[start : start + block.shape[1]])
             start += block.shape[1]
-        if self._features is not None:
-            total = _of_features(self._features, total)
-        return total.view(*self.rows.f.shape, len(coordinates))
+        return self._outputs(total).view(*self.rows.f.shape, len(coordinates))
 
     def pull(self, u: Tensor, start: int = 0) -> Tensor:
         """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every rank."""
@@ -177,28 +170,31 @@ class Span:
         return total
 
     def ggn(self, H: Hessian, start: int, dtype: torch.dtype) -> Tensor:
-        """Return (J V)ᵀ H J V from the block of direction ``start`` on, (m, m - start), for H of this rank's examples."""
-        if self._features is not None:  # Tᵀ (hᵀ H J V) takes fewer products than (J V)ᵀ H J V
-            found, at = [], 0
+        """Return (J V)ᵀ H J V from the block of direction ``start`` on, (m, m - start), in float64, of all ranks.
+
+        By features it is Tᵀ (hᵀ H h T) for few columns, or many rows: in float64, or directions that hardly change the
+        outputs are lost to rounding, and fits of complete spans do not come to rest.
+        """
+        m, features, at = self.size, self._features, 0
+        if features is not None and (start or m > 6 * features.shape[-1]):
+            found = [self.xi.new_zeros(m, 0)]
             for block in self.stored:
                 if at >= start:
                     of_h = torch.zeros_like(block, dtype=torch.float64)
-                    for rows, part in self.parts([block]):
-                        of_h += self._transposed(H.product(part.to(dtype), rows), rows)
+                    for rows, part in self.parts([block.double()]):
+                        of_h += self._transposed(H.product(part.to(dtype), rows).double(), rows)
                     found.append(torch.cat([every.T.to(of_h) @ of_h for every in self.stored]))
                 at += block.shape[1]
             G = torch.cat(found, 1)
         else:
-            G = self.xi.new_zeros(self.size, self.size - start)
+            G = self.xi.new_zeros(m, m - start)
             for rows, part in self.parts(self.stored):
                 part = part.to(dtype)
                 HJ = H.product(part[:, start:], rows)
-                # what is on and below the diagonal, if the columns are all
-                for i in range(0, self.size - start, 64):
-                    lower = 0 if start else i
+                for i in range(0, m - start, 64):
+                    lower = 0 if start else i  # of all, what is on and below the diagonal
                     G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
-            if not start:
-                G = G.tril() + G.tril(-1).T
+            G = G if start else G.tril() + G.tril(-1).T
         total: Tensor = self.rows.share.group.sum(G)
         return total
 
@@ -212,16 +208,17 @@ class Span:
                 near = slice(first * outputs, (first + step) * outputs)
                 yield rows, torch.cat([block[near] for block in blocks], 1)
             else:
-                yield rows, _of_features(self._features[rows], torch.cat(blocks, 1))
+                yield rows, self._outputs(torch.cat(blocks, 1), rows)
+
+    def _outputs(self, table: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return h T, (n ... C, k), of some examples; without features T itself, which is J V."""
+        if self._features is None:
+            return table
+        h = self._features[rows].flatten(0, -2)
+        return (h.to(table.dtype) @ table.view(h.shape[1], -1)).view(-1, table.shape[1])
 
     def _transposed(self, u: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return hᵀ u, (D C, k), for u (n ... C, k) of these examples."""
         h = self._features[rows].flatten(0, -2)
         pulled = u.reshape(len(h), self.rows.f.shape[-1] * u.shape[1]).T @ h.to(u.dtype)
         return pulled.T.reshape(-1, u.shape[1])
-
-
-def _of_features(features: Tensor, table: Tensor) -> Tensor:
-    """Return h T, (n ... C, k)."""
-    h = features.flatten(0, -2)
-    return (h.to(table.dtype) @ table.view(h.shape[1], -1)).view(-1, table.shape[1])

@@ -1,7 +1,4 @@
-"""The loop of the paper: EM on the whole problem, with one solve for the mode and one for the samples at every λ and σ.
-
-It serves layerwise priors, a solver chosen by the user, and data for which a span of directions cannot be stored.
-"""
+"""The loop of the paper: EM on the whole problem, with one solve for the mode and one for the samples at every λ and σ."""
 
 from __future__ import annotations
 
@@ -64,32 +61,19 @@ class Whole:
 
     def found(self, q: State, samples: PosteriorSamples, mode: Minimum, problem: Problem) -> State:
         """Return the state with the posterior; its evidence is not known."""
-        norm, bounds = (
-            self.noise.prior.squared_norm(mode.w),
-            torch.full_like(samples.certificate, nan),
+        q = q._replace(
+            samples=samples.w, mean=mode.w, loss=mode.loss, certificate=samples.certificate
         )
-        own: dict[str, Any] = {
-            "gamma": samples.effective_dims,
-            "certificate": samples.certificate,
-            "norm": norm,
-        }
-        own |= {"errors": (samples.error, mode.error), "bounds": bounds, "curved": problem}
-        return q._replace(samples=samples.w, mean=mode.w, loss=mode.loss, **own)
+        q = q._replace(gamma=samples.effective_dims, norm=self.noise.prior.squared_norm(mode.w))
+        bounds = torch.full_like(samples.certificate, nan)
+        return q._replace(errors=(samples.error, mode.error), bounds=bounds)
 
-    def noise_sums(self, q: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Σ(y - J m)², Σ y² and γ, the shape of σ."""
-        problem, sigma, total = q.curved, q.sigma, torch.zeros((), device="cpu")
-        columns = torch.cat([q.mean[None], q.samples]) if sigma.dim() else q.mean[None]
-        for batch, _, Jw in problem.push_forward(columns):
-            y = problem.loss(batch.targets, None).targets
-            each = [y.to(Jw) - problem.likelihood.mean(Jw[0]), y, *Jw[1:]]
-            squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in each]
-            total = total.to(columns.device) + torch.stack(squares).to(columns.device)
-        zeros = columns.new_zeros(len(columns) + 1, sigma.numel(), dtype=torch.float64)
-        residual, targets, *dims = problem.data.group.sum(zeros + total.to(zeros)).to(sigma.device)
-        if sigma.dim():
-            return residual, targets, torch.stack(dims).mean(0) / sigma**2
-        return residual[0], targets[0], q.gamma.mean(0).sum().to(sigma)
+    def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield y, E[y | J m], and of a σ per output J w_k, (K, n, C), of the examples of each batch."""
+        columns = torch.cat([q.mean[None], q.samples[: len(q.samples) * q.sigma.dim()]])
+        for batch, _, Jw in self.problem.push_forward(columns):
+            y = self.problem.loss(batch.targets, None).targets
+            yield y, self.problem.likelihood.mean(Jw[0]), Jw[1:]
 
 
 def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:
@@ -118,7 +102,7 @@ def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]
         left = changes * torch.where(ratio < 1, (ratio / (1 - ratio)).clamp_min(1), 1)
         number, rests = q.number + 1, q.number > 1 and left.max() < 1
         why = "converged" if rests else "all steps" if number >= em_steps else ""
-        q = found._replace(precision=precision, sigma=sigma, curved=None, last=last)
+        q = found._replace(precision=precision, sigma=sigma, last=last)
         q = q._replace(number=number, moved=changes, converged=bool(rests), why=why)
         yield found, q
 

@@ -1,11 +1,13 @@
 """Sums over the data, Σ loss(J w, y) and G w = Σ Jᵀ H J w, each computed in one pass."""
 
 from torch_lla_em.problem.hessian import (
+    COPIES,
     AtOutputs,
     Blocks,
     Diagonal,
     Draws,
     Hessian,
+    form_of_H,
     functions,
     root_of,
 )
@@ -17,6 +19,7 @@ from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
 from torch_lla_em.problem.sweep import Plan, duration, time_of_fit
 
 __all__ = [
+    "COPIES",
     "KEPT_OUTPUTS",
     "AtOutputs",
     "Blocks",
@@ -29,6 +32,7 @@ __all__ = [
     "Sites",
     "WhitenedGGN",
     "duration",
+    "form_of_H",
     "functions",
     "gathered",
     "output_noise",

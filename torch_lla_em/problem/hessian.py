@@ -6,16 +6,30 @@ form; ``values`` has one row for every example, which is what a checkpoint store
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.loss import Loss
 
 ENTRIES = 1 << 20
 """Numbers that are in memory at once in float64, or for all draws of some examples."""
+
+
+DRAWS = 16_000
+"""Draws of all examples together. With 8 of each of 2,000 the NLL was 1 % higher, with 32 the same."""
+
+COPIES = 6
+"""Copies of H that must fit into memory."""
+
+
+def _towards(H: Any, other: Any, share: float) -> Any:
+    """Return H after a share of the way to another one."""
+    return H._replace(values=H.values.lerp(other.values, share))
 
 
 class Diagonal(NamedTuple):
@@ -32,9 +46,7 @@ class Diagonal(NamedTuple):
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         return self.values.clamp_min(0).sqrt() * noise
 
-    def towards(self, other: Any, share: float) -> Diagonal:
-        """Return H after a share of the way to another one."""
-        return Diagonal(self.values.lerp(other.values, share))
+    towards = _towards
 
 
 class Blocks(NamedTuple):
@@ -56,9 +68,7 @@ class Blocks(NamedTuple):
             found[:, rows] = u.movedim(-2, 0)
         return found
 
-    def towards(self, other: Any, share: float) -> Blocks:
-        """Return H after a share of the way to another one."""
-        return Blocks(self.values.lerp(other.values, share))
+    towards = _towards
 
 
 class AtOutputs(NamedTuple):
@@ -125,9 +135,7 @@ class Draws(NamedTuple):
             found[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
         return found
 
-    def towards(self, other: Any, share: float) -> Draws:
-        """Return H after a share of the way to another one."""
-        return Draws(self.values.lerp(other.values, share))
+    towards = _towards
 
 
 def diagonal_of(P: Tensor) -> Tensor:
@@ -136,6 +144,19 @@ def diagonal_of(P: Tensor) -> Tensor:
 
 
 Hessian = Diagonal | Blocks | AtOutputs | Draws
+
+
+def form_of_H(
+    likelihood: Likelihood, classes: int, sites: float, nbytes: float, memory: float
+) -> tuple[bool, int, float]:
+    """Return whether a moving H is stored as draws, the draws of each of so many sites, and entries of H for each output.
+
+    Draws are taken if blocks for the outputs, of ``nbytes`` in all, are too large for the memory.
+    """
+    is_large = classes > 32 and COPIES * nbytes * classes > memory / 2
+    many = likelihood.is_softmax and is_large
+    draws = min(16 if many else 128, max(4, math.ceil(DRAWS / max(1, sites))))
+    return many, draws, 1.0 if likelihood.elementwise else 2.0 * draws if many else float(classes)
 
 
 def functions(mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

@@ -13,22 +13,22 @@ from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
 from torch_lla_em.problem.sweep import BLOCK, Sums
-from torch_lla_em.solvers import Operator, Product
+from torch_lla_em.solvers import Product
 
 
-class WhitenedGGN(Operator):
+class WhitenedGGN:
     """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the loss in x.
 
     With D the prior's own, w = D x turns G + Λ into A + I.
     """
 
     def __init__(self, problem: Problem, deviation: Tensor):
-        super().__init__(problem.ggn_product, problem.linear_model.rounding)
         self.problem, self.deviation = problem, deviation
+        self.rounding = problem.linear_model.rounding
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
-        return self._product(x * self.deviation).mul_(self.deviation)
+        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
 
     def num_steps(self) -> int | None:
         """Return the number of batches of a pass, if it is known."""

@@ -6,17 +6,14 @@ from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
-    Operator,
     Product,
     Solution,
     is_accurate,
     relative_error,
     require_finite,
-    symmetric,
 )
 from torch_lla_em.solvers.space import (
     add_combined,
-    combine,
     dot,
     dots,
     gram,
@@ -32,11 +29,9 @@ __all__ = [
     "FaultyProductError",
     "Minimum",
     "Newton",
-    "Operator",
     "Product",
     "Solution",
     "add_combined",
-    "combine",
     "dot",
     "dots",
     "gram",
@@ -46,5 +41,4 @@ __all__ = [
     "overlap",
     "relative_error",
     "require_finite",
-    "symmetric",
 ]

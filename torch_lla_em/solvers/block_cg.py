@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.solution import (
     DivergenceError,
-    Operator,
+    FaultyProductError,
     Solution,
     check_positive,
-    symmetric,
 )
-from torch_lla_em.solvers.space import add_combined, combine, gram, orthonormalise
+from torch_lla_em.solvers.space import add_combined, gram, orthonormalise
 
 # products that may fail to reduce the residual by a tenth; longer plateaus are rounding
 _PATIENCE = 50
+_OR_ROUNDING = (
+    "the prior is lost to rounding. Correct the model or the loader; if they are correct, use a "
+    "larger `prior_precision`, inputs scaled as in training, or a model and data in float64."
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,13 @@ class BlockCG:
     def __post_init__(self) -> None:
         check_positive(type(self).__name__, tolerance=self.tolerance, max_passes=self.max_passes)
 
-    def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Any, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
 
         It stops when the true residual meets the tolerance or stops decreasing, or after the last pass.
 
         Args:
-            product (Operator): The product with A.
+            product (callable): The product X -> A X of (K, P), with its relative ``rounding`` error.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at 0.
 
@@ -78,7 +82,7 @@ class BlockCG:
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
     def _descend(
-        self, product: Operator, b: Tensor, solution: Solution, residual: Tensor
+        self, product: Any, b: Tensor, solution: Solution, residual: Tensor
     ) -> tuple[Tensor, int]:
         """Iterate until the residual of the recursion meets the tolerance or stops decreasing."""
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
@@ -88,9 +92,8 @@ class BlockCG:
             image = directions + product(directions)
             passes += 1
             curvature = gram(directions, image)
-            rounding = 1e3 * torch.finfo(x.dtype).eps * x.shape[1] ** 0.5
-            allowed = max(rounding, product.allowed_asymmetry) * curvature.abs().max()
-            curvature = symmetric(curvature, allowed, 0.0)
+            rounding = max(1e3 * torch.finfo(x.dtype).eps * x.shape[1] ** 0.5, 4 * product.rounding)
+            curvature = _symmetric(curvature, max(rounding, 1e-3) * curvature.abs().max())
             step = torch.linalg.inv(curvature)
             add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
@@ -103,7 +106,25 @@ class BlockCG:
                 best = norms.norm(), passes
             elif passes - best[1] > _PATIENCE:
                 break
-            reached = Solution.of(b, x, combine(coefficients, basis))
+            reached = Solution.of(b, x, coefficients.to(basis) @ basis)
             if reached.error <= 0.9 * self.tolerance:
                 break
         return x, passes
+
+
+def _symmetric(product: Tensor, allowed: Tensor) -> Tensor:
+    """Return Dᵀ (A + I) D made symmetric; raise an error if it is not definite, or its asymmetry larger than allowed."""
+    if not torch.isfinite(product).all():
+        raise DivergenceError("A product with G is not finite: check the model's outputs.")
+    exact = 0.5 * (product + product.T)
+    if (product - product.T).abs().max() > allowed:
+        raise FaultyProductError(
+            "The product with G is not symmetric: the model's J and Jᵀ disagree, or its outputs "
+            f"change from call to call (dropout, random augmentation); or {_OR_ROUNDING}"
+        )
+    if torch.linalg.eigvalsh(exact)[0] <= 0:
+        raise FaultyProductError(
+            "The product with G has negative curvature: the likelihood's H is not positive "
+            f"semi-definite, or the model changes from call to call; or {_OR_ROUNDING}"
+        )
+    return exact

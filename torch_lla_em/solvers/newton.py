@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
-    Operator,
+    Product,
     check_positive,
     require_finite,
 )
@@ -68,7 +68,7 @@ class Newton:
         """Minimise loss(x) + ½‖x‖².
 
         Args:
-            loss (object): A convex one, with ``value_and_gradient(x)``, ``hessian(x)``, an operator, and ``rounding``.
+            loss (object): A convex one, with ``value_and_gradient(x)``, ``hessian(x)``, a product, and ``rounding``.
             start (Tensor): Where to start, (P,).
         """
         x, passes = start, 1
@@ -115,7 +115,7 @@ class Newton:
 
 
 def conjugate_gradients(
-    product: Operator,
+    product: Product,
     b: Tensor,
     enough: Callable[[Tensor, float], bool],
     max_passes: int = 500,

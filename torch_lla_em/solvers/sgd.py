@@ -44,7 +44,7 @@ class SGD:
         """Solve (A + I) X = B.
 
         Args:
-            product (Operator): The product with A, which has the products of batches, ``minibatches()``, and ``num_steps()``.
+            product (object): The product with A, which has the products of batches, ``minibatches()``, and ``num_steps()``.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
 

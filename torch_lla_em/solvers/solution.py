@@ -5,31 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.space import dots
 
 Product = Callable[[Tensor], Tensor]
-
-
-class Operator:
-    """A product X -> A X of blocks of vectors (K, P)."""
-
-    rounding = 0.0
-    """Relative rounding error of a product."""
-
-    def __init__(self, product: Product, rounding: float = 0.0):
-        self._product, self.rounding = product, rounding
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return A X, shape (K, P)."""
-        return self._product(x)
-
-    @property
-    def allowed_asymmetry(self) -> float:
-        """Largest difference of ⟨x, A y⟩ and ⟨y, A x⟩, relative to the largest of them."""
-        return max(1e-3, 4 * self.rounding)
 
 
 class DivergenceError(ArithmeticError):
@@ -110,30 +90,3 @@ def check_positive(owner: str, **options: float) -> None:
     for name, value in options.items():
         if not value > 0:
             raise ValueError(f"{owner}: {name} must be above 0, not {value}.")
-
-
-def symmetric(product: Tensor, allowed: Tensor | float, least: Tensor | float) -> Tensor:
-    """Return Dᵀ A D made symmetric; raise an error if A is not symmetric or not positive semi-definite.
-
-    ``allowed`` is the largest asymmetry, and ``least`` the smallest eigenvalue.
-    """
-    if not torch.isfinite(product).all():
-        raise DivergenceError("A product with G is not finite: check the model's outputs.")
-    exact = 0.5 * (product + product.T)
-    if (product - product.T).abs().max() > allowed:
-        raise FaultyProductError(
-            "The product with G is not symmetric: the model's J and Jᵀ disagree, or its outputs "
-            f"change from call to call (dropout, random augmentation); or {_OR_ROUNDING}"
-        )
-    if torch.linalg.eigvalsh(exact)[0] <= least:
-        raise FaultyProductError(
-            "The product with G has negative curvature: the likelihood's H is not positive "
-            f"semi-definite, or the model changes from call to call; or {_OR_ROUNDING}"
-        )
-    return exact
-
-
-_OR_ROUNDING = (
-    "the prior is lost to rounding. Correct the model or the loader; if they are correct, use a "
-    "larger `prior_precision`, inputs scaled as in training, or a model and data in float64."
-)

@@ -84,18 +84,13 @@ def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
         parts, turn = (vectors * singular)[:, kept], (vectors / singular)[:, kept].T
     coefficients = norms.new_zeros(len(rows), turn.shape[0])
     coefficients[live] = units[:, None] * parts
-    basis = combine(turn / units, known)
+    basis = (turn / units).to(known) @ known
     # the basis of nearly dependent vectors is orthonormal only up to rounding
     left = torch.linalg.cholesky(overlap(basis, basis))
     turn = torch.linalg.inv(left).to(basis)
     for piece in _pieces(basis, basis):
         basis[:, piece] = turn @ basis[:, piece]
     return basis, coefficients @ left
-
-
-def combine(coefficients: Tensor, rows: Tensor) -> Tensor:
-    """Return linear combinations of rows, the product of (k, m) and (m, P)."""
-    return coefficients.to(rows) @ rows
 
 
 def add_combined(total: Tensor, coefficients: Tensor, rows: Tensor, factor: float = 1.0) -> None:

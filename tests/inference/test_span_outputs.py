@@ -80,6 +80,21 @@ def test_products_by_features_are_those_of_the_jacobian(name):
     assert span._problem.data.num_passes == passes  # none is needed
 
 
+def test_g_of_more_directions_than_features_is_the_dense_one():
+    """It is computed in another way then, in which directions of no effect keep their size."""
+    C, x = 9, draw(N, 4)
+    y = torch.arange(N) % C
+    problem = problem_of(nn.Linear(4, C).double(), Classification(), [(x, y)])
+    problem.loss_and_gradient(problem.zeros(1)[0])
+    scale = torch.ones(problem.size).double()
+    span = Span(problem, Prior(problem.layout, scale), draw(2, problem.size, seed=2), 1e9)
+    assert span.widen(torch.eye(problem.size).double())
+    H = Blocks(draw(N, C, C, seed=8))
+    H = H._replace(values=H.values @ H.values.mT)
+    JV = span.push(torch.eye(span.size).double()).flatten(0, -2)
+    assert_close(span.ggn(H, 0, JV.dtype), JV.T @ H.product(JV))
+
+
 def test_fits_by_features_and_by_passes_agree(monkeypatch):
     model, x, _ = dense()
     y = torch.arange(N) % 3

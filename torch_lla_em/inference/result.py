@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch_lla_em.inference.over_span import OverSpan
 
 EXAMPLES, NUMBERS = 512, 2_000_000
-"""Most training examples that are stored for predictions, for which a p-value has a standard error of .022 at most, and
-most of their values: 8 MB."""
+"""Most training examples that are stored for predictions, and most of their values: 8 MB. On two tables half and twice of them
+changed the NLL by .0001 at most, and the AUROC of p-values by .005 (.987) and .017 (.820, of 368 examples)."""
 
 POINTS, SURE, WARMEST = 0.9, 0.15, 2.0
 """Constants of the default predictions, chosen on the ten tuning tables (docs/method.md): see ``average``."""

@@ -90,11 +90,7 @@ class Loss:
         return w if own is None else w * own
 
     def sums_of_targets(self, f: Tensor) -> Tensor:
-        """Return weighted sums for every output, (5, C) or (5,).
-
-        They are those of targets, of their squares, of squared residuals of outputs f, of weights, and of weights
-        other than 0.
-        """
+        """Return weighted sums of y, y², (y - E[y | f])² and 1, and how many weights are not 0, (5, C) or (5,)."""
         y, counts = self.targets.double(), self.counts
         w = torch.ones_like(y) if counts is None else counts.expand_as(y).double()
         errors = (y - self.likelihood.mean(f).double()).square()
@@ -134,12 +130,7 @@ class Loss:
 
 
 def check_weights(likelihood: Likelihood) -> None:
-    """Raise an error if a likelihood cannot be weighted.
-
-    Raises:
-        TypeError: If targets do not belong to single outputs, as with linear measurements.
-        ValueError: If σ would have to be learnt from the data.
-    """
+    """Raise an error if a likelihood cannot be weighted."""
     if likelihood.real_valued and not likelihood.elementwise:
         raise TypeError(
             f"{type(likelihood).__name__} takes no weights: its targets do not belong to single "

@@ -190,7 +190,7 @@ def _of_rows(term: Any, name: str, u: Tensor, rows: slice) -> Tensor:
     def pulled(u: Tensor, *held: Tensor) -> Tensor:
         each = iter(held)
         own = (next(each)[None] if isinstance(entry, Tensor) else entry for entry in term)
-        return type(term)(*own).pull(u[None])[term.names.index(name)].reshape(len(u), -1)
+        return type(term)(*own).pull(u[None])[term.names.index(name)].flatten(1)
 
     return torch.vmap(pulled)(u, *(entry[rows] for entry in term if isinstance(entry, Tensor)))
 

@@ -80,6 +80,7 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
             for name, block in linear.layout.unflatten(each).items():
                 assert name not in squares or torch.allclose(squares[name].double(), block, **near)
             assert set(squares) == set(linear.factored if rows is factors else ())
+            assert not any(own.any() for own in rows.row_squares(u[:0]).values())
             assert not (rows.f.requires_grad or total.requires_grad)
     assert [layer.training for layer in module.modules()] == modes
     assert [p.requires_grad for p in module.parameters()] == flags

@@ -222,7 +222,7 @@ from torch_lla_em.inference.span import Span  # noqa: E402
 from torch_lla_em.jacobian import LinearModel, ParameterLayout  # noqa: E402
 from torch_lla_em.jacobian import Network as Wrapped  # noqa: E402
 from torch_lla_em.likelihoods import Bernoulli  # noqa: E402
-from torch_lla_em.problem import Problem  # noqa: E402
+from torch_lla_em.problem import Problem, towards  # noqa: E402
 
 linear_model = LinearModel(Wrapped(model), ParameterLayout.of(model, ["weights"]))
 problem = Problem(linear_model, Bernoulli(), Data([(x, y)], x.device))
@@ -235,7 +235,7 @@ while True:
     for _ in range(25):  # small
         new_precision, _ = m_step(over, q)  # the rule of λ
         new_H = over.expected.H(q.curved.loss, q.outputs, q.curved.deviations)  # the rule of H
-        q = e_step(over, over.moved(q, new_precision, None, q.H.towards(new_H, 0.5)))
+        q = e_step(over, over.moved(q, new_precision, None, towards(q.H, new_H, 0.5)))
     q = over.measured(q)  # large
     print(
         f"{span.size} of 2 directions: λ = {q.precision:.3f}, bound {q.bounds.mean():.2f}, ", end=""

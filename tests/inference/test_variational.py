@@ -102,6 +102,13 @@ def settled(over, schedule, precision):
     return e_step(over, q._replace(converged=True))
 
 
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_the_mean_is_exact_whatever_h_the_search_begins_with(name, monkeypatch):
+    _, _, over, _ = with_basis(name, 100, monkeypatch)
+    q = e_step(over, over.first(0.03)._replace(converged=True))
+    assert over.measured(q).errors[1] < 1e-7
+
+
 def in_weights(steps, q):
     w = steps.span.prior.scale * steps.span.scaled(torch.cat([q.mean[None], q.samples]))
     return w[0], w[1:].T @ w[1:] / len(q.samples)

@@ -6,7 +6,7 @@ from tiny import draw, likelihood_of
 from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.problem import AtOutputs, Blocks, Diagonal, Draws, Loss
+from torch_lla_em.problem import AtOutputs, Blocks, Diagonal, Draws, Loss, towards
 
 
 @pytest.mark.parametrize("name", ["classification", "bernoulli", "poisson", "binomial"])
@@ -61,7 +61,7 @@ def test_a_step_of_h_ends_at_the_other_one_and_is_never_too_small():
         if isinstance(H, AtOutputs):
             continue
         for share in (0.0, 0.3, 1.0):
-            found = H.towards(other, share).product(torch.eye(3).double().repeat(6, 1))
+            found = towards(H, other, share).product(torch.eye(3).double().repeat(6, 1))
             gap = found.view(6, 3, 3) - dense.lerp(there, share)
             assert torch.linalg.eigvalsh(gap).min() > -1e-12
             if share in (0, 1) or not isinstance(H, Draws):

@@ -15,7 +15,7 @@ from torch_lla_em.inference.curved import Curved, Expectations, log_dets
 from torch_lla_em.inference.em import PosteriorSamples, State
 from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.inference.span import Span
-from torch_lla_em.problem import Hessian, Loss, Problem, form_of_H, root_of
+from torch_lla_em.problem import Hessian, Loss, Problem, form_of_H, root_of, towards
 from torch_lla_em.solvers import DivergenceError, Minimum, dots
 
 START = 0.1
@@ -135,9 +135,7 @@ class OverSpan:
         H = self.expected.H(loss, f, None)
         if not self.expected.number:
             return H
-        at_zero: Any = self.expected.H(loss, torch.zeros_like(f), None)
-        average: Hessian = at_zero.towards(H, 0.5)
-        return average
+        return towards(self.expected.H(loss, torch.zeros_like(f), None), H, 0.5)
 
     def _variance_of_prior(self) -> float:
         """Return the mean variance of the prior's outputs at λ = 1, relative to that of continuous targets."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_lla_em.inference.em import State, e_step, m_step, slope_of
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.result import Estimate
+from torch_lla_em.problem import towards
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import DivergenceError
 
@@ -99,7 +100,7 @@ class SpanFit:
         """Return the posterior at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
         expected, curved, H = self.over.expected, q.curved, None
         if expected.number:
-            H = q.H.towards(expected.H(curved.loss, q.outputs, curved.deviations), share)
+            H = towards(q.H, expected.H(curved.loss, q.outputs, curved.deviations), share)
         new = self.over.moved(q, precision, sigma, H)
         if not new.G.isfinite().all():
             new = self.over.moved(q, precision, None, None)

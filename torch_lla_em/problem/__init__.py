@@ -10,6 +10,7 @@ from torch_lla_em.problem.hessian import (
     form_of_H,
     functions,
     root_of,
+    towards,
 )
 from torch_lla_em.problem.loss import Loss
 from torch_lla_em.problem.operators import WhitenedGGN, gathered, pull_back
@@ -43,4 +44,5 @@ __all__ = [
     "seconds_of_pass",
     "sites_of",
     "time_of_fit",
+    "towards",
 ]

@@ -1,14 +1,13 @@
 """H, the Hessian of the loss in the outputs, of every example of this rank: four forms with the same methods.
 
-``product`` multiplies by H, ``root`` by S with S Sᵀ = H, ``towards``, if H moves, goes a part of the way to another H of the same
-form; ``values`` has one row for every example, which is what a checkpoint stores.
+``product`` multiplies by H, ``root`` by S with S Sᵀ = H; ``values`` has one row for every example, which is what a checkpoint stores.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +26,6 @@ COPIES = 6
 """Copies of H that must fit into memory."""
 
 
-def _towards(H: Any, other: Any, share: float) -> Any:
-    """Return H after a share of the way to another one."""
-    return H._replace(values=H.values.lerp(other.values, share))
-
-
 class Diagonal(NamedTuple):
     """H of a likelihood whose outputs have targets of their own."""
 
@@ -45,8 +39,6 @@ class Diagonal(NamedTuple):
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         return self.values.clamp_min(0).sqrt() * noise
-
-    towards = _towards
 
 
 class Blocks(NamedTuple):
@@ -67,8 +59,6 @@ class Blocks(NamedTuple):
             u = noise[:, rows].movedim(0, -2) @ root_of(self.values[rows]).mT
             found[:, rows] = u.movedim(-2, 0)
         return found
-
-    towards = _towards
 
 
 class AtOutputs(NamedTuple):
@@ -135,8 +125,6 @@ class Draws(NamedTuple):
             found[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
         return found
 
-    towards = _towards
-
 
 def diagonal_of(P: Tensor) -> Tensor:
     """Return w times the mean of p, (..., C), of √(w / S) p, (..., S, C)."""
@@ -144,6 +132,11 @@ def diagonal_of(P: Tensor) -> Tensor:
 
 
 Hessian = Diagonal | Blocks | AtOutputs | Draws
+
+
+def towards(H: Hessian, other: Hessian, share: float) -> Hessian:
+    """Return H after a share of the way to another one of the same form."""
+    return H._replace(values=H.values.lerp(other.values, share))
 
 
 def form_of_H(

@@ -162,7 +162,7 @@ class ByFactors(Rows):
         step = max(1, int(_NUMBERS / max(1, u.shape[1] * size)))
         for start in range(0, len(u), step):
             rows = slice(start, start + step)
-            each = [_of_rows(term, name, u[rows], rows) for term in terms]
+            each = [_of_rows(term, name, size, u[rows], rows) for term in terms]
             total = total + _wide(sum(each[1:], each[0])).square().sum((0, 1))
         return total
 
@@ -184,13 +184,13 @@ class ByFactors(Rows):
         return total
 
 
-def _of_rows(term: Any, name: str, u: Tensor, rows: slice) -> Tensor:
-    """Return Jᵀu of a weight for each of some rows, (rows, K, p)."""
+def _of_rows(term: Any, name: str, size: int, u: Tensor, rows: slice) -> Tensor:
+    """Return Jᵀu of a weight for each of some rows, (rows, K, size); there may be no columns."""
 
     def pulled(u: Tensor, *held: Tensor) -> Tensor:
         each = iter(held)
         own = (next(each)[None] if isinstance(entry, Tensor) else entry for entry in term)
-        return type(term)(*own).pull(u[None])[term.names.index(name)].flatten(1)
+        return type(term)(*own).pull(u[None])[term.names.index(name)].reshape(len(u), size)
 
     return torch.vmap(pulled)(u, *(entry[rows] for entry in term if isinstance(entry, Tensor)))
 

@@ -80,19 +80,22 @@ def test_products_by_features_are_those_of_the_jacobian(name):
     assert span._problem.data.num_passes == passes  # none is needed
 
 
-def test_g_of_more_directions_than_features_is_the_dense_one():
-    """It is computed in another way then, in which directions of no effect keep their size."""
-    C, x = 9, draw(N, 4)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_g_of_more_directions_than_features_is_the_dense_one(is_stored, monkeypatch):
+    if is_stored:
+        monkeypatch.setattr(Problem, "features", lambda *_: None)
+    C, x = 9, draw(N, 8)
     y = torch.arange(N) % C
-    problem = problem_of(nn.Linear(4, C).double(), Classification(), [(x, y)])
+    problem = problem_of(nn.Linear(8, C).double(), Classification(), [(x, y)])
     problem.loss_and_gradient(problem.zeros(1)[0])
-    scale = torch.ones(problem.size).double()
-    span = Span(problem, Prior(problem.layout, scale), draw(2, problem.size, seed=2), 1e9)
-    assert span.widen(torch.eye(problem.size).double())
+    P = problem.size
+    span = Span(problem, Prior(problem.layout, torch.ones(P).double()), draw(2, P, seed=2), 1e9)
+    assert span.widen(draw(3, P, seed=3)) and span.widen(torch.eye(P).double()) and span.size == P
     H = Blocks(draw(N, C, C, seed=8))
     H = H._replace(values=H.values @ H.values.mT)
-    JV = span.push(torch.eye(span.size).double()).flatten(0, -2)
-    assert_close(span.ggn(H, 0, JV.dtype), JV.T @ H.product(JV))
+    JV = span.push(torch.eye(P).double()).flatten(0, -2)
+    for start in (0, 3):
+        assert_close(span.ggn(H, start, JV.dtype), (JV.T @ H.product(JV))[:, start:])
 
 
 def test_fits_by_features_and_by_passes_agree(monkeypatch):

@@ -1,20 +1,15 @@
 """Linear measurements of an image, a recipe: the likelihood and its posterior against dense matrices."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from dense import ExactLaplace
-from direct import Direct
 from measurements import LinearOperatorRegression
-from tiny import basis_noise, draw, problem_of
+from tiny import draw
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.inference.em import optimise_MAP, optimise_samples
-from torch_lla_em.solvers.newton import Newton
+from torch_lla_em import Compute, LinearisedLaplace
 
 SIDE, MEASURED, SIGMA = 12, 40, 0.3
 SHAPE = 1, SIDE, SIDE
@@ -40,17 +35,6 @@ def dense(model, x, y, sigma=SIGMA):
         return Normal(A @ f, sigma, validate_args=False).log_prob(y).sum()
 
     return ExactLaplace.of(model, x, y, log_prob, [name for name, _ in model.named_parameters()])
-
-
-@pytest.mark.parametrize("solver", [BlockCG(1e-10), Direct(1e-10)])
-def test_posterior_is_the_dense_one(setting, solver):
-    problem = problem_of(setting[0], measured_by(), [setting[1:]])
-    noise, precision = basis_noise(problem, True, layerwise=False), torch.tensor(2.5).double()
-    exact = replace(dense(*setting), scale=noise.prior.scale)
-    samples = optimise_samples(problem, noise, precision, solver)
-    assert_close(samples.w.T @ samples.w / len(samples.w), exact.covariance(precision))
-    mode = optimise_MAP(problem, noise.prior, precision, Newton(1e-10), problem.zeros(1)[0])
-    assert_close(mode.w, exact.mode(precision))
 
 
 def test_a_fit_learns_noise_and_predicts_image_and_measurements(setting, tmp_path):

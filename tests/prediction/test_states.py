@@ -92,7 +92,7 @@ def test_files_copies_and_states_hold_the_same(name, kind, tmp_path):
 
 
 def test_files_of_earlier_releases_predict_what_they_predicted(tmp_path):
-    """0.4 had one score; calibrations of 0.3 are refused."""
+    """0.4 had one score, and 0.3 stored coverages with a calibration."""
     case, la = calibrated()
     la.save(tmp_path / "la.pt")
     state = torch.load(tmp_path / "la.pt", weights_only=True)
@@ -115,8 +115,9 @@ def test_files_of_earlier_releases_predict_what_they_predicted(tmp_path):
         theirs.p_values("epistemic")
     record["calibration"] = [*calibration[:4], [0.8, 0.9], 0.1, True]
     torch.save({**state, "record": to_bytes(record)}, tmp_path / "old.pt")
-    with pytest.raises(ValueError, match="calibrated by release 0.3: load .* with 0.4"):
-        LinearisedLaplace.load(tmp_path / "old.pt", case.model)
+    earliest = LinearisedLaplace.load(tmp_path / "old.pt", case.model)
+    assert torch.equal(earliest.predict(case.x).probs, ours.probs)
+    assert earliest.calibration[:5] == la.calibration[:5]
     several = LaplaceEnsemble([loaded]).calibrate(case.x + 0.1, case.y)
     state = {n.removeprefix("members."): tensor for n, tensor in several.state_dict().items()}
     again = LaplaceEnsemble([unfitted(case.model)])

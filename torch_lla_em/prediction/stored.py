@@ -233,10 +233,8 @@ def correction_of(state: State, device: torch.device) -> Correction:
     record = _record(state)
     calibration, room, marks = (record.get(name) for name in ("calibration", "room", "marks"))
     if calibration is not None:
-        if not isinstance(calibration[4], bool):
-            raise ValueError(
-                "The predictions were calibrated by release 0.3: load the file and save it with 0.4, or fit again."
-            )
+        if not isinstance(calibration[4], bool):  # 0.3.0 stored coverages before this field
+            calibration = [*calibration[:4], calibration[-1]]
         given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in calibration]
         calibration = Calibration(*given)
     tensor = partial(_tensor, state, device)
@@ -252,7 +250,7 @@ def _tensor(state: State, device: torch.device, name: str) -> Any:
 
 
 def _record(state: State) -> dict[str, Any]:
-    """Return the record in a state of this version, or of 0.4."""
+    """Return the record in a state of this version, or of 0.3 and 0.4."""
     record: dict[str, Any] = files.from_bytes(state["record"])
     # of a function that calls the network; 0.4 stored other options here without need
     given = [name for name in record.get("given", ()) if name in ("forward_fn", "adapter")]
@@ -260,7 +258,7 @@ def _record(state: State) -> dict[str, Any]:
 
 
 def _saved_options(state: State) -> dict[str, Any]:
-    """Return the options in a file of this version, or of 0.4."""
+    """Return the options in a file of this version, or of 0.3 and 0.4."""
     options: dict[str, Any] = files.from_bytes(state["options"])
     former = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
     scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in former)

@@ -218,9 +218,10 @@ def test_a_gpu_is_measured_whole(tmp_path, device, quick_costs):
     path = tmp_path / "gpu.jsonl"
     gpu.main(["--tiny", "--device", device, "--out", str(path)])
     steps = {line["step"]: line for line in markdown.read(path)}
-    assert set(steps) == {"fit lenet", "product lenet, float32", "cost mlp"}
+    assert set(steps) == {"fit lenet", "product lenet, float32", "cost mlp", "draws"}
     assert not [line for line in steps.values() if "failed" in line]
     assert steps["fit lenet"]["relative_certificate"] <= 1e-3
+    assert steps["draws"]["times"] == 2 and steps["draws"]["nll"] < 10
 
 
 @pytest.mark.slow

@@ -15,10 +15,21 @@ _DRAWS = 256
 
 
 def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Raise a ValueError if gradient, H or S of a custom likelihood are not those of its log_prob, for outputs f and targets y.
+    """Raise an error if the derivatives of a custom likelihood are not those of its log_prob.
 
     They are compared at the first examples, and at a tenth of their outputs, where the network is less certain. H may be the
     Hessian of -log p, or its expectation over y (the Fisher information), which is checked by draws of y.
+
+    Args:
+        likelihood (Likelihood): The likelihood. Those of the library are not checked.
+        f (Tensor): Outputs, shape (B, *sites, C).
+        y (Tensor): Targets, as ``log_prob`` takes them.
+
+    Raises:
+        ValueError: If the gradient, H or S differ by more than rounding.
+
+    Example:
+        >>> compare_with_log_prob(Classification(), model(x), y)
     """
     name = type(likelihood).__name__
     if type(likelihood).__module__.startswith("torch_lla_em."):

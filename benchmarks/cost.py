@@ -11,7 +11,7 @@ without gradients. "served 1" and "served 8" are the time of an exported program
 by that of five networks. The ensemble costs four further trainings; laplace-torch is Kronecker factors of all layers, tuned by
 its marginal likelihood, on the same network in the same run. Lines go to results/cost.jsonl.
 
-Expected: trainings 1 to 8 for fits of a few thousand examples, 3 to 100 for last layers; predict F 1 to 60; served 8 0.3 to 13.
+Expected: trainings 1 to 8 for fits of a few thousand examples, 3 to 300 for last layers; predict F 1 to 60; served 8 0.3 to 13.
 """
 
 import argparse

@@ -102,7 +102,6 @@ STAGED = {
 PROMISED = {"coverage": "coverage of 90 %", "flagged": "false alarms at 5 %"}
 PROMISES = {"set": "unseen", "row": "ours, calibrated"}
 OF_NETWORK = {"problem": "network", "weights": "parameters", "rows": "examples", "K": "samples"}
-BY_VERSION = {"version": "version", **OF_NETWORK}
 FIT = {"seconds": "fit, s", "trainings": "fit / training"}
 COSTS = FIT | {
     "training_seconds": "training, s",
@@ -159,9 +158,9 @@ TABLES = {
     "promises": Shown(
         CALIBRATION, "tables", {"network": "network"}, PROMISED, PROMISES, decimals=3
     ),
-    "cost": Shown(COST, "cost", BY_VERSION, COSTS, {"part": "fits"}),
+    "cost": Shown(COST, "cost", OF_NETWORK, COSTS, {"part": "fits"}),
     "cost of predictions": Shown(
-        COST, "cost", BY_VERSION, PREDICTIONS, {"part": "fits", "problem": PREDICTED}
+        COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits", "problem": PREDICTED}
     ),
     "gpu fits": Shown(COST, "gpu", GPU_NETWORK, GPU_FITS, {"part": "fit"}),
     "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),

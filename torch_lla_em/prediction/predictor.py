@@ -98,8 +98,8 @@ def predict(
     if inputs:
         if x is not None:
             raise TypeError(
-                f"x was passed by position, and {', '.join(inputs)} by name, as further inputs of the model: "
-                "pass all inputs by name, or all in one tuple or dict."
+                f"x was passed by position, and {', '.join(inputs)} by name, which are further inputs of the model: "
+                "pass all inputs by name, or all in one tuple or dict. For fewer samples, fit with another num_samples."
             )
         x = inputs
     known = required(la)

@@ -106,7 +106,9 @@ def draws(args: argparse.Namespace) -> Lines:
         with patch.object(hessian, "DRAWS", 4 * times * rows):
             la.fit(problem.x, problem.y, progress_bar=False)
         probs = torch.cat([la(some) for some in x.split(500)])
-        line = {"times": times, "nll": F.nll_loss(probs.clamp_min(1e-38).log(), y).item()}
+        with torch.no_grad():
+            line = {"times": times, "network_nll": F.cross_entropy(problem.network(x), y).item()}
+        line["nll"] = F.nll_loss(probs.clamp_min(1e-38).log(), y).item()
         kept = "log_evidence", "prior_precision", "seconds", "why"
         line |= {key: la.history[-1][key] for key in kept}
         line["best_evidence"] = max(step["log_evidence"] for step in la.history)

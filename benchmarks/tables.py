@@ -3,8 +3,8 @@
     python benchmarks/tables.py                             # ten tables, three seeds: hours
     python benchmarks/tables.py --tables vehicle --seeds 0 --methods network temperature ours
     python benchmarks/tables.py --ours curvature=network num_samples=16,prior=g
-    python benchmarks/tables.py --tables unseen --stages early on late
-    python benchmarks/tables.py --tables flights:delay --rows 60000 --epochs 10 --members 2 --seeds 0
+    python benchmarks/tables.py --tables unseen --rows 800 --stages early on late --seeds 0    # the headline
+    python benchmarks/tables.py --tables flights:delay --rows 60000 --epochs 10 --members 2 --stages on --seeds 0 --methods network temperature ensemble laplace-torch VaLLA FMGP ours
     python benchmarks/tables.py --tables moved --rows 400 --stages early on late --seeds 0 --ours validation=False --wrong .2
     python benchmarks/tables.py --report                    # the summary of results/tables.jsonl
 

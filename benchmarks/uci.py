@@ -1,6 +1,6 @@
 """UCI regression with the splits that papers use: one hidden layer, canonical and gap splits.
 
-    python benchmarks/uci.py --data DIR             # five splits of each kind, 40 epochs: 11 minutes of one core
+    python benchmarks/uci.py --data DIR             # five splits of each kind, 40 epochs: 10 minutes of one core
     python benchmarks/uci.py --data DIR --all       # all splits, after 40 and 400 epochs, with ELLA and VaLLA: six hours
     python benchmarks/uci.py --data DIR --stages "40 epochs" "400 epochs"    # the stored results; two hours
     python benchmarks/uci.py --data DIR --tables yacht --methods network ours --splits 0

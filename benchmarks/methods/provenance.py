@@ -36,11 +36,13 @@ def begin(
 def provenance(packages: tuple[str, ...]) -> dict[str, str]:
     """Return machine, versions, commit and command of this run."""
     versions = [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
+    pairs = zip(sys.argv, sys.argv[1:])  # without where the lines go
+    arguments = [own for last, own in pairs if "--out" not in (last, own)]
     described = ["git", "describe", "--always", "--exclude=*"]
     commit = subprocess.run(described, cwd=Path(__file__).parent, capture_output=True, text=True)
     return {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s)",
         "versions": ", ".join(versions),
         "commit": commit.stdout.strip(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments]),
     }

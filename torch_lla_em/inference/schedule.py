@@ -149,7 +149,7 @@ class SpanFit:
         return q, last
 
     def judged(self, q: State, grew: bool) -> State:
-        """Return the state with whether λ has converged, and why the fit ends: the only place where it does."""
+        """Return the state with whether λ has converged, and why the fit ends, unless its budget does."""
         # where H follows its own noise, solutions do not come to rest
         rests = q.moved < max(RESTS, q.number / 2)
         if q.solved == self.span.size and max(q.errors) < LEARNT and rests:

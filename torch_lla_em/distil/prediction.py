@@ -15,7 +15,7 @@ from torch_lla_em.prediction import Interval, Printed, arrays, of_examples
 
 
 class Scores(NamedTuple):
-    """Of the validation set of a student, in float64: OOD scores (n, S), and sorted errors (n, outputs or 0)."""
+    """OOD scores, (n, S), and sorted errors, (n, outputs or 0), of a student's validation set, in float64."""
 
     unusual: Tensor
     errors: Tensor

@@ -102,7 +102,7 @@ left.legend()
 grid = torch.linspace(0, 1, 40, dtype=torch.float64)
 mesh = torch.cartesian_prod(grid, grid)
 deviation = surrogate(x, ((values - values.mean()) / values.std())[:, None]).la.predict(mesh)
-shown = deviation.variance.sqrt().view(40, 40).T
+shown = deviation.f_variance.sqrt().view(40, 40).T
 image = right.imshow(shown, origin="lower", extent=(-3, 3, -5, 1), aspect="auto")
 right.plot(6 * x[:, 0] - 3, 6 * x[:, 1] - 5, "w.")
 right.set(xlabel="log10 C", ylabel="log10 γ", title="Standard deviation of the surrogate")

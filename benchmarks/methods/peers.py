@@ -283,7 +283,7 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = F
         if not found.likelihood.real_valued:
             return Ours(found.log_probs, lambda: functions_of(found), found, calibrated)
         sigma = found.aleatoric.mean().sqrt().item()
-        parts = found.mean.flatten(), found.covariance, sigma
+        parts = found.f_mean.flatten(), found.f_covariance, sigma
         return OurNumbers(*parts, found) if calibrated else Numbers(*parts)
 
     return predict

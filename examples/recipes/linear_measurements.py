@@ -17,7 +17,7 @@ from torch_lla_em import LinearisedLaplace, Regression
 class LinearOperatorRegression(Regression):
     """y ~ N(A f, σ²): noisy linear measurements of the outputs, as in tomography; y is (B, M).
 
-    ``Prediction.mean``, ``.variance`` and ``.samples`` are those of the output f (the image);
+    ``Prediction.f_mean``, ``.f_variance`` and ``.samples`` are those of the output f (the image);
     ``.expectation``, ``.predictive_variance``, ``.aleatoric``, ``.epistemic`` and the log
     probabilities are those of y. The root S = Aᵀ/σ needs one random number per measurement, and
     there is one per output. Therefore there can be at most as many measurements as outputs.
@@ -128,7 +128,7 @@ def main() -> None:
     prediction = la.predict(x)
     print(f"σ {la.sigma_noise.item():.3f}, mean standard deviation of a pixel", end=" ")
     print(
-        f"{prediction.variance.sqrt().mean().item():.3f}, NLL {-prediction.log_prob(y).sum():.1f}"
+        f"{prediction.f_variance.sqrt().mean().item():.3f}, NLL {-prediction.log_prob(y).sum():.1f}"
     )
 
 

@@ -194,7 +194,7 @@ def test_no_examples_have_predictions_of_no_examples(likelihood, tmp_path):
     for la in also_loaded(fit(likelihood, (X, y), em_steps=1), tmp_path / "la.pt"):
         found, prediction = la(X[:0]), la.predict(X[:0])
         assert (found[0] if isinstance(found, tuple) else found).shape == (0, 3)
-        assert prediction.mean.shape == prediction.variance.shape == (0, 3)
+        assert prediction.f_mean.shape == prediction.f_variance.shape == (0, 3)
         assert prediction.samples.shape == la.functional_samples(X[:0]).shape == (2, 0, 3)
 
 

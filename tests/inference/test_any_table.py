@@ -83,7 +83,7 @@ def test_targets_without_noise_are_fitted_in_few_steps_with_one_warning():
     la, told = quiet_fit(trained(network(1, 2), x, y, F.mse_loss, 200), x, y)
     assert len(la.history) < 8 and la.effective_dim <= len(y) and la.accuracy.error < 0.03
     p = la.predict(x, mean="linear")
-    assert (p.mean - y).abs().max() < 2e-3 and p.variance.max() < 2e-6
+    assert (p.f_mean - y).abs().max() < 2e-3 and p.f_variance.max() < 2e-6
     assert ["lost to rounding" in str(one.message) for one in told] == [True]
 
 
@@ -180,6 +180,6 @@ def test_a_large_table_whose_noise_is_a_thousandth_of_the_spread_is_fitted(is_tr
         for p in () if is_trained else net.parameters():  # not to the end
             p += 0.02 * p.abs().mean() * torch.randn(p.shape, generator=generator)
     la, told = quiet_fit(net, x, y)
-    error = (la.predict(x).mean - y).square().mean().sqrt()
+    error = (la.predict(x).f_mean - y).square().mean().sqrt()
     assert error < 3e-3 if is_trained else error < 0.1
     assert 0.3 * error < la.sigma_noise < 3 * error and la.accuracy.is_reached

@@ -22,7 +22,7 @@ TARGETS = {
 def fit_of(model, likelihood, x, y, **options):
     la = LinearisedLaplace(model, likelihood, num_samples=8, **options)
     la.fit(x, y, progress_bar=False)
-    mean, deviations = la.predict(x).mean, la.functional_samples(x) - la.predict(x).mean
+    mean, deviations = la.predict(x).f_mean, la.functional_samples(x) - la.predict(x).f_mean
     return la, mean, deviations
 
 

@@ -127,7 +127,7 @@ def test_the_constant_of_the_linear_model_is_the_weighted_mean_of_the_targets():
     weights = torch.linspace(0.0, 2.0, 100).double()
     la = LinearisedLaplace(model, Regression(0.1), num_samples=2)
     la.fit(x, y + 5, weights=weights, progress_bar=False, prior_precision=1e15, em_steps=0)
-    mean = la.predict(x[:1], mean="linear").mean.item()
+    mean = la.predict(x[:1], mean="linear").f_mean.item()
     assert mean == pytest.approx(5 + (weights * y[:, 0]).sum().item() / 100, abs=1e-6)
 
 
@@ -136,4 +136,4 @@ def test_few_targets_have_no_mean_of_their_own():
     model, x, y = nn.Linear(2, 40), torch.randn(4, 2), torch.randn(4, 40)
     la = LinearisedLaplace(model, Regression(1.0), num_samples=2)
     la.fit(x, y, prior_precision=1e8, progress_bar=False, em_steps=0)
-    assert la.predict(x, mean="linear").mean.abs().max() < 1e-3
+    assert la.predict(x, mean="linear").f_mean.abs().max() < 1e-3

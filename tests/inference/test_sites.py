@@ -118,5 +118,5 @@ def test_some_sites_give_nearly_the_covariance_of_all(monkeypatch):
     assert_close(la.prior_precision, whole.prior_precision, rtol=0.4, atol=0)
     assert (la(x) - whole(x)).abs().mean() < 0.05  # the mean is that of the kept sites
     # without the weights of sites, the variance would be 64 / 24 times as large
-    spread = [fitted.predict(x).variance.mean().log() for fitted in (la, whole)]
+    spread = [fitted.predict(x).f_variance.mean().log() for fitted in (la, whole)]
     assert abs(spread[0] - spread[1]) < 0.5

@@ -294,7 +294,7 @@ def test_predictions_are_averages_with_the_network():
     own, alone = case.model(case.x).softmax(-1), la.predict(case.x, mean="linear")
     q, mean, network = la.mixture[:, 0].tolist()
     assert q + mean + network == pytest.approx(1) and mean == network > 0
-    average = q * alone.expectation + mean * alone.mean.softmax(-1) + network * own
+    average = q * alone.expectation + mean * alone.f_mean.softmax(-1) + network * own
     torch.testing.assert_close(la(case.x), average.detach(), rtol=1e-5, atol=1e-5)
 
 

@@ -261,7 +261,7 @@ def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypat
     assert len(la.history) == 1 < len(whole.history)
     shown, spent = " ".join(str(la).split()), "The budget is spent. The numerical error is"
     assert spent in la.messages[-1] and spent in shown
-    variance = la.predict(case.x).variance
+    variance = la.predict(case.x).f_variance
     assert variance.isfinite().all() and (variance > 0).all()
     _, la = fitted(likelihood, budget=1e6, checkpoint=tmp_path, **options)
     assert torch.equal(la.w_samples, whole.w_samples) and torch.equal(la.w_lin, whole.w_lin)

@@ -99,7 +99,7 @@ def test_a_fit_equals_that_of_the_cpu(case):
     for name in ("prior_precision", "effective_dim", "w_lin", "w_samples"):
         the_same(getattr(there, name), getattr(here, name), **loose)
     predicted, expected = there.predict(x.cuda()), here.predict(x)
-    for name in ("mean", "variance", "covariance", "samples"):
+    for name in ("f_mean", "f_variance", "f_covariance", "samples"):
         assert getattr(predicted, name).is_cuda
         the_same(getattr(predicted, name), getattr(expected, name), **loose)
 

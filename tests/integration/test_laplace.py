@@ -78,8 +78,8 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
     assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
     prediction, learns_noise = la.predict(case.x), name.startswith("regression")
     assert la.mean == ("linear" if learns_noise else "network")
-    assert_close(la.predict(case.x, mean="network").mean, case.model(case.x).detach())
-    assert_close(prediction.mean, la.predict(case.x, mean=la.mean).mean)
+    assert_close(la.predict(case.x, mean="network").f_mean, case.model(case.x).detach())
+    assert_close(prediction.f_mean, la.predict(case.x, mean=la.mean).f_mean)
     assert prediction.samples.shape == (6, 30, 3)
     if prior == "layerwise":
         with pytest.raises(ValueError, match="does not compute the evidence"):
@@ -87,7 +87,7 @@ def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
     else:
         assert torch.isfinite(la.log_marginal_likelihood().value)
     if learns_noise:
-        assert_close(la(case.x)[1], prediction.variance + la.sigma_noise.expand(3) ** 2)
+        assert_close(la(case.x)[1], prediction.f_variance + la.sigma_noise.expand(3) ** 2)
     else:
         assert la(case.x).shape == (30, 3)
     json.dumps(la.history)
@@ -149,7 +149,7 @@ def test_inputs_are_not_changed():
     model = Calls(written_to, table=nn.Embedding(4, 3), head=nn.Linear(6, 3)).double()
     la = LinearisedLaplace(model, "classification", num_samples=4)
     la.fit(batches, em_steps=2, progress_bar=False)
-    found = la.predict({"inputs": others}, mean="network").mean
+    found = la.predict({"inputs": others}, mean="network").f_mean
     assert_close(found, model(copy.deepcopy(kept)).detach())
     torch_lla_em.compare([la], batches)
     la.calibrate(batches)
@@ -168,9 +168,9 @@ def test_functions_share_their_weights_over_inputs():
     assert torch.equal(la(case.x), p.probs) and torch.equal(la(case.x), la(case.x))
     case, la = fitted(em_steps=1)
     exact, linear = case.exact(la.scale), la.predict(case.x, mean="linear")
-    assert_close(linear.mean, exact.J @ exact.mode(la.prior_precision), rtol=1e-5, atol=1e-5)
+    assert_close(linear.f_mean, exact.J @ exact.mode(la.prior_precision), rtol=1e-5, atol=1e-5)
     plain = la.predict(case.x)
-    assert_close(linear.samples - linear.mean, plain.samples - plain.mean)
+    assert_close(linear.samples - linear.f_mean, plain.samples - plain.f_mean)
 
 
 PREDICTIONS = {

@@ -83,7 +83,7 @@ def test_products_and_predictions_have_the_shape_of_the_outputs(name):
     f, prediction, outputs = model(x).detach(), la.predict(x), la(x)
     for values in outputs if isinstance(likelihood, Regression) else [outputs]:
         assert values.shape == f.shape
-    assert_close(la.predict(x, mean="network").mean, f)
+    assert_close(la.predict(x, mean="network").f_mean, f)
     assert prediction.samples.shape == (4, *f.shape)
     if isinstance(likelihood, Classification):
         assert_close(la(x).sum(class_dim), torch.ones(y.shape).double())

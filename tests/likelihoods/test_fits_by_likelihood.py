@@ -91,12 +91,12 @@ def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp
     other.fit([((a, b), y[:, None].double())], **FIXED)
     assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-7)
     pair = la.predict((a, b))
-    assert_close(pair.mean.diff(dim=1), model(b) - model(a))
+    assert_close(pair.f_mean.diff(dim=1), model(b) - model(a))
     functions, _ = functions_at(pair)
     assert_close(la((a, b))[:, 1:], functions.diff(dim=-1).sigmoid().mean(0))
     # a single reward has a variance
-    assert_close(la.predict(a).mean, model(a))
-    assert la.predict(a).variance.shape == (30, 1)
+    assert_close(la.predict(a).f_mean, model(a))
+    assert la.predict(a).f_variance.shape == (30, 1)
     assert_close(la.functional_samples((a, b))[..., :1], la.functional_samples(a))
     # chosen and rejected are a pair, and there may be several candidates
     modes = [
@@ -119,8 +119,8 @@ def test_directions_without_data_keep_their_size(dtype, preferences):
     la = LinearisedLaplace(net(3, 1).to(dtype), "reward_modeling", num_samples=8)
     la.fit([(a, b, y)], progress_bar=False)
     assert la._linear_model.layout.unflatten(la.scale)["2.bias"] == 0
-    spread = la.predict(a).variance.sqrt().mean()
-    assert spread < 100 * la.predict((a, b)).variance.sqrt().mean()
+    spread = la.predict(a).f_variance.sqrt().mean()
+    assert spread < 100 * la.predict((a, b)).f_variance.sqrt().mean()
 
 
 def test_rewards_are_single_numbers(preferences):

@@ -57,16 +57,16 @@ def test_a_fit_learns_noise_and_predicts_image_and_measurements(setting, tmp_pat
     assert (found / fixed).log().abs() < error / gamma + stop
     p, spread = la.predict(x), 5 * (2 / 400) ** 0.5
     image = (J @ covariance * J).sum(1).view(SHAPE)
-    assert_close(p.mean, (J @ w_lin).view(1, *SHAPE), rtol=1e-5, atol=1e-6)
-    assert (p.variance[0] - image).abs().max() < spread * image.max()
+    assert_close(p.f_mean, (J @ w_lin).view(1, *SHAPE), rtol=1e-5, atol=1e-6)
+    assert (p.f_variance[0] - image).abs().max() < spread * image.max()
     mean, variance = la(x)
     measured = torch.einsum("mp,pq,mq->m", A @ J, covariance, A @ J)
-    assert_close(mean[0], A @ p.mean.flatten())
+    assert_close(mean[0], A @ p.f_mean.flatten())
     assert (variance[0] - measured - la.sigma_noise**2).abs().max() < spread * measured.max()
     # log probabilities are of measurements
     marginal = Normal(mean, variance.sqrt()).log_prob(y).sum(1)
     assert_close(p.log_prob(y), marginal)
-    apart = (p.samples - p.mean).flatten(1) @ A.T
+    apart = (p.samples - p.f_mean).flatten(1) @ A.T
     covariance = apart.T @ apart / 400 + la.sigma_noise**2 * torch.eye(MEASURED)
     assert_close(p.joint_log_prob(y), MultivariateNormal(mean[0], covariance).log_prob(y[0]))
     la.save(tmp_path / "la.pt")

@@ -144,7 +144,7 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert_close(la.functional_samples(case.x), p.samples)
     alone = la.predict(case.x, mean="network")
     assert len(alone.centres) == 1
-    assert_close(alone.mean, case.model(case.x).detach())
+    assert_close(alone.f_mean, case.model(case.x).detach())
     # so do fits that are given the validation set; the second comes from the finished checkpoint
     for _ in range(2):
         compute = Compute(checkpoint=tmp_path)

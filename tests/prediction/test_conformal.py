@@ -160,7 +160,7 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
         found, variance = la.predict(at), output_variance(la.likelihood, Jw[1:])
         share = (la.posterior.training.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
-        assert_close(found.mean, share[:, None] * plain.mean)
+        assert_close(found.f_mean, share[:, None] * plain.f_mean)
         own, other = (p.deviations[0] for p in (found, plain))
         assert_close(own, other)
 

@@ -73,15 +73,15 @@ def test_the_mixture_is_the_average_of_its_members(members, unseen):
     assert_close(found.log_prob(y).exp(), mean_of(lambda p: p.log_prob(y).exp()))
     assert_close(found.joint_log_prob(y).exp(), mean_of(lambda p: p.joint_log_prob(y).exp()))
     assert (found.epistemic >= mean_of(lambda p: p.epistemic) - 1e-9).all()
-    mean = mean_of(lambda p: p.mean)
-    assert_close(found.mean, mean)
-    assert_close(found.variance, mean_of(lambda p: p.variance + p.mean**2) - mean**2)
-    assert_close(found.covariance.diagonal(), found.variance.flatten())
+    mean = mean_of(lambda p: p.f_mean)
+    assert_close(found.f_mean, mean)
+    assert_close(found.f_variance, mean_of(lambda p: p.f_variance + p.f_mean**2) - mean**2)
+    assert_close(found.f_covariance.diagonal(), found.f_variance.flatten())
     assert_close(found.samples, torch.cat([p.samples for p in each]))
     each = [la.predict(x, "network") for la in members]
     assert_close(ensemble.predict(x, "network").expectation, mean_of(lambda p: p.expectation))
     rows = DataLoader([(row, 0) for row in x], 7, shuffle=True)
-    assert_close(ensemble.predict(rows).mean.sum(0), found.mean.sum(0))
+    assert_close(ensemble.predict(rows).f_mean.sum(0), found.f_mean.sum(0))
 
 
 def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
@@ -99,7 +99,7 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
         assert -predict(other, x).log_prob(y).mean() > after - 2e-3
     assert all(torch.equal(la.mixture, old) for la, old in zip(members, before))
     alone = torch.stack([la.model(x).detach() for la in members])
-    assert_close(ensemble.predict(x, "network").mean, alone.mean(0))
+    assert_close(ensemble.predict(x, "network").f_mean, alone.mean(0))
     assert ensemble.is_ood(x, 0.1).shape == (60,)
     assert ensemble.is_ood(1000 * x, 0.1).double().mean() > 0.8
     prediction, kind = ensemble.predict(x), kind_of(members[0])

@@ -39,8 +39,8 @@ def test_loaders_are_predicted_as_all_inputs_at_once(name):
     case, loader, models = several(name)
     for la in models:
         each, whole = list(la.predictions(loader)), la.predict(case.x)
-        assert [len(prediction.mean) for prediction in each] == [7, 7, 7, 7, 2]
-        for quantity in ("expectation", "epistemic", "p_value", "mean", "variance"):
+        assert [len(prediction.f_mean) for prediction in each] == [7, 7, 7, 7, 2]
+        for quantity in ("expectation", "epistemic", "p_value", "f_mean", "f_variance"):
             parts = torch.cat([getattr(prediction, quantity) for prediction in each])
             assert_close(parts, getattr(whole, quantity))
         assert_close(torch.cat([p.samples for p in each], 1), whole.samples)
@@ -49,8 +49,8 @@ def test_loaders_are_predicted_as_all_inputs_at_once(name):
         every = loader, loader.dataset, DataLoader(of_inputs, 7), of_inputs
         for data in (*every, DataLoader(Streamed(case.x), 6), DataLoader(list(case.x), 7)):
             assert_close(la(data), la(case.x))
-        linear = torch.cat([p.mean for p in la.predictions([case.x], "linear")])
-        assert_close(linear, la.predict(case.x, "linear").mean)
+        linear = torch.cat([p.f_mean for p in la.predictions([case.x], "linear")])
+        assert_close(linear, la.predict(case.x, "linear").f_mean)
         empty = DataLoader(TensorDataset(case.x[:0]))
         for words, call in (  # before the first batch
             ("mean='both'", lambda: la.predictions(loader, "both")),
@@ -69,16 +69,16 @@ def test_predictions_depend_on_the_values_of_inputs_alone(name):
         whole, x = la.predict(case.x), case.x[:5]
         wide = torch.cat([x, x], 1)[:, :2]  # with other strides
         for inputs in (x, x.T.contiguous().T, wide, x.clone().requires_grad_()):
-            assert_close(la.predict(inputs).variance.detach(), whole.variance[:5])
-        assert_close(la.predict(x[:1].expand(3, 2)).mean, whole.mean[:1].expand(3, 3))
+            assert_close(la.predict(inputs).f_variance.detach(), whole.f_variance[:5])
+        assert_close(la.predict(x[:1].expand(3, 2)).f_mean, whole.f_mean[:1].expand(3, 3))
         none = la.predict(case.x[:0])
-        assert none.mean.shape == (0, 3) and none.samples.shape[1:] == (0, 3)
+        assert none.f_mean.shape == (0, 3) and none.samples.shape[1:] == (0, 3)
         assert len(none.epistemic) == len(none.p_value) == len(none.sample(2)[0]) == 0
         with pytest.raises(ValueError, match=r"for a single example pass x\[None\]"):
             la(case.x[0])
         for mode in (False, True):
             models[0].model.train(mode)
-            assert_close(la.predict(case.x).variance, whole.variance)
+            assert_close(la.predict(case.x).f_variance, whole.f_variance)
 
 
 def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():

@@ -90,11 +90,11 @@ def test_members_are_averages_over_functions(likelihood, class_dim, make):
     given, is_labels = of(functions), likelihood.gives_probabilities
     is_class = is_labels and not likelihood.elementwise
     means = given.probs if is_labels else given.mean
-    assert_close(last(p.mean), mean(functions))
-    assert_close(last(p.variance), mean(functions**2) - mean(functions) ** 2)
+    assert_close(last(p.f_mean), mean(functions))
+    assert_close(last(p.f_variance), mean(functions**2) - mean(functions) ** 2)
     apart = functions - mean(functions)
     apart = (apart if class_dim == -1 else apart.movedim(-1, 2)).flatten(1)
-    assert_close(p.covariance, mean(apart[:, :, None] * apart[:, None]))
+    assert_close(p.f_covariance, mean(apart[:, :, None] * apart[:, None]))
     assert_close(last(p.expectation), mean(means))
     own = (lambda value: value) if is_class else last
     if is_labels:
@@ -139,22 +139,22 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
     else:
         p = prediction_of(Regression(0.5), draw(B), draw(K, B, seed=1))
         noise = torch.tensor(0.25).double()
-    shape = p.mean.shape
+    shape = p.f_mean.shape
     noise, y = noise.expand(shape), draw(*shape, seed=2)
-    total = Normal(p.mean, (p.variance + noise).sqrt())
+    total = Normal(p.f_mean, (p.f_variance + noise).sqrt())
     assert_close(p.aleatoric.expand(shape), noise)
-    assert_close(p.epistemic, p.variance)
-    assert_close(p.expectation, p.mean)
-    assert_close(p.predictive_variance, p.variance + noise)
+    assert_close(p.epistemic, p.f_variance)
+    assert_close(p.expectation, p.f_mean)
+    assert_close(p.predictive_variance, p.f_variance + noise)
     assert_close(p.entropy, total.entropy())
     each = total.log_prob(y)
     assert_close(p.log_prob(y), each.flatten(1).sum(1) if has_axis else each)
-    assert p.covariance.shape == (y.numel(), y.numel())
+    assert p.f_covariance.shape == (y.numel(), y.numel())
     for level in (0.5, 0.95):
         lower, upper = p.credible_interval(level)
         assert_close(total.cdf(upper) - total.cdf(lower), torch.full_like(lower, level))
-        assert_close(lower + upper, 2 * p.mean)
-    dense = MultivariateNormal(p.mean.flatten(), p.covariance + noise.flatten().diag())
+        assert_close(lower + upper, 2 * p.f_mean)
+    dense = MultivariateNormal(p.f_mean.flatten(), p.f_covariance + noise.flatten().diag())
     assert_close(p.joint_log_prob(y), dense.log_prob(y.flatten()))
     assert (p.standard_error == 0).all()
 
@@ -184,7 +184,10 @@ REFUSED = [
     (NotImplementedError, "aleatoric and .epistemic", lambda: prediction(Poisson()).entropy),
     *((TypeError, "not continuous", partial(getattr(prediction(Classification()), name), of))
       for name, of in (("cdf", LABELS), ("quantile", 0.5), ("crps", LABELS), ("credible_interval", 0.9))),
-    (ValueError, "q must lie between 0 and 1", lambda: prediction(REGRESSION).quantile(1.0)),
+    *((ValueError, words, partial(prediction(REGRESSION).quantile, q)) for words, q in
+      (("q must lie between 0 and 1", 1.0), ("between 0 and 1", [0.5, 1.0]), ("a list", []), ("a list", [[0.5]]))),
+    (TypeError, "predicts no noise", lambda: prediction(REGRESSION).log_variance),
+    (AttributeError, "no attribute 'nothing'", lambda: prediction(REGRESSION).nothing),
 ]  # fmt: skip
 
 
@@ -298,11 +301,41 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     assert ((below - 0.3).abs() < 5 * (0.21 / 4000) ** 0.5 + 0.03).all()
 
 
+@pytest.mark.parametrize("likelihood", [Regression(0.7), HeteroscedasticRegression()])
+def test_quantiles_of_mixtures_have_gradients(likelihood):
+    """By finite differences of the quantile; several levels at once are those of each."""
+    start, deviations = draw(2, 2), draw(3, 2, 2, seed=1)
+
+    def ends(f):
+        first = prediction_of(likelihood, f, deviations * (1 + f.square()))
+        return together(first, prediction_of(likelihood, f.sin() + 1, deviations[:0])).quantile(
+            [0.1, 0.8]
+        )
+
+    assert torch.autograd.gradcheck(ends, start.requires_grad_())
+    p = together(*(prediction_of(likelihood, start + k, deviations) for k in range(2)))
+    assert_close(torch.stack(p.credible_interval(0.6)), p.quantile(torch.tensor([0.2, 0.8])))
+    assert_close(p.quantile([0.2, 0.8])[1], p.quantile(0.8), rtol=0, atol=0)
+
+
+def test_mean_is_that_of_targets():
+    """Under every likelihood; log variances of a heteroscedastic one have a name of their own."""
+    for likelihood in KINDS:
+        p = mixture(likelihood, outputs=4)
+        assert_close(p.mean, p.expectation, rtol=0, atol=0)
+    p = mixture(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
+    mean, log_variance = p.f_mean.chunk(2, 1)
+    assert_close(p.mean, mean)
+    assert_close(p.log_variance, log_variance)
+    with pytest.warns(DeprecationWarning, match="f_variance, or .predictive_variance"):
+        assert_close(p.variance, p.f_variance)
+
+
 def test_samples_are_joint_over_inputs_and_labels_of_classes():
     p, generator = prediction(Regression(0.5)), torch.Generator().manual_seed(0)
-    drawn = p.sample(20_000, generator).flatten(1) - p.mean.flatten()
+    drawn = p.sample(20_000, generator).flatten(1) - p.f_mean.flatten()
     products = drawn[:, :, None] * drawn[:, None]
-    due = p.covariance + 0.25 * torch.eye(B * C).double()
+    due = p.f_covariance + 0.25 * torch.eye(B * C).double()
     assert ((products.mean(0) - due).abs() < 5 * products.std(0) / 20_000**0.5).all()
     p = mixture(Classification())
     drawn = p.sample(20_000, generator)

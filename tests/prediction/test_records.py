@@ -46,9 +46,9 @@ def dense():
 def test_predictions_of_a_record_are_those_of_the_dense_posterior(dense):
     record, J, covariance, w_lin, x, y = dense
     found = predict(record, x)
-    assert_close(found.mean, J @ w_lin)
-    assert_close(found.covariance, J.flatten(0, 1) @ covariance @ J.flatten(0, 1).T)
-    assert_close(found.predictive_variance, found.variance + SIGMA**2)
+    assert_close(found.f_mean, J @ w_lin)
+    assert_close(found.f_covariance, J.flatten(0, 1) @ covariance @ J.flatten(0, 1).T)
+    assert_close(found.predictive_variance, found.f_variance + SIGMA**2)
     both = predict(Posteriors((record, record)), x)
     assert_close(both.log_prob(y), found.log_prob(y))
     assert len(both.members) == 2
@@ -118,7 +118,7 @@ def test_predictions_are_around_the_linear_model_with_its_noise(early):
     assert_close(LaplaceEnsemble([la, la])(x_test)[0], mean)
     # the network has the noise of its own residuals, also where predictions are compared with it
     residuals = (la.model(x) - y).square().mean(0).sqrt().detach()
-    assert_close(network.mean, la.model(x_test).detach())
+    assert_close(network.f_mean, la.model(x_test).detach())
     assert_close(network.aleatoric.sqrt()[0], residuals)
     sigma = la.posterior.at(x_test).network().likelihood.sigma_noise
     assert_close(sigma.expand_as(residuals), residuals)

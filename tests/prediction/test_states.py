@@ -42,7 +42,7 @@ def same(ours, theirs, x):
     one, other = ours.state_dict(), theirs.state_dict()
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
     one, other = ours.predict(x), theirs.predict(x)
-    assert torch.equal(one.samples, other.samples) and torch.equal(one.mean, other.mean)
+    assert torch.equal(one.samples, other.samples) and torch.equal(one.f_mean, other.f_mean)
     assert ours.calibration == theirs.calibration
     if ours.calibration:
         assert torch.equal(one.p_value, other.p_value)
@@ -133,7 +133,7 @@ def test_files_of_earlier_releases_predict_what_they_predicted(tmp_path):
     loaded = unfitted(case.model, la.likelihood)
     loaded.load_state_dict(state)
     assert_close(loaded(case.x)[0], case.model(case.x).detach())
-    assert_close(loaded(case.x)[1], la.predict(case.x).variance + la.sigma_noise**2)
+    assert_close(loaded(case.x)[1], la.predict(case.x).f_variance + la.sigma_noise**2)
 
 
 def test_damaged_files_and_those_of_others_are_refused(tmp_path):
@@ -366,7 +366,15 @@ def test_autocast_and_inference_mode_change_nothing():
 
     def answers(la):
         p = la.predict(x)
-        several = [p.probs, p.log_probs, p.entropy, p.epistemic, p.covariance, p.mean, p.variance]
+        several = [
+            p.probs,
+            p.log_probs,
+            p.entropy,
+            p.epistemic,
+            p.f_covariance,
+            p.f_mean,
+            p.f_variance,
+        ]
         several += [p.joint_log_prob(y), p.samples, p.standard_error, la.w_samples]
         return [la(x), *several]
 

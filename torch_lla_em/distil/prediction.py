@@ -50,6 +50,11 @@ class StudentPrediction(Printed):
         return self._out(self.likelihood.mean(self.f))
 
     @property
+    def mean(self) -> Tensor:
+        """The same as ``expectation``."""
+        return self.expectation
+
+    @property
     def probs(self) -> Tensor:
         """The probability of every class or label, (B, ..., C)."""
         self._require(self.likelihood.gives_probabilities, "probs", "expectation")

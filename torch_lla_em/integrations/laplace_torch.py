@@ -36,8 +36,8 @@ _INSTEAD = {
     "nn": 'use "glm". The network at sampled weights is another function than its linearisation',
     **dict.fromkeys(("bridge", "bridge_norm"), 'use "probit", or "mc" with more n_samples'),
     "reward_modeling": 'use LinearisedLaplace(model, BradleyTerry()), or "classification"',
-    **dict.fromkeys(("joint", "functional_variance"), "use la.posterior.predict(x).covariance"),
-    "diagonal_output": "use la.posterior.predict(x).variance",
+    **dict.fromkeys(("joint", "functional_variance"), "use la.posterior.predict(x).f_covariance"),
+    "diagonal_output": "use la.posterior.predict(x).f_variance",
     "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
     "feature_reduction": "select the outputs in the adapter of LinearisedLaplace",
     "prior_structure": 'use LinearisedLaplace(model, likelihood, prior="layerwise")',
@@ -170,7 +170,7 @@ class Laplace:
             apart = (own.w_MAP.double() - self.prior_mean).square().sum().cpu()
             found, constant = -0.5 * (log_det + precision * apart), 0.0
             for batch in self._loader:
-                f, y = self._around_network(batch).mean, self._targets(batch)
+                f, y = self._around_network(batch).f_mean, self._targets(batch)
                 terms = own.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
                 if self.likelihood == "regression":  # whose constant has no temperature
                     constant = y.numel() * (log(self.sigma_noise) + 0.5 * log(2 * pi))
@@ -283,7 +283,7 @@ class Laplace:
         """Return the mean of f, (B, ..., C), and K samples of f less the mean."""
         _checked({"pred_type": pred_type})
         prediction = self.posterior.predict(x, mean="network")
-        return prediction.mean, prediction.samples - prediction.mean
+        return prediction.f_mean, prediction.samples - prediction.f_mean
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,14 +156,14 @@ class BradleyTerry(Classification):
         >>> preferred_index = torch.zeros(20, dtype=torch.long)
         >>> la = LinearisedLaplace(reward_model, BradleyTerry())  # or "reward_modeling"
         >>> la = la.fit([((first, second), preferred_index)], progress_bar=False)
-        >>> variance = la.predict(first).variance
+        >>> variance = la.predict(first).f_variance
     """
 
     def mean(self, f: Tensor) -> Tensor:
         if f.shape[-1] == 1:
             raise ValueError(
                 "One candidate has a reward but no probability of being preferred: use "
-                "la.predict(x).mean, .variance and .samples, or pass several candidates."
+                "la.predict(x).f_mean, .f_variance and .samples, or pass several candidates."
             )
         return super().mean(f)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import Likelihood, average, mean_square
+from torch_lla_em.likelihoods import (
+    HeteroscedasticRegression,
+    Likelihood,
+    average,
+    mean_square,
+)
 from torch_lla_em.prediction import comparison, targets
 from torch_lla_em.prediction.arrays import aligned, gaussian_entropy, rounding
 from torch_lla_em.prediction.functions import JOINT, in_shares, log_mean_exp, over_rows
@@ -18,13 +24,16 @@ from torch_lla_em.prediction.reference import Reference, Stated, ood_scores
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import without_autocast
 
+_FORMER = {"variance": "f_variance", "covariance": "f_covariance"}
+"""Names of 0.4, which work for one more version, and what replaces them."""
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Prediction(Printed):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
-    ``mean``, ``variance``, ``covariance`` and ``samples`` are those of the network's function f, without
-    observation noise; ``expectation``, ``predictive_variance``, ``probs`` and what follows from them are those of
+    ``f_mean``, ``f_variance``, ``f_covariance`` and ``samples`` are those of the network's function f, without
+    observation noise; ``mean``, ``predictive_variance``, ``probs`` and what follows from them are those of
     targets y. After ``calibrate``, ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs
     with the validation set. All shapes are those of the network's outputs, (B, ..., C). ``print`` shows a table.
 
@@ -113,18 +122,18 @@ class Prediction(Printed):
         return self._averaged(self.centres)
 
     @property
-    def mean(self) -> Tensor:
+    def f_mean(self) -> Tensor:
         """The mean of f, shape (B, ..., C)."""
         return self.shaped(self.centre)
 
     @property
-    def variance(self) -> Tensor:
+    def f_variance(self) -> Tensor:
         """The variance of f, without observation noise, shape (B, ..., C)."""
         return self.shaped(self._total(map(mean_square, self.deviations), self.centres))
 
     @property
-    def covariance(self) -> Tensor:
-        """The covariance of f over all inputs and outputs, of ``mean.flatten()``, (B C, B C)."""
+    def f_covariance(self) -> Tensor:
+        """The covariance of f over all inputs and outputs, of ``f_mean.flatten()``, (B C, B C)."""
         mean, found = self.centre, []
         with without_autocast(mean.device):
             for centre, deviations in zip(self.centres, self.deviations):
@@ -164,6 +173,18 @@ class Prediction(Printed):
         if self.likelihoods[0].real_valued:
             return self.shaped(mean(self.centre))
         return self.shaped(over_rows(self, lambda f, weights, _: average(mean(f), weights)))
+
+    @property
+    def mean(self) -> Tensor:
+        """The same as ``expectation``, under every likelihood."""
+        return self.expectation
+
+    @property
+    def log_variance(self) -> Tensor:
+        """The mean of the log variance of the noise, (B, ..., C), that a heteroscedastic network predicts."""
+        holds = isinstance(self.likelihood, HeteroscedasticRegression)
+        targets.require_kind(holds, self, "log_variance", "its network predicts no noise")
+        return self.shaped(self.centre.chunk(2, -1)[1])
 
     @property
     def predictive_variance(self) -> Tensor:
@@ -361,6 +382,15 @@ class Prediction(Printed):
         if axis == -1 or values.dim() < self.f.dim() + leading:
             return values
         return values.movedim(-1, axis + leading * (axis >= 0))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FORMER:
+            raise AttributeError(f"A Prediction has no attribute {name!r}.")
+        words = (
+            f"Prediction.{name} is that of f, without observation noise: write .{_FORMER[name]}, or"
+        )
+        warnings.warn(f"{words} .predictive_variance for y.", DeprecationWarning, stacklevel=2)
+        return getattr(self, _FORMER[name])
 
     def _table(self) -> tuple[str, Cells]:
         return of_examples("Prediction", self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import pi
 from statistics import NormalDist
 from typing import Any
@@ -30,7 +31,7 @@ def credible_interval(prediction: Any, level: float = 0.95) -> Interval:
         >>> lower, upper = regression.predict(x).credible_interval(0.9)
     """
     half = 0.5 * require_share(level)
-    return Interval(prediction.quantile(0.5 - half), prediction.quantile(0.5 + half))
+    return Interval(*prediction.quantile([0.5 - half, 0.5 + half]))
 
 
 def sample(prediction: Any, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -74,25 +75,53 @@ def cdf(prediction: Any, y: Tensor) -> Tensor:
     return found
 
 
-def quantile(prediction: Any, q: float) -> Tensor:
+def quantile(prediction: Any, q: float | Sequence[float] | Tensor) -> Tensor:
     """Return the value that each continuous output is below with probability q, (B, ..., C).
+
+    It is differentiable in the inputs.
 
     Args:
         prediction: The prediction, which has this as a method.
-        q (float): A probability, between 0 and 1.
+        q (float, sequence or Tensor): A probability between 0 and 1; of several, the result has one
+            more axis in front, (levels, B, ..., C).
 
     Example:
         >>> median = regression.predict(x).quantile(0.5)
+        >>> lower, upper = regression.predict(x).quantile([0.05, 0.95])
     """
     mixture = gaussians(prediction, "quantile")
-    each = mixture[1] + NormalDist().inv_cdf(require_share(q, "q")) * mixture[2]
-    lower, upper = each.min(0).values, each.max(0).values
-    for _ in range(64 * (len(each) > 1)):  # after which the ends are equal in double precision
-        middle = 0.5 * (lower + upper)
-        is_below = _below(mixture, middle) < q
-        lower, upper = middle.where(is_below, lower), upper.where(is_below, middle)
-    found: Tensor = prediction.shaped(0.5 * (lower + upper))
+    levels = torch.as_tensor(q, dtype=torch.float64, device="cpu")
+    if levels.dim() > 1 or not levels.numel():
+        raise ValueError(f"q must be one probability or a list of them, not {q}.")
+    each: list[Tensor] = [
+        prediction.shaped(_quantile(mixture, require_share(level, "q")))
+        for level in levels.flatten().tolist()
+    ]
+    found: Tensor = torch.stack(each) if levels.dim() else each[0]
     return found
+
+
+def _quantile(mixture: tuple[Tensor, Tensor, Tensor], q: float) -> Tensor:
+    """Return a quantile of a mixture of Gaussians by bisection."""
+    weights, means, deviations = mixture
+    each = means + NormalDist().inv_cdf(q) * deviations
+    if len(each) == 1:
+        return each[0]
+    lower, upper = each.detach().amin(0), each.detach().amax(0)
+    with torch.no_grad():
+        for _ in range(64):  # after which the ends are equal in double precision
+            middle = 0.5 * (lower + upper)
+            is_below = _below(mixture, middle) < q
+            lower, upper = middle.where(is_below, lower), upper.where(is_below, middle)
+        value = 0.5 * (lower + upper)
+    if not each.requires_grad:
+        return value
+    # F(value) = q stays true, so the derivative of the value is that of -F, divided by the density
+    below, z = _below(mixture, value), (value - means.detach()) / deviations.detach()
+    density = average((-0.5 * z.square()).exp() / deviations.detach(), weights.detach())
+    density = (density / (2 * pi) ** 0.5).clamp_min(torch.finfo(density.dtype).tiny)
+    turned: Tensor = value - (below - below.detach()) / density
+    return turned
 
 
 def crps(prediction: Any, y: Tensor) -> Tensor:

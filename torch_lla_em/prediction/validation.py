@@ -266,9 +266,9 @@ def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
     if likelihood.observation_noise is None:
         return
     prediction = predicted(posterior, data)
-    if y.shape != prediction.mean.shape:
+    if y.shape != prediction.expectation.shape:
         return
-    squares = ((y - prediction.mean).square() / prediction.aleatoric).double()
+    squares = ((y - prediction.expectation).square() / prediction.aleatoric).double()
     share = gamma / (posterior.num_data * y[0].numel())
     if share > _DETERMINED and not collapsed:
         yield (

@@ -394,7 +394,7 @@ def five_classes():
 def test_the_log_det_of_a_small_span_is_that_of_all_parameters(monkeypatch):
     model, x, y = five_classes()
     problem = problem_of(model, Classification(), [(x, y)])
-    noise = get_sto_samples(problem, 8, 0, "root")
+    noise = get_sto_samples(problem, 8)
     states, run = [], SpanFit.run
 
     def noted(schedule, *start):

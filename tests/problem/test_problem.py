@@ -126,6 +126,9 @@ def test_noise_does_not_depend_on_batches(name):
     assert not torch.isclose(get_sto_samples(case.problem(), 4, 8).eta, whole.eta).any()
     with pytest.raises(ValueError, match="num_samples"):
         get_sto_samples(case.problem(), 0)
+    for unknown in ("root", 0):
+        with pytest.raises(ValueError, match="g_prior must be None, True or False"):
+            get_sto_samples(case.problem(), 4, g_prior=unknown)
 
 
 def repeated(name):

@@ -120,8 +120,6 @@ class Problem:
 
         sums = self.sweep(torch.arange(num_samples, device="cpu"), kinds, add)
         eta, squares = sums["eta"], sums.get("squares", self.zeros(1)[0])
-        # a feature that is only rounding is 0: it must not be scaled up
-        squares *= squares > (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
         if "targets" in kinds:
             known, is_learnt = sums["targets"].cpu(), self.sigma is not None
             if is_learnt:

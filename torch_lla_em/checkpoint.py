@@ -16,7 +16,7 @@ from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import Group, files, first, report
 
-FORMAT = 15
+FORMAT = 16
 """Version of the files in a checkpoint folder."""
 
 SHARE = 0.05

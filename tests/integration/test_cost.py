@@ -268,6 +268,22 @@ def test_a_fit_that_is_cut_short_continues_to_the_same_posterior(name, monkeypat
     assert len(la.history) == len(whole.history)
 
 
+@pytest.mark.parametrize("name", ["variational", "fixed", "noise"])
+def test_a_fit_in_the_shortest_pieces_ends_with_the_posterior_of_a_whole_one(name, tmp_path):
+    """Every piece ends in the midst of a solution for λ, σ and H, which the next one continues."""
+    likelihood, options = KINDS[name]
+    case, whole = fitted(likelihood, **options)
+    ends = []
+    while ends[-1:] in ([], ["budget"]):
+        _, la = fitted(likelihood, budget=1e-9, checkpoint=tmp_path, **options)
+        ends.append(la.history[-1]["why"])
+    assert len(ends) > 1 and ends[-1] == whole.history[-1]["why"]
+    assert_close(la.prior_precision, whole.prior_precision, rtol=1e-6, atol=0.0)
+    assert_close(
+        la.predict(case.x).f_variance, whole.predict(case.x).f_variance, rtol=1e-6, atol=0.0
+    )
+
+
 def test_a_fit_ends_in_time(monkeypatch):
     _, whole = fitted(compute=Compute(tolerance=1e-6))
     seconds = itertools.count()  # each look at the clock takes one

@@ -172,6 +172,16 @@ def mackay_noise(model: Any, q: State) -> tuple[Tensor, Tensor]:
     return torch.where(learnt > 0, learnt, sigma), residual < 10 * eps * targets  # all may be 0
 
 
+class Cut(NamedTuple):
+    """A solution over a span that the budget has cut, which goes on after so many blocks."""
+
+    blocks: int
+    precision: Tensor
+    sigma: Tensor | None
+    error: float
+    """λ, σ, and the error of the samples, at the beginning of the solution."""
+
+
 class State(NamedTuple):
     """Where a fit stands: λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior; and its fate.
 
@@ -206,6 +216,9 @@ class State(NamedTuple):
 
     last: tuple[float, float] | None = None
     """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
+
+    cut: Cut | None = None
+    """The solution in which the fit has stopped, if it goes on there."""
 
     moved: Tensor | float = inf
     """Changes of log λ (and log σ²) by the last solution, relative to the Monte Carlo error of log λ."""

@@ -218,7 +218,9 @@ class OverSpan:
         own = torch.searchsorted(every, here.to(every))
         if q.H is not None:
             H = H._replace(values=q.H[own])
-        return self._with(q._replace(H=H, outputs=q.outputs[own]), H.root(self.epsilon))
+        q = self._with(q._replace(H=H, outputs=q.outputs[own]), H.root(self.epsilon))
+        samples = PosteriorSamples(q.samples, q.certificate, q.gamma, q.errors[0])
+        return q._replace(curved=self.expecting(q.curved, samples, q.precision))
 
     # from the whole problem
 

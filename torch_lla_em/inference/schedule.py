@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from torch_lla_em.inference.em import State, e_step, m_step, slope_of
+from torch_lla_em.inference.em import Cut, State, e_step, m_step, slope_of
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.result import Estimate
 from torch_lla_em.problem import towards
@@ -63,12 +63,15 @@ class SpanFit:
     def run(self, known: State | None, precision: float | None) -> Iterator[State]:
         """Yield the state after every extension of the span, until it says why the fit ended; ``known`` is one of an earlier run."""
         over, span, grew = self.over, self.span, True
-        q = self._posterior(over.first(precision)) if known is None else self._extended(known)[0]
+        if known is None:
+            q = self._posterior(over.first(precision))
+        else:
+            q = known if known.cut else self._extended(known)[0]
         while True:
             # λ, σ and H are found anew over a span that has grown enough
             due = span.size >= GROWTH * q.solved or not over.expected.number
             due = due or max(q.errors) < LEARNT or span.is_complete or not grew
-            if due and not q.converged and q.number < self._most:
+            if q.cut or (due and not q.converged and q.number < self._most):
                 q = self.solved(q)
             q = self.judged(over.measured(q), grew)
             yield q
@@ -107,10 +110,13 @@ class SpanFit:
         return self._posterior(new)
 
     def solved(self, start: State) -> State:
-        """Return the state with λ, σ, H and m at rest over the present span."""
+        """Return the state with λ, σ, H and m at rest over the present span; or cut after a block, if time is over."""
         q, last, moved = start, start.last, math.inf
-        least = PRECISION_BOUNDS[0] if self.span.is_complete else float(start.precision) / FALL
-        for number in range(MOST):
+        began = start.cut or Cut(0, start.precision, start.sigma, start.errors[0])
+        least = PRECISION_BOUNDS[0] if self.span.is_complete else float(began.precision) / FALL
+        for number in range(began.blocks, MOST):
+            if number > began.blocks and self._is_late():
+                return q._replace(last=last, moved=math.inf, cut=began._replace(blocks=number))
             new, last = self._block(q, last, least)
             change = abs(math.log(new.precision / q.precision))
             spread = Estimate.of(new.bounds).standard_error.nan_to_num(0.0).item()
@@ -124,16 +130,17 @@ class SpanFit:
             q = new
             precision, sigma = self._update(q)
             moved = max(
-                abs(math.log(q.precision / start.precision)), _of_noise(q.sigma, start.sigma)
+                abs(math.log(q.precision / began.precision)), _of_noise(q.sigma, began.sigma)
             )
             left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
-            rest = max(self.allowed(q), min(1.0, start.errors[0]) ** 2)
-            if self._is_late() or q.precision <= least or (self._learns and left < rest):
+            rest = max(self.allowed(q), min(1.0, began.error) ** 2)
+            if q.precision <= least or (self._learns and left < rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
-        moved /= self.allowed(q, rises=bool(q.precision > start.precision))
-        return q._replace(number=start.number + 1, solved=self.span.size, last=last, moved=moved)
+        moved /= self.allowed(q, rises=bool(q.precision > began.precision))
+        q = q._replace(number=start.number + 1, solved=self.span.size, cut=None)
+        return q._replace(last=last, moved=moved)
 
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float
@@ -143,8 +150,6 @@ class SpanFit:
         last = math.log(q.precision), math.log(self._update(q)[0])
         for _ in range(STEPS):
             q = self._step(q, precision.clamp_min(least), self._update(q)[1], DAMPING)
-            if self._is_late():
-                break
             precision = self._update(q)[0]
         return q, last
 
@@ -155,7 +160,9 @@ class SpanFit:
         if q.solved == self.span.size and max(q.errors) < LEARNT and rests:
             q = q._replace(converged=True)
         fixed, why = q.converged or q.number >= self._most, ""
-        if fixed and max(q.errors) <= self._tolerance:
+        if q.cut:
+            why = "budget"
+        elif fixed and max(q.errors) <= self._tolerance:
             why = "accurate"
         elif fixed and self.span.is_complete:
             why = "all directions"

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from steps import posterior_at, solved_at
-from tiny import basis_noise, fitted, tiny
+from tiny import basis_noise, draw, fitted, tiny
+from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute
+from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.inference.prior import get_sto_samples
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
@@ -54,6 +55,24 @@ def test_the_certificate_bounds_the_error_and_is_not_trivial(name, precision):
     true = ((error @ torch.linalg.inv(covariance)) * error).sum(1).sqrt()
     assert (true <= found.certificate + 1e-9).all()
     assert (found.certificate <= 30 * true + 1e-9).all()
+
+
+@pytest.mark.parametrize("num_samples", [4, 80])
+def test_the_mode_is_accurate_if_the_network_has_no_curvature_there(num_samples):
+    """H is close to 0 at the outputs of a network that is far too sure, and of no use in the search for the mode."""
+    x, y, weight = draw(60, 20), torch.arange(60) % 3, 20 * draw(3, 20, seed=1)
+    model = nn.Linear(20, 3).double()
+    with torch.no_grad():
+        model.weight.copy_(weight)
+    options = {"prior": "isotropic", "curvature": "network", "num_samples": num_samples}
+    la = LinearisedLaplace(model, "classification", compute=Compute(tolerance=1e-7), **options)
+    la.fit(x, y, em_steps=0, prior_precision=0.01, progress_bar=False, validation=False)
+    w = la.w_lin.clone().requires_grad_()
+    f = x @ w[:60].view(3, 20).T + w[60:]
+    objective = nn.functional.cross_entropy(f, y, reduction="sum") + 0.005 * w.square().sum()
+    (gradient,) = torch.autograd.grad(objective, w)
+    assert gradient.norm() < 1e-6 * 0.01 * w.norm()
+    assert la.accuracy.is_reached and la.history[-1]["why"] == "accurate"
 
 
 def test_examples_of_several_shapes_take_solves(caplog):

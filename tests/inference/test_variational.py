@@ -109,6 +109,15 @@ def test_the_mean_is_exact_whatever_h_the_search_begins_with(name, monkeypatch):
     assert over.measured(q).errors[1] < 1e-7
 
 
+def test_the_mean_is_accurate_after_the_last_step_of_em(monkeypatch):
+    """λ has not converged, but it does not move any more."""
+    monkeypatch.setattr("torch_lla_em.inference.over_span.form_of_H", lambda *_: (True, 16, 1.0))
+    compute = Compute(tolerance=1e-4)
+    _, la = tiny_fit(em_steps=1, num_samples=8, curvature="variational", compute=compute)
+    assert la.accuracy.is_reached and la.history[-1]["why"] == "accurate"
+    assert not any("accur" in words for words in la.messages[1:])
+
+
 def in_weights(steps, q):
     w = steps.span.prior.scale * steps.span.scaled(torch.cat([q.mean[None], q.samples]))
     return w[0], w[1:].T @ w[1:] / len(q.samples)

@@ -1,5 +1,6 @@
 """Every stage and solver against the dense posterior, with a basis in place of random noise."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from torch.testing import assert_close
 from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace, Newton, Regression
 from torch_lla_em.inference.em import (
     State,
+    accelerated,
     e_step,
     function_space_Mackay_update,
     m_step,
@@ -74,6 +76,30 @@ def test_samples_and_mode_are_those_of_the_dense_posterior(name, g_prior, layerw
     assert_close(mode.w, exact.mode(per_weight))
     assert_close(mode.loss, exact.loss(exact.mode(per_weight)).item())
     assert optimise_MAP(problem, noise.prior, precision, Newton(1e-9), mode.w).passes == 1
+
+
+def test_a_secant_leads_to_the_fixed_point_and_no_further_than_it_may():
+    """MacKay's update of log λ, x -> 3 + s (x - 3): the next step of a secant ends at 3."""
+    for slope in (-0.5, 0.0, 0.5, 0.8):
+        points = [(x, 3 + slope * (x - 3)) for x in (2.0, 2.6)]
+        assert 2.6 + accelerated(*points[1], points[0]) == pytest.approx(3)
+    almost = (2.0, 2.1), (2.1, 2.2 - 1e-6)  # parallel updates, of which the secant is far away
+    assert accelerated(*almost[1], almost[0]) == pytest.approx(math.log(2))
+    assert accelerated(*almost[1], almost[0], most=0.2) == pytest.approx(0.2)
+    assert accelerated(2.0, 2.1, None) == accelerated(2.0, 2.1, (2.0, 5.0)) == pytest.approx(0.1)
+
+
+def test_em_by_a_solver_takes_no_step_that_a_secant_alone_suggests(monkeypatch):
+    """Updates that are nearly parallel: the secant's fixed point is a factor of e^10 away."""
+    problem, noise, precision, *_ = setting("classification", False, False)
+    updates = iter([1.1, 1.1 * (1 - 1e-9), 1.0])
+    monkeypatch.setattr(
+        "torch_lla_em.inference.whole.m_step",
+        lambda model, q: (q.precision * next(updates), None),
+    )
+    path = [q.precision for _, q in steps(Whole(problem, noise, BlockCG()), State(precision), 3)]
+    assert path[0] / precision == pytest.approx(1.1)
+    assert 1.1 < path[1] / path[0] <= 2.0 + 1e-9
 
 
 @pytest.mark.parametrize("name", daily("classification", rest=["regression"]))

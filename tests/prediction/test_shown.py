@@ -61,9 +61,15 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     pixels = prediction_of(la.likelihood, draw(8, 5, 4, 3), draw(7, 8, 5, 4, 3, seed=1))
     assert "of shape (8, 5, 4, 3)" in repr(pixels)
     found, gamma = la.accuracy, la.effective_dim.sum().clamp_min(1)
-    assert found.error == pytest.approx((la.certificate.square().mean() / gamma).sqrt().item())
+    result, of_samples = la.posterior.result, (la.certificate.square().mean() / gamma).sqrt().item()
+    assert found.error == pytest.approx(max(of_samples, result.mode_error))
+    for error in (0.0, 1.0):  # the larger one of samples and mode
+        other = copy.copy(la)
+        other.posterior = replace(la.posterior, result=result._replace(mode_error=error))
+        assert other.accuracy.error == pytest.approx(max(of_samples, error))
+        assert other.accuracy.is_reached == (error < 1)
     assert found.bound == la.certificate.max() and found.is_reached
-    assert f"The samples are accurate: {found}." in words_of(la)
+    assert f"Samples and mode are accurate: {found}." in words_of(la)
     assert la.log_marginal_likelihood().value.isfinite()
     with pytest.warns(UserWarning, match="not as accurate as their tolerance"):
         _, la = fitted(

@@ -318,6 +318,51 @@ def test_a_quadratic_takes_one_step():
     assert_close(minimum.w, 1 / (Quadratic.A + 1))
 
 
+class Stiff(Quadratic):
+    """A loss of which a Newton step takes hundreds of products, with its passes counted."""
+
+    A = torch.logspace(0, 12, 600, dtype=torch.float64)
+
+    def __init__(self):
+        self.passes = 0
+
+    def value_and_gradient(self, x):
+        self.passes += 1
+        return super().value_and_gradient(x)
+
+    def hessian(self, x):
+        def product(v):
+            self.passes += 1
+            return self.A * v
+
+        return Operator(product)
+
+
+@pytest.mark.parametrize("max_passes", [1, 2, 3, 5, 40])
+def test_newton_takes_no_more_passes_than_it_may(max_passes):
+    loss = Stiff()
+    zeros = torch.zeros_like(loss.A)
+    found = Newton(1e-12, max_passes, forcing=0.0).minimise(loss, zeros)
+    assert not found.converged and found.passes == loss.passes <= max_passes
+    value, gradient = loss.value_and_gradient(found.w)
+    assert found.loss == value and value + 0.5 * found.w.square().sum() <= 0
+    assert found.error == pytest.approx((gradient + found.w).norm() / max(found.w.norm(), 1e-300))
+
+
+@pytest.mark.parametrize("max_passes", [3, 4, 5, 6, 7, 12])
+def test_a_line_search_counts_as_passes_and_ends_where_the_loss_is_lower(max_passes):
+    """A start far away, where H is close to 0: whole Newton steps go much too far."""
+    generator = torch.Generator().manual_seed(0)
+    R = 3 * torch.randn(60, SIZE, generator=generator, dtype=torch.float64)
+    loss, start = Logistic(R, (torch.rand(60, generator=generator) < 0.5).double()), ZEROS + 30
+    first = loss.value_and_gradient(start)[0] + 0.5 * start.square().sum()
+    loss.passes = 0
+    found = Newton(1e-12, max_passes).minimise(loss, start)
+    assert found.passes == loss.passes <= max_passes and not found.converged
+    value = loss.value_and_gradient(found.w)[0]
+    assert found.loss == value and value + 0.5 * found.w.square().sum() <= first
+
+
 def test_faults_of_a_loss_are_refused(loss):
     honest, curvature = loss.value_and_gradient, loss.curvature
     loss.value_and_gradient = lambda x: (honest(x)[0], -3 * honest(x)[1])

@@ -135,7 +135,9 @@ class Curved(NamedTuple):
         """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS from the inverse by G, in the eigenvectors of G."""
         deviation, deviations = loss.deviation, loss.problem.deviations
         agreed = self.span.rows.share.group.from_first
-        precision, most = float(deviation[0]) ** -2, 100 if self.tolerance else 2
+        # a search over a span that grows goes on later
+        most = 2 if not self.tolerance else 1000 if self.span.is_complete else 100
+        precision = float(deviation[0]) ** -2
         inverse = (1 / (self.theta + precision)).diag()
 
         def at(c: Tensor) -> tuple[float, float, Tensor]:

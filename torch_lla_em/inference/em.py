@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
 from torch_lla_em.runtime import PRECISION_BOUNDS, or_float64, report
 from torch_lla_em.solvers import BlockCG, DivergenceError, Minimum, Newton, is_accurate
+
+STEEP = 0.9
+"""Largest slope of MacKay's update in log λ that a secant takes for real. .95: λ of single networks moves by 10 %."""
 
 
 class PosteriorSamples(NamedTuple):
@@ -257,9 +261,16 @@ def m_step(model: Any, q: State) -> tuple[Tensor, Tensor | None]:
     return precision, None if q.sigma is None else mackay_noise(model, q)[0]
 
 
-def slope_of(here: float, there: float, last: tuple[float, float] | None) -> float:
-    """Return the slope of MacKay's update of log λ, from here to there, by a secant; 0 without one, or below -1."""
-    if last is None or here == last[0]:
-        return 0.0
-    slope = (there - last[1]) / (here - last[0])
-    return slope if slope > -1 else 0.0
+def accelerated(
+    here: float, there: float, last: tuple[float, float] | None, most: float = math.log(2)
+) -> float:
+    """Return the change of log λ after which a secant expects none, at most ``most``.
+
+    MacKay's update of log λ goes from here to there, and in an earlier step from ``last[0]`` to ``last[1]``. Without an
+    earlier step, or if the slope through both is below -1, the change is that of the update.
+    """
+    slope = 0.0
+    if last is not None and here != last[0]:
+        slope = (there - last[1]) / (here - last[0])
+    way = (there - here) / (1 - min(slope if slope > -1 else 0.0, STEEP))
+    return max(-most, min(most, way))

@@ -221,7 +221,9 @@ def by_solver(
 def _result(q: State, noise: StochasticPrior) -> FitResult:
     """Return the posterior of a state."""
     own = q.precision, q.sigma, q.mean, q.samples, noise.prior.scale
-    return FitResult(*own, Estimate.of(q.gamma), q.certificate, Estimate.of(q.bounds), why=q.why)
+    gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
+    own = *own, gamma, q.certificate, evidence
+    return FitResult(*own, mode_error=q.errors[1], why=q.why)
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:

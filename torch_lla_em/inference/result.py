@@ -67,6 +67,9 @@ class FitResult(NamedTuple):
     constant: Tensor | None = None
     """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
 
+    mode_error: float = 0.0
+    """The error of the mode, relative to max(1, ‖w_lin‖) in the norm of the prior: compared with that of the samples."""
+
     why: str = "accurate"
     """What ended the fit: "accurate", "all directions", "all steps", "budget", or what else prevented accuracy."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from torch_lla_em.inference.em import Cut, State, e_step, m_step, slope_of
+from torch_lla_em.inference.em import Cut, State, accelerated, e_step, m_step
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.result import Estimate
 from torch_lla_em.problem import towards
@@ -25,9 +25,6 @@ STEPS, MOST = 3, 5
 DAMPING = 0.45
 """Share of the change of H in a step. With .55, H of some examples alternates, and λ and fits of complete spans take a fifth
 more columns; with .3 λ moves by 10 %."""
-
-STEEP = 0.9
-"""Largest slope of MacKay's update in log λ that a secant takes for real. .95: λ of single networks moves by 10 %."""
 
 GROWTH = 1.5
 """Growth of the span after which λ, σ and H are found anew. 2.25: 11 % more columns."""
@@ -87,7 +84,8 @@ class SpanFit:
                 q = over.restarted(q)
             grew = span.widen(q.residuals)
             q = over.curved(q, widened=True)
-        return self._posterior(q), grew
+        fixed = q.converged or q.number >= self._most
+        return self._precise(q) if fixed else self._posterior(q), grew
 
     def _posterior(self, q: State) -> State:
         """Return the posterior at λ, σ and H of a state, or at the first of larger λ at which its expectations are finite."""
@@ -98,6 +96,10 @@ class SpanFit:
                 if not self._learns or q.precision >= PRECISION_BOUNDS[1]:
                     raise
                 q = self.over.moved(q, 10 * q.precision, q.sigma, None)
+
+    def _precise(self, q: State) -> State:
+        """Return the posterior with a mode as accurate as at the end of a fit: H does not move any more."""
+        return self._posterior(q._replace(converged=True))._replace(converged=q.converged)
 
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
         """Return the posterior at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
@@ -137,7 +139,7 @@ class SpanFit:
             if q.precision <= least or (self._learns and left < rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
-            q = self._posterior(q._replace(converged=True))._replace(converged=q.converged)
+            q = self._precise(q)
         moved /= self.allowed(q, rises=bool(q.precision > began.precision))
         q = q._replace(number=start.number + 1, solved=self.span.size, cut=None)
         return q._replace(last=last, moved=moved)
@@ -187,9 +189,7 @@ class SpanFit:
 
     def _way(self, q: State, last: tuple[float, float] | None) -> float:
         """Return the change of log λ after which a secant through MacKay's updates expects none; at most a factor of two."""
-        here, there = math.log(q.precision), math.log(self._update(q)[0])
-        way = (there - here) / (1 - min(slope_of(here, there, last), STEEP))
-        return max(-math.log(2), min(math.log(2), way))
+        return accelerated(math.log(q.precision), math.log(self._update(q)[0]), last)
 
     def _update(self, q: State) -> tuple[Tensor, Tensor | None]:
         """Return λ and σ by MacKay's updates, λ a factor of e away at most."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch_lla_em.inference.em import (
     PosteriorSamples,
     State,
+    accelerated,
     e_step,
     m_step,
-    slope_of,
 )
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.problem import Problem, WhitenedGGN
@@ -94,10 +94,9 @@ def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]
             of_noise = 2 * (sigma / q.sigma).log().abs().max() / allowed.min()
             changes = torch.cat([changes, of_noise.view(1).to(changes)])
         elif not precision.dim():
-            last = math.log(q.precision), math.log(precision)
-            slope = slope_of(*last, q.last)
-            way = (last[1] - last[0]) / (1 - (slope if slope < 0.9 else 0.0))
-            precision = q.precision * math.exp(way)
+            here, there = last = math.log(q.precision), math.log(precision)
+            most = max(math.log(2), abs(there - here))  # MacKay's update may be larger
+            precision = q.precision * math.exp(accelerated(here, there, q.last, most))
         ratio = changes / torch.as_tensor(q.moved, device=changes.device).clamp_min(1e-300)
         left = changes * torch.where(ratio < 1, (ratio / (1 - ratio)).clamp_min(1), 1)
         number, rests = q.number + 1, q.number > 1 and left.max() < 1

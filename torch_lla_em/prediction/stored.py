@@ -168,7 +168,7 @@ def state_of(la: Any, posterior: Posterior) -> State:
     """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
     record = {name: getattr(posterior, name) for name in ("num_data", "trained_on", "history")}
-    record |= {"said": posterior.messages, "why": result.why}
+    record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
     record["given"] = ["adapter"] * (la.adapter.outputs not in (None, compare))
     record["likelihood"] = type(posterior.likelihood).__name__
@@ -201,6 +201,7 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
         **known,
         effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
         log_evidence=Estimate(*tensor("_log_evidence")),
+        mode_error=record.get("mode_error", 0.0),
         why=record.get("why", "accurate"),
     )
     training: list[Any] = [tensor(name) for name in _TRAINING]

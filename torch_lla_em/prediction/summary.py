@@ -90,10 +90,11 @@ def _cell(values: Tensor) -> str:
 
 
 class Accuracy(NamedTuple):
-    """The numerical error of the posterior samples, in posterior standard deviations."""
+    """The numerical error of the samples and the mode of a posterior, in posterior standard deviations."""
 
     error: float
-    """The root mean square error over all directions that the data determine."""
+    """The larger one of two errors: the root mean square error of the samples over all directions that the data determine,
+    and the error of the mode relative to its norm."""
 
     bound: float
     """An upper bound on the error of every output of every sample, at any input."""
@@ -114,7 +115,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(la: Any) -> Accuracy | None:
-    """The numerical error of the samples, its bound and the tolerance; None before ``fit``.
+    """The numerical error of samples and mode, the bound for samples, and the tolerance; None before ``fit``.
 
     Example:
         >>> la.accuracy.is_reached
@@ -124,6 +125,7 @@ def accuracy(la: Any) -> Accuracy | None:
         return None
     result = la.posterior.result
     error = relative_error(result.certificate, result.effective_dim.value.sum())
+    error = max(error, result.mode_error)
     return Accuracy(error, result.certificate.max().item(), la.tolerance)
 
 
@@ -204,7 +206,7 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     worst = max(members, key=lambda one: one.accuracy.error / one.accuracy.tolerance)
     kind, verdict = ("good", "") if worst.accuracy.is_reached else ("accuracy", "not ")
     which = " of the worst" if several else ""
-    yield kind, f"The samples{which} are {verdict}accurate: {worst.accuracy}."
+    yield kind, f"Samples and mode{which} are {verdict}accurate: {worst.accuracy}."
     gamma, error = worst.effective_dim.sum(), worst.effective_dim_error.norm()
     if error > 0.1 * gamma:
         yield (

@@ -54,8 +54,8 @@ class Newton:
     tolerance: float = 1e-2
     """Bound on ‖∇‖ / ‖x‖, the relative error of x. Default 0.01."""
 
-    max_passes: int = 300
-    """Largest number of gradients and products; it stops with a warning. Default 300."""
+    max_passes: int = 500
+    """Largest number of gradients and products together; ``optimise_MAP`` warns if it is not enough. Default 500."""
 
     forcing: float = 0.1
     """Residual at which a Newton step is accepted, relative to ‖∇‖. Default 0.1; 0 for a quadratic
@@ -79,21 +79,25 @@ class Newton:
             slope = gradient + x
             size, goal = norm(slope), self.tolerance * norm(x)
             require_finite(size)
-            if size <= goal or passes >= self.max_passes:
+            left = self.max_passes - passes - 1  # the step itself takes a gradient
+            if size <= goal or left < 1:
                 break
 
             def enough(step: Tensor, residual: float, x: Tensor = x, size: float = size) -> bool:
                 return residual <= max(self.forcing * size, 0.3 * self.tolerance * norm(x + step))
 
-            step, used = conjugate_gradients(loss.hessian(x), -slope, enough)
+            step, used = conjugate_gradients(loss.hessian(x), -slope, enough, left)
             passes += used
-            descent, fraction = dot(slope, step), 1.0
+            descent, fraction, before = dot(slope, step), 1.0, (total, value, gradient)
             while True:
                 trial = x + fraction * step
                 value, gradient = loss.value_and_gradient(trial)
                 passes += 1
                 new_total = value + 0.5 * norm(trial) ** 2
                 if new_total <= total + 1e-4 * fraction * descent + noise * abs(total):
+                    break
+                if passes == self.max_passes:  # this step goes too far, and there is no other one
+                    trial, (new_total, value, gradient) = x, before
                     break
                 fraction /= 2
                 if fraction < _SHORTEST and -descent <= _SEEN * abs(total):
@@ -118,7 +122,7 @@ def conjugate_gradients(
     product: Product,
     b: Tensor,
     enough: Callable[[Tensor, float], bool],
-    max_passes: int = 500,
+    max_passes: int,
 ) -> tuple[Tensor, int]:
     """Return x with (A + I) x ≈ b as soon as ``enough(x, ‖residual‖)``, and the number of products."""
     x, residual = torch.zeros_like(b), b.clone()

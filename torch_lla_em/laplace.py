@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import inf
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from torch_lla_em.checkpoint import header_of
 from torch_lla_em.data import Data, Weights, paired, with_weights
@@ -22,6 +24,7 @@ from torch_lla_em.jacobian import (
     ParameterLayout,
     Selection,
     called_last,
+    leaves_out,
     select_parameters,
 )
 from torch_lla_em.likelihoods import (
@@ -148,8 +151,10 @@ class LinearisedLaplace(Printed, nn.Module):
         refuse_former("LinearisedLaplace", former, _FORMER)
         check_whole(1, num_samples=num_samples)
         check_whole(-inf, seed=seed, class_dim=class_dim)
-        require(isinstance(compute, Compute), "compute", compute, "a Compute object")
-        require(isinstance(adapter, Adapter), "adapter", adapter, "an Adapter object")
+        is_own = isinstance(compute, Compute)
+        require(is_own, "compute", compute, "a Compute object", TypeError)
+        is_own = isinstance(adapter, Adapter)
+        require(is_own, "adapter", adapter, "an Adapter object", TypeError)
         check_choice("prior", prior, tuple(PRIORS))
         check_choice("curvature", curvature, (None, "network", "variational"))
         super().__init__()
@@ -207,7 +212,7 @@ class LinearisedLaplace(Printed, nn.Module):
         Args:
             posterior (Posterior): The record, as ``calibrate`` of a record returns it.
         """
-        self.posterior, self.num_samples = posterior, len(posterior.result.w_samples)
+        self.posterior = posterior
 
     @property
     def likelihood(self) -> Likelihood:
@@ -250,9 +255,10 @@ class LinearisedLaplace(Printed, nn.Module):
         Args:
             loader (DataLoader, Dataset, list of batches, or inputs): The training data.
             targets (Tensor, optional): The targets, if ``loader`` are inputs.
-            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: for a
-                posterior of some ``parameters`` moved training examples, as by ``calibrate()``, if inputs are
-                columns of numbers. False: predictions stay as fitted.
+            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: if the
+                posterior leaves out parameters of the network (as that of a last layer, or of a head on a
+                frozen backbone) and inputs are columns of numbers, predictions are calibrated on moved training
+                examples, as by ``calibrate()``. False: predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
             progress_bar (bool): Show a progress bar. Default True.
@@ -287,11 +293,20 @@ class LinearisedLaplace(Printed, nn.Module):
         options = self._options(em_steps=int(em_steps), prior_precision=prior_precision)
         unseen = None
         if validation is not None and validation is not False:
+            is_data = isinstance(validation, (Iterable, Dataset)) and not isinstance(
+                validation, str
+            )
+            words = (
+                "None, False, or held-out data: a DataLoader, a Dataset or a list of batches (x, y)"
+            )
+            if isinstance(validation, Real):
+                words += " (split them off before training, as with torch.utils.data.random_split)"
+            require(is_data, "validation", validation, words, TypeError)
             unseen = self._data(validation, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, self.compute, progress_bar, unseen)
         if unseen is not None:
             found = found.corrected(calibrates.calibrated_on(found, validation))
-        elif validation is None and em_steps and self._parameters_asked is not None:
+        elif validation is None and em_steps and _is_partial(found.setting.linear_model):
             found = calibrates.without_validation(found, data, weights)
         self.take(found)
         self.trained_with = data, weights
@@ -314,6 +329,7 @@ class LinearisedLaplace(Printed, nn.Module):
             learnt = learn(problem, options, around, around.begin())
             around.end(learnt.why)
             facts: dict[str, Any] = {"history": tuple(around.history)}
+            facts |= {"tolerance": options.tolerance}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
@@ -364,6 +380,10 @@ class LinearisedLaplace(Printed, nn.Module):
             last = called_last(model.network, data.first().inputs)
             model = _linear_model(model.network, "last_layer", last)
         return Problem(model, self._given_likelihood, data)
+
+
+def _is_partial(model: LinearModel) -> bool:
+    return leaves_out(model.network.module, model.layout.names)
 
 
 def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import Adapter, Compute, LinearisedLaplace, Newton, Regression
+from torch_lla_em import Adapter, BlockCG, Compute, LinearisedLaplace, Newton, Regression
 
 
 def network(outputs=3):
@@ -21,7 +21,7 @@ REAL = torch.linspace(-1, 1, 10).view(10, 1)
 
 
 def fit(likelihood, loader, outputs=3, **options):
-    keys = "em_steps", "prior_precision", "update", "checkpoint", "shard"
+    keys = "em_steps", "prior_precision", "update", "checkpoint", "shard", "validation"
     fit_options = {key: options.pop(key) for key in keys if key in options}
     model = network(outputs)
     before = copy.deepcopy(model.state_dict())
@@ -36,13 +36,8 @@ def fit(likelihood, loader, outputs=3, **options):
 HALVES = [(X[:5], LABELS[:5]), (X[5:], LABELS[5:])]
 HOW_TO_CHOOSE = "names from model.named_parameters.., a list of them"
 OPTIONS = [
-    ({"num_samples": 2.5}, "num_samples must be a whole number"),
-    ({"compute": {}}, "a Compute object"),
-    ({"adapter": len}, "an Adapter object"),
-    ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
     ({"g_prior": False}, 'write prior="isotropic"'),
     ({"sigma_noise": 1.0}, r"pass the likelihood Regression\(sigma_noise\)"),
-    ({"class_dim": None}, "a whole number"),
     ({"temperature": 0.5}, "pass weights=1 / temperature to fit"),
     ({"num_sample": 3}, "unexpected keyword argument 'num_sample'"),
     ({"likelihood": "softmax"}, "choose one of"),
@@ -56,30 +51,49 @@ OPTIONS = [
     ({"prior_precision": torch.ones(2)}, "one precision"),
     ({"prior_precision": torch.ones(2), "prior": "layerwise"}, "one per tensor"),
 ]
-OBJECTS = [
+OF_A_WRONG_TYPE = [
+    ({"num_samples": 2.5}, "num_samples must be a whole number"),
+    ({"compute": 3}, "a Compute object"),
+    ({"adapter": len}, "an Adapter object"),
+    ({"parameters": [nn.Parameter(X)]}, HOW_TO_CHOOSE),
+    ({"parameters": 3}, HOW_TO_CHOOSE),
+    ({"class_dim": None}, "a whole number"),
+    ({"prior": 1.0}, "scalar"),
+    ({"prior_precision": "1"}, "positive real numbers"),
+    ({"validation": 0.2}, r"validation must be None, False, or held-out data.*random_split"),
+    ({"validation": True}, "validation must be None, False, or held-out data"),
+]
+OBJECTS_OF_A_WRONG_TYPE = [
     (Compute, {"solver": "cg"}, "solver must be None, or BlockCG"),
     (Compute, {"solver": Newton()}, "solver must be None, or BlockCG"),
+    (Compute, {"budget": "1 h"}, "budget must be None, or a number above 0"),
+    (Compute, {"checkpoint": 3}, "checkpoint must be None, or the name of a folder"),
+    (BlockCG, {"tolerance": "low"}, "tolerance must be a number above 0"),
+    (Adapter, {"outputs": 3}, "a function .model, inputs. -> outputs"),
+    (Adapter, {"targets": "y"}, "a function batch -> targets"),
+    (Regression, {"sigma_noise": 1 + 1j}, "positive real numbers"),
+]
+OBJECTS = [
     (Compute, {"tolerance": float("nan")}, "tolerance must be None, or a number above 0"),
     (Compute, {"precision": "half"}, "precision"),
     (Compute, {"vectors": "disk"}, "vectors"),
     (Compute, {"budget": 0}, "budget must be None, or a number above 0"),
-    (Adapter, {"outputs": 3}, "a function .model, inputs. -> outputs"),
-    (Adapter, {"targets": "y"}, "a function batch -> targets"),
-    (Regression, {"sigma_noise": 1 + 1j}, "positive real numbers"),
     (Regression, {"sigma_noise": float("nan")}, "positive real numbers"),
 ]
 
 
-@pytest.mark.parametrize("options, message", OPTIONS)
+@pytest.mark.parametrize("options, message", OPTIONS + OF_A_WRONG_TYPE)
 def test_bad_options_are_refused(options, message):
     """Those of the posterior, and of its fit."""
-    with pytest.raises((TypeError, ValueError), match=message):
+    kinds = TypeError if (options, message) in OF_A_WRONG_TYPE else (TypeError, ValueError)
+    with pytest.raises(kinds, match=message):
         fit(loader=[(X, LABELS)], **{"likelihood": "classification", **options})
 
 
-@pytest.mark.parametrize("kind, options, message", OBJECTS)
+@pytest.mark.parametrize("kind, options, message", OBJECTS + OBJECTS_OF_A_WRONG_TYPE)
 def test_bad_options_of_objects_are_refused(kind, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    error = TypeError if (kind, options, message) in OBJECTS_OF_A_WRONG_TYPE else ValueError
+    with pytest.raises(error, match=message):
         kind(**options)
 
 

@@ -63,6 +63,8 @@ def test_fewer_samples_are_taken_with_a_warning(fit):
     assert "memory for 4 posterior samples" in la.messages[1]
     assert "memory for 4 posterior" in " ".join(str(la).split())
     assert la.predict(torch.randn(2, 6)).samples.shape[0] == 4
+    # options stay as they were, for another fit, and accuracy is what this one was to have
+    assert la.num_samples == K and la.tolerance == la.accuracy.tolerance
 
 
 def test_the_network_comes_last_with_a_warning_that_stays(fit):

@@ -129,7 +129,10 @@ def test_fit_leaves_a_network_that_is_not_too_confident_as_it_is():
         with torch.no_grad():
             head.weight.copy_(factor * torch.tensor([[0.0], [1.5]]).expand(2, 5))
             head.bias.zero_()
-        la = LinearisedLaplace(head, "classification", num_samples=4, parameters="last_layer")
+        backbone = nn.Linear(5, 5, bias=False)
+        nn.init.eye_(backbone.weight)
+        model = nn.Sequential(backbone, head)
+        la = LinearisedLaplace(model, "classification", num_samples=4, parameters="last_layer")
         assert (la.fit(x, y, progress_bar=False).calibration is None) == (factor < 1)
 
 
@@ -170,6 +173,21 @@ def test_last_layers_are_not_as_certain_as_the_network(memorised):
     assert la.calibration.length is None
     every = fit(model, x, y)  # posteriors of all parameters stay as fitted unless asked
     assert every.calibration is None and every.calibrate().calibration.length >= 1
+
+
+def test_what_fit_calibrates_depends_on_the_parameters_and_not_on_how_they_were_selected(
+    memorised, tmp_path
+):
+    model, x, y, _ = memorised
+    every, frozen = fit(model, x, y), copy.deepcopy(model)
+    frozen[:-1].requires_grad_(False)
+    head, other = fit(model, x, y, parameters="last_layer"), fit(frozen, x, y)
+    assert other.calibration.applied and torch.allclose(other(x), head(x), atol=1e-6)
+    for number, la in enumerate((every, head)):
+        la.save(tmp_path / str(number))
+        loaded = LinearisedLaplace.load(tmp_path / str(number), model).fit(x, y, progress_bar=False)
+        assert torch.allclose(loaded(x), la(x), atol=1e-6)
+    assert fit(model, x, y, parameters="*").calibration is every.calibration is None
 
 
 def test_files_keep_the_calibration_and_not_the_data(memorised, tmp_path):

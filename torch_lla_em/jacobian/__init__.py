@@ -3,7 +3,12 @@
 from torch_lla_em.jacobian.checks import called_last, require_rows
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
-from torch_lla_em.jacobian.parameters import ParameterLayout, Selection, select_parameters
+from torch_lla_em.jacobian.parameters import (
+    ParameterLayout,
+    Selection,
+    leaves_out,
+    select_parameters,
+)
 from torch_lla_em.jacobian.rows import Report, Rows
 from torch_lla_em.jacobian.state import NetworkState
 
@@ -17,6 +22,7 @@ __all__ = [
     "Rows",
     "Selection",
     "called_last",
+    "leaves_out",
     "require_rows",
     "select_parameters",
 ]

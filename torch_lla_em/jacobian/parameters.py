@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -97,6 +97,12 @@ def select_parameters(
     return real
 
 
+def leaves_out(module: nn.Module, names: Collection[str]) -> bool:
+    """Return whether parameters outside of normalisation layers are not among these names."""
+    every = {name for name, parameter in module.named_parameters() if parameter.is_floating_point()}
+    return bool(every - {*names, *_normalisation_parameters(module)})
+
+
 def _selected(
     module: nn.Module, parameters: dict[str, nn.Parameter], selection: Selection, last: str | None
 ) -> set[str]:
@@ -119,12 +125,14 @@ def _selected(
             last = (with_weights or with_any or [""])[-1]
         return {first[id(parameter)] for parameter in module.get_submodule(last).parameters()}
     matched: set[str] = set()
-    patterns = [selection] if isinstance(selection, str) else list(selection)
+    is_list = isinstance(selection, Iterable) and not isinstance(selection, str)
+    patterns = list(selection) if is_list else [selection]
     words = (
         'None, "last_layer", "requires_grad", "all", a pattern of names from '
         "model.named_parameters(), a list of them, or a function (name, parameter) -> bool"
     )
-    require(all(isinstance(each, str) for each in patterns), "parameters", selection, words)
+    are_names = all(isinstance(each, str) for each in patterns)
+    require(are_names, "parameters", selection, words, TypeError)
     for pattern in patterns:
         hits = {first[id(p)] for name, p in every.items() if fnmatchcase(name, pattern)}
         if not hits:

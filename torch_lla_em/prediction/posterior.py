@@ -66,6 +66,9 @@ class Posterior:
     num_data: int | None = None
     """The number of training examples with a label."""
 
+    tolerance: float | None = None
+    """The largest numerical error that the fit was to have; None: that of the object."""
+
     trained_on: tuple[int, ...] = ()
     """Hashes of some training examples; empty if they are not known."""
 

@@ -169,6 +169,7 @@ def state_of(la: Any, posterior: Posterior) -> State:
     layout, result = posterior.setting.linear_model.layout, posterior.result
     record = {name: getattr(posterior, name) for name in ("num_data", "trained_on", "history")}
     record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
+    record |= {"tolerance": posterior.tolerance}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
     record["given"] = ["adapter"] * (la.adapter.outputs not in (None, compare))
     record["likelihood"] = type(posterior.likelihood).__name__
@@ -211,6 +212,7 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
         result,
         training=None if training[0] is None else TrainingExamples(given, *training),
         num_data=record["num_data"],
+        tolerance=record.get("tolerance"),
         trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ())),

@@ -126,7 +126,8 @@ def accuracy(la: Any) -> Accuracy | None:
     result = la.posterior.result
     error = relative_error(result.certificate, result.effective_dim.value.sum())
     error = max(error, result.mode_error)
-    return Accuracy(error, result.certificate.max().item(), la.tolerance)
+    tolerance = la.posterior.tolerance or la.tolerance
+    return Accuracy(error, result.certificate.max().item(), tolerance)
 
 
 def details(la: Any) -> Table:

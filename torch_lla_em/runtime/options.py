@@ -47,7 +47,7 @@ class Adapter:
         words = {"outputs": "(model, inputs) -> outputs", "targets": "batch -> targets"}
         for name, value in vars(self).items():
             holds = value is None or callable(value)
-            require(holds, name, value, f"None, or a function {words[name]}")
+            require(holds, name, value, f"None, or a function {words[name]}", TypeError)
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,16 @@ class Compute:
         draws = is_dataclass(self.solver) and callable(getattr(self.solver, "solve", None))
         draws = self.solver is None or (draws and not isinstance(self.solver, type))
         words = "None, or BlockCG() or SGD() (an object, not its class or name)"
-        require(draws, "solver", self.solver, words)
+        require(draws, "solver", self.solver, words, TypeError)
         is_path = self.checkpoint is None or isinstance(self.checkpoint, (str, PathLike))
-        require(is_path, "checkpoint", self.checkpoint, "None, or the name of a folder")
+        words = "None, or the name of a folder"
+        require(is_path, "checkpoint", self.checkpoint, words, TypeError)
         for name in ("tolerance", "budget", "span_memory"):
             value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
-            require(value is None or is_number, name, value, "None, or a number above 0")
+            if value is not None:
+                words, is_number = "None, or a number above 0", isinstance(value, Real)
+                require(is_number and not isinstance(value, bool), name, value, words, TypeError)
+                require(float(value) > 0, name, value, words)
         check_choice("shard", self.shard, ("data", None))
         check_choice("precision", self.precision, ("float32", "tf32", "bfloat16"))
         check_choice("vectors", self.vectors, ("auto", "device", "cpu"))
@@ -112,9 +115,11 @@ class Compute:
 
 def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     """Raise an error if a value is not among the choices."""
-    if value not in choices:
+    is_name = value is None or isinstance(value, str)
+    if not is_name or value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not known: choose one of {expected}.")
+        error = ValueError if is_name else TypeError
+        raise error(f"{name}={value!r} is not known: choose one of {expected}.")
 
 
 def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> None:
@@ -125,11 +130,13 @@ def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> 
         raise TypeError(f"{owner} has no argument {name!r} any more: {former[name]}.")
 
 
-def require(holds: bool, name: str, value: Any, words: str) -> None:
-    """Raise an error if the value of an argument is not allowed."""
+def require(
+    holds: bool, name: str, value: Any, words: str, error: type[Exception] = ValueError
+) -> None:
+    """Raise an error if the value of an argument is not allowed, or its type: then a ``TypeError``."""
     if not holds:
         text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
-        raise ValueError(f"{name} must be {words}, not {text}.")
+        raise error(f"{name} must be {words}, not {text}.")
 
 
 def check_whole(least: float, **given: Any) -> None:
@@ -137,7 +144,8 @@ def check_whole(least: float, **given: Any) -> None:
     words = "a whole number" + (f" of {least:g} or more" if least > -inf else "")
     for name, value in given.items():
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        require(is_whole and int(value) >= least, name, value, words)
+        require(is_whole, name, value, words, TypeError)
+        require(int(value) >= least, name, value, words)
 
 
 def check_within(low: float, high: float, **values: Any) -> None:
@@ -146,10 +154,11 @@ def check_within(low: float, high: float, **values: Any) -> None:
     for name, value in values.items():
         if value is None:
             continue
-        inside = False
+        is_real, inside = False, False
         with suppressed():
             given = torch.as_tensor(value, device="cpu")
             if not given.is_complex() and given.dtype != torch.bool:
-                numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+                numbers, is_real = torch.as_tensor(value, dtype=torch.float64, device="cpu"), True
                 inside = bool(((numbers >= low) & (numbers <= high)).all())
+        require(is_real, name, value, words, TypeError)
         require(inside, name, value, words)

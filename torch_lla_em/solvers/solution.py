@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -88,5 +89,7 @@ def is_accurate(error: float, tolerance: float) -> bool:
 def check_positive(owner: str, **options: float) -> None:
     """Raise an error if an option of a solver is not above 0."""
     for name, value in options.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"{owner}: {name} must be a number above 0, not {value!r}.")
         if not value > 0:
             raise ValueError(f"{owner}: {name} must be above 0, not {value}.")

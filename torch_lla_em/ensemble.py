@@ -26,6 +26,7 @@ from torch_lla_em.prediction import (
     required,
     stored,
     summary,
+    suspicious,
 )
 from torch_lla_em.report import report
 from torch_lla_em.runtime import files
@@ -52,6 +53,7 @@ class LaplaceEnsemble(Printed, nn.Module):
     forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
     is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
     calibrate, check, export = calibrates.calibrate, check, exports.export
+    suspicious = suspicious
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
 
     def __init__(self, members: Iterable[LinearisedLaplace]):
@@ -71,6 +73,8 @@ class LaplaceEnsemble(Printed, nn.Module):
                 "LinearisedLaplace, all with the same likelihood."
             )
         self._correction = Correction()
+        self.folds: Tensor | None = None
+        """Of ``from_folds`` the member that has not seen each example, (N,), which files leave out."""
 
     reference = stored.result("correction.reference", "The scores of validation examples, if any.")
     calibration = stored.result("correction.calibration", "The result of the last ``calibrate``.")
@@ -147,6 +151,7 @@ class LaplaceEnsemble(Printed, nn.Module):
         if likelihood is None:
             likelihood = "regression" if targets.is_floating_point() else "classification"
         members, unseen = [], []
+        fold_of = torch.zeros(count, dtype=torch.long, device="cpu")
         for k, out in enumerate(
             tqdm(_folds(targets, folds, seed), "Folds", disable=not progress_bar)
         ):
@@ -160,9 +165,11 @@ class LaplaceEnsemble(Printed, nn.Module):
             la = LinearisedLaplace(network, likelihood, **{"seed": seed + k, **options})
             members.append(la.fit(*rows, validation=False, progress_bar=False))
             unseen.append([(_part(x, out), _part(targets, out))])
+            fold_of[out] = k
         ensemble = cls(members)
         known: Any = required(ensemble)
         ensemble.take(calibrates.calibrated_by_folds(known, unseen))
+        ensemble.folds = fold_of
         return ensemble
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -46,6 +46,7 @@ from torch_lla_em.prediction import (
     result,
     stored,
     summary,
+    suspicious,
     warn_of_collapse,
 )
 from torch_lla_em.problem import Plan, Problem
@@ -180,6 +181,7 @@ class LinearisedLaplace(Printed, nn.Module):
     is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
     export = exports.export
     calibrate, check = calibrates.calibrate, check
+    suspicious = suspicious
     distil, report, details, _table = train_student, report, summary.details, summary.table_of
     _save_to_state_dict: Any = stored.save_to_state_dict
     _load_from_state_dict, save = stored.load_from_state_dict, stored.save

@@ -24,6 +24,7 @@ from torch_lla_em.prediction.predictor import predict, predictions
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options, result
 from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_examples
+from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious
 from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
@@ -52,6 +53,7 @@ __all__ = [
     "Printed",
     "RiskControl",
     "Setting",
+    "SuspiciousTargets",
     "Table",
     "advice",
     "arrays",
@@ -79,6 +81,7 @@ __all__ = [
     "stated_and_right",
     "stored",
     "summary",
+    "suspicious",
     "temperature_of_neighbours",
     "warn_of_collapse",
 ]

@@ -1,0 +1,185 @@
+"""Targets that may be wrong: scores and masks against their definitions, forms of targets, and what is refused."""
+
+import pytest
+import torch
+from models import trained
+from tiny import draw, fitted, known
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_lla_em import Classification, LaplaceEnsemble, LinearisedLaplace, NotFittedError
+
+FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False, "validation": False}
+
+
+def blobs(count=200):
+    """Three groups of points, their labels, of which every tenth is replaced by the next, and a trained network."""
+    y = torch.arange(count) % 3
+    x = 0.3 * draw(count, 3) + 3 * torch.eye(3).double()[y]
+    given = torch.where(torch.arange(count) % 10 == 0, (y + 1) % 3, y)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Linear(3, 3).double()
+    return x, y, given, trained(net, x, given, 200, 0.05, nn.functional.cross_entropy)
+
+
+def test_wrong_labels_are_found_and_counted():
+    x, y, given, net = blobs()
+    la = LinearisedLaplace(net, "classification", num_samples=8).fit(x, given, **FIXED)
+    record, wrong = la.suspicious(x, given), given != y
+    assert_close(record.score, -la.predict(x).log_prob(given).double())
+    log_p = la.predict(x).log_probs.double()
+    share = (log_p.argmax(1) == given).double().mean()
+    own = log_p.gather(1, given[:, None])[:, 0]
+    assert record.mask.equal(
+        own - log_p.scatter(1, given[:, None], -torch.inf).amax(1) < share.log()
+    )
+    assert record.mask[wrong].all() and record.number == record.mask.sum() <= wrong.sum() + 2
+    assert wrong[record.order[: int(wrong.sum()) - 1]].all()
+    assert record.label[wrong].equal(y[wrong]) and record.given.equal(given)
+    assert_close(record.probability, log_p.exp().amax(1))
+    lines = repr(record).splitlines()
+    assert (
+        len(lines) == 6
+        and f"{record.number} of 200" in lines[1]
+        and "the posterior says" in lines[2]
+    )
+    # labels that are right: hardly any is in the mask
+    assert la.suspicious(x, y).number <= 2
+
+
+def test_a_loader_that_shuffles_is_judged_in_the_order_of_its_dataset():
+    x, _, given, net = blobs()
+    la = LinearisedLaplace(net, "classification", num_samples=8).fit(x, given, **FIXED)
+    whole = la.suspicious(x, given)
+    for loader in (
+        DataLoader(TensorDataset(x, given), 30, shuffle=True),
+        [(x[:7], given[:7]), (x[7:], given[7:])],
+    ):
+        record = la.suspicious(loader)
+        assert_close(record.score, whole.score)
+        assert record.mask.equal(whole.mask)
+    last = LinearisedLaplace(net, "classification", num_samples=4, parameters="weight")
+    found = last.fit(x, given, **FIXED).suspicious(x, given)
+    assert found.is_part and "all parameters" in repr(found) and not whole.is_part
+
+
+def test_examples_without_a_label_or_a_weight_are_not_judged():
+    x, y, given, net = blobs()
+    la = LinearisedLaplace(net, Classification(ignore_index=255), num_samples=8).fit(
+        x, given, **FIXED
+    )
+    some = given.clone()
+    some[0], weights = 255, torch.ones(200)
+    weights[10] = 0
+    record = la.suspicious(x, some, weights=weights)
+    assert record.score[0] == record.score[10] == 0 and not record.mask[[0, 10]].any()
+    assert record.mask[given != y].sum() == (given != y).sum() - 2
+    triples = la.suspicious([(x, some, weights)], weights="last")
+    assert triples.mask.equal(record.mask)
+    with pytest.raises(ValueError, match="No example has a label and a positive weight"):
+        la.suspicious(x, given, weights=0.0)
+    with pytest.raises(ValueError, match="No example has a label"):
+        la.suspicious(x, torch.full_like(given, 255))
+
+
+def test_examples_of_folds_are_judged_by_networks_that_have_not_seen_them():
+    x, y, given, _ = blobs(90)
+
+    def train(x, y):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        return trained(net, x, y, 60, 0.05, nn.functional.cross_entropy)
+
+    ensemble = LaplaceEnsemble.from_folds(train, x, given, 3, progress_bar=False, num_samples=4)
+    record = ensemble.suspicious(x, given, folds=ensemble.folds)
+    members = ensemble.predict(x).members
+    expected = torch.stack([-m.log_prob(given) for m in members])[ensemble.folds, torch.arange(90)]
+    assert_close(record.score, expected.double())
+    assert record.mask[given != y].all()
+    assert_close(ensemble.suspicious(x, given).score, -ensemble.predict(x).log_prob(given).double())
+    with pytest.raises(ValueError, match="groups has the shape"):
+        ensemble.suspicious(x[:80], given[:80], folds=ensemble.folds)
+
+
+def test_sites_have_a_map_and_their_mean():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 2, 4, 4, generator=generator)
+    y = x.argmax(1)
+    net = nn.Conv2d(2, 2, 1)
+    with torch.no_grad():
+        net.weight.copy_(4 * torch.eye(2)[..., None, None])
+        net.bias.zero_()
+    given = y.clone()
+    given[3], given[5, 0], given[7, 1, 1] = 1 - y[3], 1 - y[5, 0], -100
+    la = LinearisedLaplace(net, "classification", class_dim=1, num_samples=4).fit(x, y, **FIXED)
+    record = la.suspicious(x, given)
+    log_p = la.predict(x).log_probs.movedim(1, -1)
+    own = -log_p.gather(-1, given.clamp_min(0)[..., None])[..., 0].double()
+    kept = given != -100
+    assert_close(record.map, own.where(kept, 0))
+    assert_close(record.score, (own * kept).sum((1, 2)) / kept.sum((1, 2)))
+    assert record.order[:2].tolist() == [3, 5] and record.mask.nonzero().tolist() == [[3]]
+    assert record.label.equal(y) and "score" in repr(record)
+
+
+def test_of_several_labels_the_least_probable_counts():
+    case, la = known("bernoulli")
+    record, p = la.suspicious(case.x, case.y), la.predict(case.x).probs
+    own = torch.where(case.y > 0.5, p, 1 - p)
+    assert_close(record.map, -own.log())
+    assert_close(record.score, -own.log().amin(1))
+    assert record.label.equal((p > 0.5).long())
+    share = (own >= 0.5).double().mean()
+    assert record.mask.equal(((own / (1 - own)) < share).any(1))
+
+
+@pytest.mark.parametrize("name", ["regression", "poisson"])
+def test_numbers_are_judged_on_both_sides(name):
+    case, la = known(name)
+    y = case.y.clone()
+    usual, (high, low) = la.suspicious(case.x, y), case.y.sum(1).argsort()[[-1, 0]].tolist()
+    y[high, 0] = (40 * (1 + y[high, 0].abs())).round()
+    record = la.suspicious(case.x, y)
+    assert record.order[0] == high and record.mask[high] and not usual.mask.any()
+    prediction = la.predict(case.x)
+    if name == "regression":
+        away = (case.y - prediction.expectation) / prediction.predictive_variance.sqrt()
+        two_sided = 2 * torch.distributions.Normal(0.0, 1.0).cdf(-away.abs())
+        y[low, 0] = -40.0
+        assert la.suspicious(case.x, y).mask[low]
+    else:
+        rates, counts = prediction.samples.exp(), torch.arange(400.0, dtype=torch.double)
+        pmf = torch.distributions.Poisson(rates[..., None]).log_prob(counts).exp().mean(0)
+        at_most, at_least = (
+            (pmf * keep).sum(-1)
+            for keep in (counts <= case.y[..., None], counts >= case.y[..., None])
+        )
+        two_sided = (2 * torch.minimum(at_most, at_least)).clamp_max(1)
+    assert_close(usual.probability, two_sided)
+    assert_close(usual.score, -two_sided.log().amin(1))
+
+
+def test_what_cannot_be_judged_is_refused():
+    case, la = known("classification")
+    with pytest.raises(ValueError, match="Class labels must be integers of shape"):
+        la.suspicious(case.x, case.y[:, None])
+    with pytest.raises(ValueError, match="30 inputs but 7 targets"):
+        la.suspicious(case.x, case.y[:7])
+    with pytest.raises(ValueError, match="empty"):
+        la.suspicious([])
+    numbers, of_numbers = known("regression")
+    with pytest.raises(ValueError, match="NaN"):
+        of_numbers.suspicious(numbers.x, numbers.y * torch.nan)
+    counts, binomial = known("binomial")
+    with pytest.raises(TypeError, match="log_prob"):
+        binomial.suspicious(counts.x, counts.y)
+    own, changed = fitted("classification", em_steps=1)
+    with pytest.raises(NotFittedError):
+        LinearisedLaplace(own.model, "classification").suspicious(own.x, own.y)
+    with torch.no_grad():
+        own.model[2].bias += 1
+    with pytest.raises(NotFittedError, match="weights have changed"):
+        changed.suspicious(own.x, own.y)

@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.problem import FEW, Problem
 from torch_lla_em.runtime import Group, files, first, report
 
 FORMAT = 16
@@ -26,11 +26,49 @@ STATE, POSTERIOR = "state.pt", "posterior.pt"
 _REMEDY = "Delete the folder to start a new fit, or pass another one."
 
 
+class Computed(NamedTuple):
+    """What the network and the likelihood compute: functions of the same name may differ."""
+
+    data: str
+    """A hash of the first training examples. Other data are refused later."""
+
+    outputs: Tensor
+    losses: Tensor
+    """The outputs for these examples, and the sum of their losses, (1,)."""
+
+    @classmethod
+    def by(cls, problem: Problem) -> Computed:
+        """Return what is computed for the first examples."""
+        network, sweep = problem.linear_model.network, problem.sweep
+        with network.guarded(), torch.no_grad():
+            few = sweep.aligned(sweep.pieces(problem.data.first(), FEW)[0])
+            f = network.outputs(few.inputs)
+            loss = problem.loss(few.targets, few.weights)
+            loss.check(f)
+            data = files.plain((few.inputs, few.targets, few.weights))
+            return cls(data, f.cpu(), loss.value(f[None])[None].cpu())
+
+    def differs(self, other: Computed) -> str:
+        """Return what differs by more than rounding for the same examples, as words; empty if nothing does."""
+        if self.data != other.data:
+            return ""
+        for name in ("outputs", "losses"):
+            here, there = getattr(self, name).double(), getattr(other, name).double()
+            rounding = torch.finfo(self.outputs.dtype).eps ** 0.5
+            if here.shape != there.shape or (here - there).norm() > rounding * here.norm():
+                return f"{name} for the first training examples"
+        return ""
+
+
 class Folder:
     """A folder with the last state, or the posterior; rank 0 reads and writes, and the others receive what it has read."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], header: dict[str, Any], group: Group = Group()
+        self,
+        folder: str | os.PathLike[str],
+        header: dict[str, Any],
+        group: Group = Group(),
+        computed: Computed | None = None,
     ):
         if not os.fspath(folder):
             raise ValueError("checkpoint='' is not the name of a folder. Pass a name, or None.")
@@ -43,7 +81,7 @@ class Folder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 files.remove(self.path, ".writing-" + 32 * "?")
-                self._check_header(header)
+                self._check_header(header, computed)
             except OSError as error:
                 raise OSError(
                     f"The checkpoint folder {str(self.path)!r} cannot be used ({error}): free space "
@@ -92,23 +130,30 @@ class Folder:
         self._saved = time.monotonic()
         self._took = self._saved - began
 
-    def _check_header(self, header: dict[str, Any]) -> None:
+    def _check_header(self, header: dict[str, Any], computed: Computed | None) -> None:
         """Write the header, or raise an error that names the first entry in which it differs from the folder's."""
         path = self.path / "header.pt"
         if not path.exists():
-            files.write_atomically({"header": header}, path)
-        known = files.contents_of(path, ("header",), _REMEDY)["header"]
+            files.write_atomically({"header": header, "computed": computed}, path)
+        contents = files.contents_of(path, ("header",), _REMEDY)
+        known, before = contents["header"], contents.get("computed")
         for name in sorted(known.keys() | header.keys()):
             if known.get(name) != header.get(name):
                 raise ValueError(
                     f"The checkpoint in {str(self.path)!r} belongs to another fit: its {name} is "
                     f"{known.get(name)!r}, but here it is {header.get(name)!r}. {_REMEDY}"
                 )
+        if computed is not None and before is not None and (words := computed.differs(before)):
+            raise ValueError(
+                f"The checkpoint in {str(self.path)!r} belongs to another fit: the {words} are not those that "
+                "the network, Adapter(outputs=...) and the likelihood computed for it, although their names "
+                f"and weights are the same. {_REMEDY}"
+            )
 
 
-def header_of(model: LinearModel, options: Any, likelihood: Likelihood) -> dict[str, Any]:
+def header_of(problem: Problem, options: Any, likelihood: Likelihood) -> dict[str, Any]:
     """Return what a checkpoint is compared with, by name."""
-    layout, network = model.layout, model.network
+    layout, network = problem.layout, problem.linear_model.network
     settings = {name: files.plain(value) for name, value in vars(options).items()}
     return {
         "format": f"{files.VERSION}.{FORMAT}",
@@ -118,7 +163,6 @@ def header_of(model: LinearModel, options: Any, likelihood: Likelihood) -> dict[
         "likelihood": type(likelihood).__name__,
         "options of the likelihood": files.plain(vars(likelihood)),
         "class_dim": network.class_dim,
-        "outputs": files.plain(network.forward_fn),
         "precision": network.precision,
         **settings,
     }

@@ -320,7 +320,9 @@ class LinearisedLaplace(Printed, nn.Module):
         """Return the posterior by one scaling of the prior; this object is not changed."""
         problem = self._problem(loader, group_of(self.compute.shard), weights)
         model = problem.linear_model
-        session = Session(problem, header_of(model, options, self._given_likelihood), *surroundings)
+        session = Session(
+            problem, header_of(problem, options, self._given_likelihood), *surroundings
+        )
         state = NetworkState(model.network)
         setting = Setting(model, state, self.adapter.targets, self.compute.shard)
         with session.running() as around:

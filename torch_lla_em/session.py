@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from torch_lla_em.checkpoint import POSTERIOR, STATE, Folder
+from torch_lla_em.checkpoint import POSTERIOR, STATE, Computed, Folder
 from torch_lla_em.data import Identity, tensors_in
 from torch_lla_em.inference import Estimate, FitOptions, Progress
 from torch_lla_em.prediction import refuse_training_data, required
@@ -86,7 +86,8 @@ class Session:
         self._first_pass = self._began, 0  # when it began, and the number of passes before it
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
         compare_ranks(self._group, self._device, settings)
-        self._folder = None if checkpoint is None else Folder(checkpoint, header, self._group)
+        self._checkpoint, self._header = checkpoint, header
+        self._folder: Folder | None = None
 
     @contextmanager
     def running(self) -> Iterator[Session]:
@@ -125,9 +126,11 @@ class Session:
         logger.info("%s", plan)
 
     def finished(self) -> dict[str, Tensor] | None:
-        """Return the posterior if the checkpoint is of a finished fit; refuse other data."""
-        if self._folder is None:
+        """Return the posterior if the checkpoint is of a finished fit; refuse other fits and data."""
+        if self._checkpoint is None:
             return None
+        computed = Computed.by(self.problem)
+        self._folder = Folder(self._checkpoint, self._header, self._group, computed)
         state: dict[str, Any] | None = self._folder.load(POSTERIOR, self._device)
         if state is not None:
             self.problem.data.restore(state["facts"])

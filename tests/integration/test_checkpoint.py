@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,15 @@ from tiny import tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import SGD, Adapter, BlockCG, Compute, LinearisedLaplace, Regression
+from torch_lla_em import (
+    SGD,
+    Adapter,
+    BlockCG,
+    Classification,
+    Compute,
+    LinearisedLaplace,
+    Regression,
+)
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
 from torch_lla_em.runtime import files
@@ -133,7 +142,7 @@ def test_other_data_and_settings_are_refused_by_name(finished, whole, tmp_path):
         ([(case.x + torch.eye(2)[0], case.y)], "krylov", {}, "belongs to other data"),
         (loader, "krylov", {"seed": 1}, "its seed is '0', but here it is '1'"),
         (loader, "cg", {}, "its solver"),
-        (loader, "krylov", {"adapter": Adapter(outputs=lambda m, x: m(2 * x))}, "its outputs"),
+        (loader, "krylov", {"adapter": Adapter(outputs=lambda m, x: m(2 * x))}, "the outputs"),
     ):
         with pytest.raises(ValueError, match=words):
             fit(solver, data, tmp_path, **options)
@@ -141,6 +150,35 @@ def test_other_data_and_settings_are_refused_by_name(finished, whole, tmp_path):
     same(fit("krylov", again, tmp_path), whole)
     if finished:  # it returns at once, after one pass to see that the data are the same
         assert 10**6 - again.passes_left == 1
+
+
+class Tempered(Classification):
+    """A user's likelihood, of which another version has the same name and attributes."""
+
+    def log_prob(self, f, y):
+        return super().log_prob(f / 2, y)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_functions_of_the_same_name_are_refused(finished, tmp_path):
+    def run(folder, outputs, likelihood, loader):
+        options = {"adapter": Adapter(outputs), "compute": replace(READ, checkpoint=folder)}
+        model = tiny("classification").model
+        la = LinearisedLaplace(model, likelihood, num_samples=4, curvature="network", **options)
+        return la.fit(loader, progress_bar=False)
+
+    own = type("Tempered", (Classification,), {})
+    first = (lambda model, x: model(x), own())
+    refit = partial(run, tmp_path, *first)
+    refit(Fuse()) if finished else interrupted(tmp_path, run=lambda _: refit(Fuse()))
+    again = refit(Fuse())  # what computes the same is the same
+    same(again, run(None, *first, Fuse()))
+    for outputs, likelihood, words in (
+        (lambda model, x: model(x) / 4, own(), "outputs"),
+        (first[0], Tempered(), "losses"),
+    ):
+        with pytest.raises(ValueError, match=f"the {words} for the first training examples"):
+            run(tmp_path, outputs, likelihood, Fuse())
 
 
 def test_a_restart_tells_what_the_whole_fit_took(whole, tmp_path, caplog):

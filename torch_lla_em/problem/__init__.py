@@ -17,10 +17,11 @@ from torch_lla_em.problem.operators import WhitenedGGN, gathered, pull_back
 from torch_lla_em.problem.plan import place_of_vectors, prepare, seconds_of_pass
 from torch_lla_em.problem.problem import Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
-from torch_lla_em.problem.sweep import Plan, duration, time_of_fit
+from torch_lla_em.problem.sweep import FEW, Plan, duration, time_of_fit
 
 __all__ = [
     "COPIES",
+    "FEW",
     "KEPT_OUTPUTS",
     "AtOutputs",
     "Blocks",

@@ -71,7 +71,9 @@ print(la)
 # %% [markdown]
 # ## Predictions for pixels
 #
-# `probs` has the shape (B, C, H, W); `epistemic` and `entropy` have the shape (B, H, W).
+# `probs` has the shape (B, C, H, W); `epistemic` and `entropy` have the shape (B, H, W). The negative log-likelihood
+# (NLL) below is that of a single pixel by its own probabilities, as `calibrate` and `compare` report it.
+# `prediction.log_prob` is the joint log-probability of all pixels of an image, which depend on each other given the data.
 
 # %%
 prediction = la.predict(test[0])
@@ -82,8 +84,9 @@ ink = counts & (test[1] > 0)
 print(f"accuracy {right[counts].float().mean():.3f}, on digits {right[ink].float().mean():.3f}")
 plain = model(test[0]).detach()
 nll = nn.functional.cross_entropy(plain, test[1], ignore_index=VOID)
-print(f"NLL per pixel: network {nll:.3f}, ", end="")
-print(f"posterior {-prediction.log_prob(test[1]).sum() / counts.sum():.3f}")
+print(f"NLL of a pixel: network {nll:.3f}, ", end="")
+nll = nn.functional.nll_loss(prediction.log_probs, test[1], ignore_index=VOID)
+print(f"posterior {nll:.3f}")
 
 # %% [markdown]
 # ## Sets of classes with a bound on what they miss

@@ -165,3 +165,21 @@ def basis_noise(problem: Problem, g_prior: bool, layerwise: bool) -> StochasticP
     squares = rows.square().sum(0) / problem.data.facts.num_rows
     scale = squares.rsqrt() if g_prior else torch.ones_like(squares)
     return Basis(xi, eta, Prior(problem.linear_model.layout, scale, layerwise))
+
+
+def label_log_prob(prediction, y, column=None):
+    """Return the mean log-probability of the labels of each example, (B,...), each output by itself, or that of one."""
+    if y.dim() == 1:
+        return prediction.log_prob(y)
+    if column is None:
+        each = [label_log_prob(prediction, y, c) for c in range(y.shape[-1])]
+        return torch.stack(each, -1).mean(-1)
+    columns = slice(column, None, y.shape[-1])  # with μ the log variance
+    alone = prediction.map(lambda values: values[..., columns])
+    own = [
+        one.with_noise(one.sigma_noise.expand(y.shape[-1])[columns])
+        if one.observation_noise is not None
+        else one
+        for one in prediction.likelihoods
+    ]
+    return replace(alone, likelihoods=tuple(own)).log_prob(y[..., column : column + 1])

@@ -4,14 +4,21 @@ import copy
 
 import pytest
 import torch
-from tiny import draw, known
+from tiny import draw, known, label_log_prob
 from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import Compute, LaplaceEnsemble, LinearisedLaplace
 from torch_lla_em.data import Batch
 from torch_lla_em.data.identity import Identity, distinct
-from torch_lla_em.likelihoods import Bernoulli, Classification, Poisson, Regression
+from torch_lla_em.likelihoods import (
+    Bernoulli,
+    Classification,
+    HeteroscedasticRegression,
+    Poisson,
+    Regression,
+)
+from torch_lla_em.prediction import targets
 from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
 from torch_lla_em.prediction.pushforward import Pushforward, posterior_alone
 from torch_lla_em.prediction.summary import of_calibration
@@ -95,6 +102,79 @@ def test_the_nll_is_corrected_for_optimism_and_ignored_labels_are_no_examples():
     assert inside < found.calibration.after < inside + 6 / 200
 
 
+DENSE = {  # outputs and targets of examples with several labels, and the likelihood
+    "pixels": (Classification(), (2, 3, 4), lambda f: f.argmax(-1)),
+    "void pixels": (Classification(255), (2, 3, 4), lambda f: f.argmax(-1).where(f[..., 0] > 0, 255)),
+    "labels": (Bernoulli(), (3,), lambda f: (f > 0).double()),
+    "counts": (Poisson(), (3,), lambda f: f.exp().round()),
+    "outputs": (Regression(torch.tensor([0.5, 1.0, 2.0])), (3,), lambda f: f + 1),
+    "noise": (HeteroscedasticRegression(), (4,), lambda f: f[..., :2] + 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("members", [1, 2])
+def test_labels_are_judged_one_at_a_time(kind, members):
+    """By the prediction of this label alone; one function of the posterior is not chosen for all labels of an example."""
+    likelihood, sites, target = DENSE[kind]
+    f, Jw = draw(5, *sites), draw(7, 5, *sites, seed=1)
+    y, likelihood = target(draw(5, *sites, seed=2)), copy.copy(likelihood)
+    outputs, products = [f, f + 1][:members], [Jw, 0.5 * Jw][:members]
+    data = Pushforward(
+        y,
+        (likelihood,) * members,
+        tuple(outputs),
+        tuple(products),
+        (None,) * members,
+        (None,) * members,
+    )
+    table = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
+    prediction = data.prediction(PLAIN if isinstance(likelihood, Regression) else table)
+    each = targets.label_log_prob(prediction, y)
+    mean, counts = prediction.expectation, y != 255
+    if kind in ("pixels", "void pixels"):
+        due = (
+            mean.log().gather(-1, y.where(counts, 0)[..., None])[..., 0].where(counts, 0).flatten(1)
+        )
+    elif kind == "labels":
+        due = torch.where(y > 0, mean, 1 - mean).log()
+    else:
+        due = torch.stack([label_log_prob(prediction, y, c) for c in range(y.shape[-1])], -1)
+    assert_close(each.sum(1), due.flatten(1).sum(1))
+    assert targets.count_labels(likelihood, y) == counts.sum()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_probabilities_of_pixels_are_not_worse_than_as_fitted(share):
+    """However many samples: one function of the posterior fits the pixels of an image together better than their mean."""
+    likelihood, count = Classification(), 60
+    generator = torch.Generator().manual_seed(0)
+
+    def images(K):
+        f = draw(count, 30, 3) + 0.7 * draw(
+            count, 1, 3, seed=1
+        )  # with an error that the pixels share
+        Jw = torch.cat([0 * f[None], 0.5 * draw(K, count, 1, 3, seed=2).expand(K, count, 30, 3)])
+        truth = likelihood.sample(f - 0.7 * draw(count, 1, 3, seed=1), generator)
+        return f, Jw, truth.where(torch.rand(truth.shape, generator=generator) >= share, -100)
+
+    for K in (8, 16, 32):
+        f, Jw, y = images(K)
+        held, new = ((f[part], Jw[:, part], y[part]) for part in (slice(0, 30), slice(30, 60)))
+        found = fit((likelihood, *held))
+
+        def nll(table):
+            log_p = predicted(likelihood, *new[:2], table).log_probs.flatten(0, 1)
+            return nn.functional.nll_loss(log_p, new[2].flatten()).item()
+
+        assert nll(found.table) < nll(PLAIN) + 1e-3
+        assert found.calibration.before == pytest.approx(
+            nn.functional.nll_loss(
+                predicted(likelihood, *held[:2], PLAIN).log_probs.flatten(0, 1), held[2].flatten()
+            ).item()
+        )
+
+
 def test_errors_are_those_of_paired_differences():
     _, f, Jw, y = drawn(Regression(2.0), count=50)
     likelihood = Regression(1.0)
@@ -102,9 +182,9 @@ def test_errors_are_those_of_paired_differences():
     own = likelihood.with_noise(likelihood.sigma_noise * found.noise)
     gain = predicted(own, f, Jw, found.table).log_prob(y)
     gain = gain - predicted(likelihood, f, Jw, PLAIN).log_prob(y)
-    assert found.calibration.standard_error == pytest.approx(gain.std().item() / 50**0.5)
+    assert found.calibration.standard_error == pytest.approx(gain.std().item() / 50**0.5 / 3)
     assert found.calibration.labels == 3
-    nll, after, error = (value / 3 for value in found.calibration[1:4])
+    nll, after, error = found.calibration[1:4]
     assert f"{nll:.4g} → {after:.4g} (improvement {nll - after:.2g} ± {error:.2g})" in str(
         found.calibration
     )
@@ -162,7 +242,7 @@ def test_predictions_have_the_nll_that_a_calibration_states(name, several):
     la = LaplaceEnsemble([la, la]) if several else copy.copy(la)
     x, y = case.x + 0.1, 3 * case.y if name == "regression" else (case.y + 1) % 3
     la.calibrate(x, y)
-    nll = -la.predict(x).log_prob(y).mean().item()
+    nll = -label_log_prob(la.predict(x), y).mean().item()
     assert la.calibration.applied and nll < la.calibration.after < nll + 6 / 30
     if name == "regression":
         (_, la), x = known(name), draw(200, 2, seed=3)
@@ -227,7 +307,7 @@ def test_a_calibration_is_shown_beside_networks_and_temperature_scaling():
     assert found.network == pytest.approx(loss(f, y).item())
     least = min(loss(t * f, y).item() for t in torch.linspace(0.01, 3, 300))
     assert least - 1e-3 < found.temperature < min(found.network, least + 0.02)
-    rows = dict(of_calibration(Calibration(10, 101.0, 89.0, 2.0, True, None, 120.0, 95.0, 100.0)))
+    rows = dict(of_calibration(Calibration(10, 1.01, 0.89, 0.02, True, None, 1.2, 0.95, 100.0)))
     assert rows["good"].endswith("NLL per label 1.01 → 0.89 (improvement 0.12 ± 0.02)")
     assert rows["compared"].endswith("network alone 1.2, with temperature scaling 0.95")
 

@@ -8,7 +8,7 @@ from math import ceil, log
 import pytest
 import torch
 from models import trained
-from tiny import draw, tiny
+from tiny import draw, label_log_prob, tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -89,14 +89,14 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
     ensemble, before = LaplaceEnsemble(members), [la.mixture.clone() for la in members]
     with pytest.raises(ValueError, match=r"Call ensemble\.calibrate\(.* ensemble\.predict\(x\)"):
         ensemble.is_ood(x)
-    first = -ensemble.predict(x).log_prob(y).mean()
+    first = -label_log_prob(ensemble.predict(x), y).mean()
     ensemble.calibrate(x, y)
     assert_close(ensemble.calibration.before, first.item(), rtol=1e-6, atol=0)
-    after = -ensemble.predict(x).log_prob(y).mean()
+    after = -label_log_prob(ensemble.predict(x), y).mean()
     assert after <= first + 1e-9
     for factor in (0.9, 1.1) if ensemble.calibration.applied else ():
         other = scaled(ensemble, factor)  # of the posterior's variance
-        assert -predict(other, x).log_prob(y).mean() > after - 2e-3
+        assert -label_log_prob(predict(other, x), y).mean() > after - 2e-3
     assert all(torch.equal(la.mixture, old) for la, old in zip(members, before))
     alone = torch.stack([la.model(x).detach() for la in members])
     assert_close(ensemble.predict(x, "network").f_mean, alone.mean(0))
@@ -171,7 +171,7 @@ def test_ensembles_are_printed_compared_and_reported(members, unseen, tmp_path):
         assert own and {(f"member {i}: {name}", text) for name, text in own} <= {*rows}
     batches = [(x[40:50], y[40:50]), (x[50:], y[50:])]
     found = compare({"one": members[0], "all": ensemble}, batches)
-    log_prob = ensemble.predict(x[40:]).log_prob(y[40:])
+    log_prob = label_log_prob(ensemble.predict(x[40:]), y[40:])
     assert_close(found.log_probs["all"], log_prob.double(), rtol=1e-5, atol=1e-6)
     assert found.records["all"]["parameters"] == 3 * found.records["one"]["parameters"]
     assert "1: LaplaceEnsemble" in compare([members[0], ensemble], x, y).records

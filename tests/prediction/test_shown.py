@@ -8,7 +8,7 @@ import pytest
 import torch
 from daily import daily
 from models import trained
-from tiny import LOG_PROBS, draw, fitted, known, likelihood_of, prediction_of, tiny
+from tiny import LOG_PROBS, draw, fitted, known, label_log_prob, likelihood_of, prediction_of, tiny
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.testing import assert_close
@@ -168,7 +168,7 @@ def test_scores_are_those_of_torchmetrics(name):
     tm = pytest.importorskip("torchmetrics").functional
     (case, la), c = known(name), tm.classification
     prediction, y = la.predict(case.x), case.y
-    found, due = scores(prediction, y), {"NLL": -prediction.log_prob(y).mean()}
+    found, due = scores(prediction, y), {"NLL": -label_log_prob(prediction, y).mean()}
     if name == "classification":
         due["accuracy"] = c.multiclass_accuracy(prediction.probs, y, 3, "micro")
         due["ECE"] = c.multiclass_calibration_error(prediction.probs, y, 3, n_bins=15)
@@ -198,9 +198,9 @@ def test_the_table_shows_the_scores_of_each_posterior(name):
     for key, each in (("wide", la), ("narrow", other)):
         record, rows = table.records[key], predicted_data(each, loader)
         labelled = la.likelihood.labelled(y)
-        assert_close(table.log_probs[key], rows.posterior.log_prob(y).double()[labelled])
+        assert_close(table.log_probs[key], label_log_prob(rows.posterior, y).double()[labelled])
         assert record["NLL"] == pytest.approx(-table.log_probs[key].mean().item())
-        alone = -rows.network.log_prob(y)[labelled].mean().item()
+        alone = -label_log_prob(rows.network, y)[labelled].mean().item()
         assert record["network NLL"] == pytest.approx(alone) and record["parameters"] == 27
         assert f"{record['NLL']:.4f}" in repr(table)
     assert "network NLL" in table._repr_html_()

@@ -6,7 +6,7 @@ should be able to choose it by name.
 """
 
 from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
-from torch_lla_em.likelihoods.checks import compare_with_log_prob
+from torch_lla_em.likelihoods.checks import compare_with_log_prob, require_labels
 from torch_lla_em.likelihoods.discrete import (
     Bernoulli,
     BradleyTerry,
@@ -50,5 +50,6 @@ __all__ = [
     "is_named",
     "mean_square",
     "preferred",
+    "require_labels",
     "sum_rows",
 ]

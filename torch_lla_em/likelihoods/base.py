@@ -57,6 +57,19 @@ class Likelihood:
         """Return log p(y | f) of each example, (..., B): the sum over its sites."""
         raise self._lacks("log_prob(f, y)")
 
+    def label_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return log p of each label by itself, (..., B, labels); their sum over an example is ``log_prob``.
+
+        A label is the target of a site, or of one output if ``elementwise``. Default: ``log_prob`` of every
+        label as an example, with axes of size 1 for sites. Define it if the likelihood has parameters for each
+        output or site: ``calibrate`` and ``compare`` call it for examples with several labels.
+        """
+        labels, ones = y.shape[1:].numel(), (1,) * (y.dim() - 1)
+        shape = ones if self.elementwise else (*ones, f.shape[-1])
+        leading = f.shape[: f.dim() - y.dim() - (not self.elementwise)]
+        each = f.reshape(*leading, y.numel(), *shape), y.reshape(-1, *ones)
+        return self.log_prob(*each).unflatten(-1, (len(y), labels))
+
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, where S is a root of the Hessian of the loss: S Sᵀ = H(f).
 

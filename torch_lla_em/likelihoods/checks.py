@@ -75,6 +75,22 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         report("log", f"{message}: the posterior is that of the H given.")
 
 
+def require_labels(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Raise an error if the log-probabilities of single labels of a custom likelihood do not sum to log_prob."""
+    if type(likelihood).__module__.startswith("torch_lla_em."):
+        return
+    failures: list[Exception] = []
+    with suppressed(failures):  # the default of label_log_prob may not apply
+        whole, labels = likelihood.log_prob(f, y), likelihood.label_log_prob(f, y)
+        if torch.allclose(labels.sum(-1), whole, _TOLERANCE, _TOLERANCE, equal_nan=True):
+            return
+    raise ValueError(
+        f"{type(likelihood).__name__}: log_prob(f, y) is not the sum of label_log_prob(f, y), of shape "
+        "(..., B, labels), whose default calls log_prob with one site or output at a time. Define "
+        "label_log_prob(f, y) if the likelihood has parameters for each site or output."
+    )
+
+
 def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str]:
     """Return the relative errors of the gradient, of S Sᵀ u and of H u in percent, empty strings for rounding."""
 

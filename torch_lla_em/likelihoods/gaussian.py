@@ -81,6 +81,11 @@ class Regression(Gaussian, ElementwiseLikelihood):
         squares = ((y - self.mean(f)) / sigma) ** 2
         return sum_rows(-0.5 * (squares + log(2 * pi)) - sigma.log(), y)
 
+    def label_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, sigma = self.mean(f), self._sigma(f)
+        terms = -0.5 * (((y - mean) / sigma) ** 2 + log(2 * pi)) - sigma.log()
+        return terms.reshape(*mean.shape[: mean.dim() - y.dim() + 1], y.shape[1:].numel())
+
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return (self.mean(f) - y) / self._sigma(f) ** 2
 
@@ -146,6 +151,11 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mu, s = f.chunk(2, -1)
         return sum_rows(-0.5 * (s + (y - mu) ** 2 * (-s).exp() + log(2 * pi)), y)
+
+    def label_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        pairs = torch.stack(f.chunk(2, -1), -1)  # μ and s of one output, as an example
+        found = self.log_prob(pairs.flatten(f.dim() - y.dim(), -2), y.flatten()[:, None])
+        return found.unflatten(-1, (len(y), y.shape[1:].numel()))
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         mu, s = f.chunk(2, -1)

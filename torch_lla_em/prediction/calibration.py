@@ -18,6 +18,7 @@ from torch_lla_em.prediction.reference import (
     ood_scores,
     second_half,
 )
+from torch_lla_em.prediction.targets import count_labels, label_log_prob
 
 _OF_FACTOR = 0.5
 """Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1. Of 1, test
@@ -35,7 +36,7 @@ class Calibration(NamedTuple):
     """Number of validation examples with a label."""
 
     before: float
-    """Their mean negative log-likelihood (NLL) before calibration."""
+    """The mean negative log-likelihood (NLL) of a label before calibration."""
 
     after: float
     """The NLL after it, corrected for having been fitted to the same examples."""
@@ -56,7 +57,7 @@ class Calibration(NamedTuple):
     """The NLL of the network with temperature scaling, fitted to the same examples."""
 
     labels: float = 1.0
-    """The number of labels of an example, such as pixels or outputs. ``print`` shows NLLs per label."""
+    """The mean number of labels of an example, such as pixels, tokens or outputs, of which NLLs are means."""
 
     length: float | None = None
     """None for a validation set; for training examples the length by which they were moved, relative to the
@@ -73,7 +74,7 @@ class Calibration(NamedTuple):
         return "validation" if self.length is None else "moved training"
 
     def __str__(self) -> str:
-        before, after, error = (value / self.labels for value in self[1:4])
+        before, after, error = self[1:4]
         if not self.applied:
             return (
                 f"not applied, because it would not lower the {self.source} NLL ({before:.4g} as fitted, "
@@ -127,6 +128,7 @@ def calibrated(
     likelihood = parts[0].likelihood
     parts = [part.part(likelihood.labelled(part.y)) for part in parts]
     count = sum(len(part.y) for part in parts)
+    labels = sum(count_labels(likelihood, part.y) for part in parts)
     if not count:
         raise ValueError(
             "None of the validation examples has a label (all are ignored), so calibration is not "
@@ -144,20 +146,18 @@ def calibrated(
             theta = most_probable(numbers, parts, alone)
     table, noise = numbers.at(theta)
     old = torch.cat([_log_probs([part], own) for part, own in zip(parts, before)])
-    new, optimism = _log_probs(parts, table, noise), _determined(numbers, theta, parts) / count
-    nll, (gain, error) = -old.mean().item(), mean_and_error(new - old)
+    new, optimism = _log_probs(parts, table, noise), _determined(numbers, theta, parts) / labels
+    nll, (gain, error) = -old.sum().item() / labels, mean_and_error((new - old) * count / labels)
     networks = [part.without_samples() for part in parts]
-    network = -_log_probs(networks, posterior_alone(scale=0.0)).mean().item()
+    network = -_log_probs(networks, posterior_alone(scale=0.0)).sum().item() / labels
     temperature, applied, rmse = None, gain > optimism, None
     if len(alone):
-        temperature = -_log_probs(networks, _scaled(alone)).mean().item()
-        applied = applied or (length is None and gain > 0 and temperature + 1 / count < nll)
+        temperature = -_log_probs(networks, _scaled(alone)).sum().item() / labels
+        applied = applied or (length is None and gain > 0 and temperature + 1 / labels < nll)
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
-    masks = [(part.y, likelihood.mask(part.y)) for part in parts]
-    labels = sum(y.numel() if mask is None else int(mask.sum()) for y, mask in masks) / count
-    compared = rmse, network, temperature, labels, length
+    compared = rmse, network, temperature, labels / count, length
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
     return Correction(_table(table, theta), noise, None, calibration), numbers
 
@@ -238,10 +238,9 @@ def _table(rows: Rows, like: Tensor) -> Tensor:
 
 
 def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None = None) -> Tensor:
-    """Return log p(y | x) of every example, (N,)."""
-    return torch.cat(
-        [p.prediction(table, noise).log_density(p.y) for own in parts for p in own.pieces()]
-    )
+    """Return the sum of log p(label | x) over the labels of every example, (N,)."""
+    pieces = (piece for part in parts for piece in part.pieces())
+    return torch.cat([label_log_prob(p.prediction(table, noise), p.y).sum(1) for p in pieces])
 
 
 def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> Tensor | None:
@@ -302,7 +301,7 @@ def _searched(
         total, theta.grad = 0.5 * apart.square().sum(), apart / deviations
         for piece in (piece for part in parts for piece in part.pieces()):
             with torch.enable_grad():
-                loss = -piece.prediction(*numbers.at(theta)).log_density(piece.y).sum()
+                loss = -label_log_prob(piece.prediction(*numbers.at(theta)), piece.y).sum()
             total += loss.detach()
             theta.grad += torch.autograd.grad(loss, theta)[0]
         return total
@@ -312,12 +311,24 @@ def _searched(
 
 
 def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushforward]) -> float:
-    """Return the number of parameters that the data determine: the optimism of the fitted NLL."""
-    slopes = []
-    for step in 0.01 * torch.eye(len(theta), dtype=theta.dtype, device=theta.device):
-        above, below = (_log_probs(parts, *numbers.at(theta + h)) for h in (step, -step))
-        slopes.append((above - below) / 0.02)
-    scaled = torch.stack(slopes) * theta.new_tensor(numbers.deviations)[:, None]
-    known = torch.linalg.eigvalsh(scaled @ scaled.T).clamp_min(0)
-    count: float = (known / (1 + known)).sum().item()
-    return count
+    """Return by how much the fitted log-likelihood exceeds that of new examples: tr((I + H)⁻¹ J).
+
+    H is the sum of squared gradients over labels, J that over examples, whose labels may depend on each other. With one
+    label each it is the number of parameters that the data determine.
+    """
+    deviations = theta.new_tensor(numbers.deviations)
+    of_labels = theta.new_zeros(len(theta), len(theta))
+    of_examples = of_labels.clone()
+    for piece in (piece for part in parts for piece in part.pieces()):
+        slopes = []
+        for step in 0.01 * torch.eye(len(theta), dtype=theta.dtype, device=theta.device):
+            above, below = (
+                label_log_prob(piece.prediction(*numbers.at(theta + h)), piece.y)
+                for h in (step, -step)
+            )
+            slopes.append((above - below) / 0.02)
+        scaled = torch.stack(slopes) * deviations[:, None, None]
+        for total, gradients in ((of_labels, scaled.flatten(1)), (of_examples, scaled.sum(2))):
+            total += gradients @ gradients.T
+    of_labels.diagonal().add_(1)
+    return torch.linalg.solve(of_labels, of_examples).trace().item()

@@ -269,7 +269,12 @@ class Prediction(Printed):
     cdf, quantile, crps = targets.cdf, targets.quantile, targets.crps
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n) of each example on its own, (B,); several continuous outputs count as independent.
+        """Return log p(y_n | x_n) of each example by itself, (B,).
+
+        For an example with several labels, such as pixels, tokens or outputs, it is their joint log-probability: they
+        depend on each other through the posterior (the outputs of one regression are independent). ``calibrate``,
+        ``compare`` and ``report`` judge each label by itself. For classes that is
+        ``nll_loss(prediction.log_probs, y)``.
 
         Args:
             y (Tensor): Targets, as in the training data.

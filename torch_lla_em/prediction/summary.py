@@ -240,9 +240,9 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
         words = f"calibrated on {found.num_rows:,} examples: {found.source} {per} {found}"
     yield "good" if found.is_measurable else "calibration", words
     if found.network is not None:
-        words = f"network alone {found.network / found.labels:.4g}"
+        words = f"network alone {found.network:.4g}"
         if found.temperature is not None:
-            words += f", with temperature scaling {found.temperature / found.labels:.4g}"
+            words += f", with temperature scaling {found.temperature:.4g}"
         yield "compared", f"{found.source} {per}: {words}"
 
 

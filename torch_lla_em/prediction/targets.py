@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import average, mean_square
+from torch_lla_em.likelihoods import Likelihood, average, mean_square, require_labels
 from torch_lla_em.prediction.arrays import Interval, require_share
-from torch_lla_em.prediction.functions import functions_at
+from torch_lla_em.prediction.functions import functions_at, log_mean_exp, over_rows
 from torch_lla_em.runtime import without_autocast
 
 
@@ -143,6 +143,38 @@ def crps(prediction: Any, y: Tensor) -> Tensor:
         score = score - 0.5 * weight * average(apart, weights)
     found: Tensor = prediction.shaped(score)
     return found
+
+
+def label_log_prob(prediction: Any, y: Tensor) -> Tensor:
+    """Return log p(y | x) of each label by itself, (B, labels): of a site, or of an output that has a target of its own.
+
+    Where outputs are independent given x it is that of all of them together, (B, 1).
+
+    Args:
+        prediction: The prediction.
+        y (Tensor): Targets with the outputs last.
+    """
+    likelihood: Likelihood = prediction.likelihood
+    is_gaussian = likelihood.observation_noise is not None
+    if y[:1].numel() <= 1 or (is_gaussian and len(prediction.centres) == 1):
+        found: Tensor = prediction.log_density(y)[:, None]
+        return found
+    if is_gaussian:
+        weights, means, deviations = gaussians(prediction, "log_prob")
+        each = torch.distributions.Normal(means, deviations, validate_args=False).log_prob(y)
+        return log_mean_exp(each, weights).flatten(1)
+
+    def take(f: Tensor, weights: Tensor | None, rows: slice) -> Tensor:
+        require_labels(likelihood, f[:1].detach(), y[rows])
+        return log_mean_exp(likelihood.label_log_prob(f, y[rows]), weights)
+
+    return over_rows(prediction, take)
+
+
+def count_labels(likelihood: Likelihood, y: Tensor) -> int:
+    """Return the number of labels that count."""
+    mask = likelihood.mask(y)
+    return y.numel() if mask is None else int((mask != 0).sum())
 
 
 def gaussians(prediction: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:

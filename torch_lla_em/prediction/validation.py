@@ -18,6 +18,7 @@ from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.summary import CALL, Cells, Printed
+from torch_lla_em.prediction.targets import count_labels, label_log_prob
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS, report
 
@@ -37,7 +38,7 @@ def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
 def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
     """Return the scores that apply, by name, of a prediction and its targets, both with the classes last."""
     likelihood = prediction.likelihood
-    values = {"NLL": -prediction.log_density(y).double()[likelihood.labelled(y)].mean()}
+    values = {"NLL": -per_label(prediction, y).mean()}
     if likelihood.gives_probabilities:
         stated, right = stated_and_right(prediction, y)
         values["accuracy"] = right.double().mean()
@@ -54,6 +55,16 @@ def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
         if likelihood.real_valued:
             values["90 % coverage"] = covered(prediction, y).double().mean()
     return {name: value.item() for name, value in values.items()}
+
+
+def per_label(prediction: Prediction, y: Tensor) -> Tensor:
+    """Return the log-probability of each labelled example relative to the mean number of labels, (N,).
+
+    It is the sum over its labels, each by itself, so that the mean is that of a label: a pixel, a token or an output.
+    """
+    likelihood = prediction.likelihood
+    sums = label_log_prob(prediction, y).double().sum(1)[likelihood.labelled(y)]
+    return sums * len(sums) / max(1, count_labels(likelihood, y))
 
 
 def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,10 +113,8 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
-        """Return log p(y | x) of each labelled example, under the posterior and under the network alone."""
-        kept = self.posterior.likelihood.labelled(self.targets)
-        own, alone = (p.log_density(self.targets) for p in (self.posterior, self.network))
-        return own.double()[kept], alone.double()[kept]
+        """Return ``per_label`` of the posterior and of the network alone."""
+        return per_label(self.posterior, self.targets), per_label(self.network, self.targets)
 
 
 def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
@@ -128,7 +137,8 @@ class Comparison(Printed):
     """The scores of each posterior by name, in the order given."""
 
     log_probs: dict[str, Tensor]
-    """log p(y | x) of each validation example, (N,), by name; paired across posteriors."""
+    """log p(y | x) of each validation example, (N,), by name; paired across posteriors. With several labels, such as
+    pixels, it is the sum over labels, each by itself, divided by their mean number."""
 
     gains: dict[str, Tensor]
     """The difference from that under the networks alone, (N,), by name."""

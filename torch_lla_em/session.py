@@ -115,7 +115,7 @@ class Session:
             plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))
             if timed:
                 plan = plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
-        return plan
+        return plan._replace(is_last_layer=self.problem.linear_model.is_last_layer)
 
     def follow(self, plan: Plan) -> None:
         """Log the plan, and show the fit's progress from now on."""
@@ -159,7 +159,8 @@ class Session:
             refuse_training_data(self._unseen, *self.trained_on())
         began, passes = self._first_pass
         seconds = (time.monotonic() - began) / max(1, self.problem.data.num_passes - passes)
-        if self._group.rank == 0 and (words := time_of_fit(seconds, only_long=True)):
+        words = time_of_fit(seconds, self.problem.linear_model.is_last_layer, only_long=True)
+        if self._group.rank == 0 and words:
             logger.warning("%s", words)
         self.stepped(None, progress)
 

@@ -44,6 +44,11 @@ _NO_ROOM = (
     '(compute=Compute(vectors="cpu")).'
 )
 
+_OF_LAST_LAYERS = (
+    "The time of a fit of a last layer is not that of its few passes: it is that of products of the features with "
+    "directions, and grows with examples, classes and samples. Compute(budget=seconds) limits it."
+)
+
 FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
 
@@ -51,9 +56,8 @@ FEW = 8
 _GROUP_ROWS = 32
 # relative change by other examples of a batch that is taken for rounding
 _SPLIT_ERROR = 1e-2
-# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many; and of one prior for last layers,
-# whose span is pushed by their features: 3 of MLPs, 4 of benchmarks/segmentation.py
-_PASSES = 10, 40, 4
+# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
+_PASSES = 10, 40
 # seconds above which ways to a shorter fit are named
 _LONG = 60.0
 
@@ -93,6 +97,8 @@ class Plan(NamedTuple):
     """The peak in bytes: of most fits like it within a factor of two, and with three times the passes."""
 
     pass_seconds: float | None = None
+    is_last_layer: bool = False
+    """Seconds of a pass, and whether the fit is that of a last layer, whose time is not that of passes."""
 
     def __str__(self) -> str:
         expected, most = self.memory or (self.vectors, 2 * self.vectors)
@@ -101,7 +107,9 @@ class Plan(NamedTuple):
             f"memory on {self.device}, and up to {most / 1e9:.2g} GB if it needs three times the usual passes; "
             f"{self.free / 1e9:.3g} GB are free."
         )
-        return words if self.pass_seconds is None else f"{time_of_fit(self.pass_seconds)} {words}"
+        if self.pass_seconds is None:
+            return words
+        return f"{time_of_fit(self.pass_seconds, self.is_last_layer)} {words}"
 
 
 class Sweep:
@@ -330,17 +338,16 @@ class Sweep:
         return next((fault for fine, fault in self._checks if fault and not fine), None)
 
 
-def time_of_fit(pass_seconds: float, only_long: bool = False) -> str:
+def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = False) -> str:
     """Return what is known of the time of a fit whose passes take so long; "" if only long fits are of interest."""
-    (least, most, of_last_layers), remedy = _PASSES, ""
+    (least, most), remedy = _PASSES, ""
+    if is_last_layer:  # a few passes, whose products are those of features
+        return "" if only_long else _OF_LAST_LAYERS
     if most * pass_seconds > _LONG:
         remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
     elif only_long:
         return ""
-    return (
-        f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}, those of a last "
-        f"layer about {of_last_layers}.{remedy}"
-    )
+    return f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}.{remedy}"
 
 
 def duration(seconds: float) -> str:

@@ -339,7 +339,8 @@ def test_ties_of_discrete_inputs_remain_when_a_student_is_cast():
     student.calibrate(*discrete(99))
     x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     due = student.predict(x)
-    program = student.export(x).module()
+    assert "p_value" not in student.export(x).module()(x)
+    program = student.export(x, p_value=True).module()
     assert_close(program(x)["p_value"], due.p_value, rtol=0, atol=1e-12)
     now = student.double().predict(x.double())
     assert_close(now.p_value, due.p_value, rtol=0, atol=1e-12)
@@ -399,7 +400,7 @@ def test_exported(name, suffix, request, tmp_path, capfd, caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter
         warnings.simplefilter("error", RuntimeWarning)  # as of constants that overflow
-        student.export(case.x[:4], path, level=0.8)
+        student.export(case.x[:4], path, level=0.8, p_value=True)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not "".join(capfd.readouterr())
     session = runtime and runtime.InferenceSession(path)

@@ -73,14 +73,20 @@ def p_values(
     def mass_of(values: Tensor) -> Tensor:
         return above.gather(1, torch.searchsorted(in_order, least(values).T.contiguous())).T
 
-    own, theirs, bounds = own.expand(len(scores)), mass_of(reference), least(reference)
+    theirs, bounds, is_shared = mass_of(reference), least(reference), len(own) == 1
 
-    def of_some(some: Tensor, mass: Tensor, own: Tensor) -> Tensor:
-        rank, each = combined(own[:, None] + mass), own[:, None, None] * (some[:, None] >= bounds)
-        not_above = combined(theirs + each) <= (rank + ROUNDING * rank)[:, None]
-        return (own + not_above.double() @ weights) / (own + weights.sum())
+    def of_some(some: Tensor, mass: Tensor, *each: Tensor) -> Tensor:
+        # an example's share is that among the examples, or, where the input has at least its score, has the input too
+        weight, total = (own if is_shared else each[0]), 0.0
+        for score, least_of, share in zip(some.T, bounds.T, theirs.T, strict=True):
+            is_counted = score[:, None] >= least_of
+            total = total + torch.where(is_counted, 1 / (share + weight[:, None]), 1 / share)
+        rank = combined(weight[:, None] + mass)
+        not_above = 1 / total <= (rank + ROUNDING * rank)[:, None]
+        return (weight + not_above.double() @ weights) / (weight + weights.sum())
 
-    return in_parts(of_some, NUMBERS // max(1, len(reference)), scores, mass_of(scores), own)
+    given = scores, mass_of(scores), *([] if is_shared else [own])
+    return in_parts(of_some, NUMBERS // max(1, len(reference)), *given)
 
 
 def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Tensor:

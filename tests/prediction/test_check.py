@@ -1,5 +1,7 @@
 """Coverage within groups: what is measured and advised; and sets of pixels whose expected loss is bounded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import trained
@@ -70,6 +72,9 @@ def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
     assert "No group" in repr(la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:]))
 
 
+WITHOUT_LIGHT = "blank image", "faint contrast"
+
+
 def test_inputs_that_flags_miss_are_named():
     """Rotations of images that are the same in all directions cannot be seen, and noise can."""
     generator, y = torch.Generator().manual_seed(0), torch.arange(600) % 2
@@ -85,22 +90,49 @@ def test_inputs_that_flags_miss_are_named():
     )
     la.fit(x[:200], y[:200], progress_bar=False).calibrate(x[200:400], y[200:400])
     found = la.check(x[400:], y[400:])
-    assert set(found.shifted) == {"rotation by 90°", "blur", "noise", "inverted values"}
+    assert set(found.shifted) == {
+        *WITHOUT_LIGHT,
+        "rotation by 90°",
+        "blur",
+        "noise",
+        "inverted values",
+    }
     again, known = (la.predict(z).p_value for z in (x[400:].rot90(dims=(2, 3)), x[400:]))
     above = (again[:, None] < known).double() + 0.5 * (again[:, None] == known)
     assert found.shifted["rotation by 90°"] == pytest.approx(above.mean().item())
     assert found.shifted["rotation by 90°"] < 0.6 and found.shifted["noise"] > 0.9
     (line,) = [words for words in found.findings if "OOD flags miss" in words]
     assert "rotation by 90°" in line and "noise (" not in line
+    blank = x[400:].amin().expand(1, 1, 8, 8)
+    is_flagged = (la.predict(blank).p_value <= 0.05).double().item()
+    assert found.flagged["blank image"] == is_flagged
+    missed = replace(found, shifted={"blank image": 0.95}, flagged={"blank image": 0.0})
+    assert "blank image (AUROC 0.95, 0% flagged)" in missed.problems[-1]
+
+
+def test_labels_of_pixels_have_no_coverage_but_flags():
+    x = draw(120, 1, 8, 8).float()
+    y = (x[:, 0] > 0).long()
+    net = nn.Conv2d(1, 2, 1)
+    la = LinearisedLaplace(net, "classification", num_samples=4, class_dim=1)
+    la.fit(x[:40], y[:40], **FIXED)
+    with pytest.raises(ValueError, match="calibrate"):
+        la.check(x[80:], y[80:])
+    found = la.calibrate(x[40:80], y[40:80]).check(x[80:], y[80:])
+    assert not found.groups and "blank image" in found.shifted and found.flagged["blank image"] > 0.9
+    assert "RiskControl(la, validation_loader)" in found.findings[0] and "blank image" in repr(
+        found
+    )
 
 
 @pytest.mark.parametrize(
     "shape, names",
     [
         ((3,), set()),
-        ((1, 4, 4), {"rotation by 90°", "noise", "inverted values"}),  # a blur of one pixel
-        ((1, 8, 9), {"rotation by 180°", "blur", "noise", "inverted values"}),
-        (None, {"noise"}),  # images of one value
+        # a blur of one pixel
+        ((1, 4, 4), {*WITHOUT_LIGHT, "rotation by 90°", "noise", "inverted values"}),
+        ((1, 8, 9), {*WITHOUT_LIGHT, "rotation by 180°", "blur", "noise", "inverted values"}),
+        (None, {*WITHOUT_LIGHT, "noise"}),  # images of one value
     ],
 )
 def test_only_copies_of_images_that_are_shifted_are_made(shape, names):
@@ -120,17 +152,18 @@ def test_the_error_of_the_calibration_set_counts():
 def test_nothing_is_advised_that_is_so_or_cannot_help():
     la, x, y = fitted("classification", 2, lambda x, noise: (x[:, 0] + noise > 0.5).long())
     own, parts, classes = "same distribution", "groups=labels", 'groups="classes"'
+    average = "calibrate has none for those"
     quarter, groups = "entropy, highest quarter", torch.arange(300) % 2
     for by, words in (
-        (None, {"class 1": classes, "group 1": parts, quarter: parts, "all": own}),
-        ("classes", {"class 1": own, quarter: parts}),
+        (None, {"class 1": classes, "group 1": parts, quarter: average, "all": own}),
+        ("classes", {"class 1": own, quarter: average}),
         (groups, {"class 1": parts, "group 1": own}),
     ):
         la.calibrate(x[300:600], y[300:600], groups=by)
         prediction = la.predict(x[:5], groups=groups[:5] if by is groups else None)
         for low, advice in words.items():
             found = [GroupCoverage("all", 9_999, 0.9, 1.0), GroupCoverage(low, 2_000, 0.5, 1.0)]
-            (line,) = Check(0.9, found, {}, prediction).findings
+            (line,) = Check(0.9, found, {}, {}, prediction).findings
             assert low in line and advice in line and len(line.split()) <= 40
 
 

@@ -125,7 +125,9 @@ class Student(Printed, nn.Module):
         parts = self.head(features).exp()[..., : self.form.uncertainties].unflatten(-1, (2, -1))
         variance = parts.sum(-2).view_as(mean)
         axis = self.form.class_dim
-        return (mean, variance) if axis == -1 else (mean.movedim(-1, axis), variance.movedim(-1, axis))
+        return (
+            (mean, variance) if axis == -1 else (mean.movedim(-1, axis), variance.movedim(-1, axis))
+        )
 
     def predict(self, x: Any) -> StudentPrediction:
         """Return the predictive distribution at x, which is differentiable in x if x requires gradients."""

@@ -77,7 +77,8 @@ def p_values(
 
     def of_some(some: Tensor, mass: Tensor, *each: Tensor) -> Tensor:
         # an example's share is that among the examples, or, where the input has at least its score, has the input too
-        weight, total = (own if is_shared else each[0]), 0.0
+        weight = own if is_shared else each[0]
+        total = scores.new_zeros(())
         for score, least_of, share in zip(some.T, bounds.T, theirs.T, strict=True):
             is_counted = score[:, None] >= least_of
             total = total + torch.where(is_counted, 1 / (share + weight[:, None]), 1 / share)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_lla_em.data import paired
+from torch_lla_em.prediction.arrays import has_classes, has_values
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
@@ -23,8 +24,16 @@ from torch_lla_em.prediction.validation import auroc
 _FEWEST, _CLEAR = 10, 3.0
 """Fewest examples of a group, and standard errors below the level at which its coverage is too low: groups are many."""
 
-_COPIES, _AT_ONCE, _BLIND = 200, 50, 0.7
-"""Most images of which shifted copies are made, how many at once, and the AUROC below which OOD flags miss them."""
+_COPIES, _AT_ONCE, _RATE = 200, 50, 0.05
+"""Most images of which shifted copies are made, how many at once, and the rate of false alarms at which they are flagged."""
+
+_BLIND, _UNFLAGGED = 0.7, 0.2
+"""The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores with this AUROC is 0.18."""
+
+_WITHOUT_SETS = (
+    "No coverage was measured: sets and intervals are for one label, or one row of values, per example. RiskControl(la, "
+    "validation_loader) has sets of classes for pixels and tokens."
+)
 
 
 class GroupCoverage(NamedTuple):
@@ -57,10 +66,14 @@ class Check(Printed):
     """The level that was requested."""
 
     groups: list[GroupCoverage]
-    """``name``, ``number``, ``coverage`` and ``size`` of each group; the first holds all examples."""
+    """``name``, ``number``, ``coverage`` and ``size`` of each group; the first holds all examples. Empty for targets
+    without sets and intervals, such as the labels of pixels."""
 
     shifted: dict[str, float]
     """The AUROC with which p-values separate shifted copies of images from the images, by the name of the shift."""
+
+    flagged: dict[str, float]
+    """The share of these copies that ``is_ood(0.05)`` flags; empty with fewer than 19 reference examples."""
 
     prediction: Prediction
     """The prediction of the examples."""
@@ -72,18 +85,29 @@ class Check(Printed):
         if low:
             names = f"{self.level:g} for: {', '.join(low)}"
             lines.append(f"The coverage is clearly below {names}. {self._remedy(low)}")
-        blind = [f"{name} ({area:.2f})" for name, area in self.shifted.items() if area < _BLIND]
+        blind = [
+            f"{name} ({self._of_flags(name)})"
+            for name, area in self.shifted.items()
+            if area < _BLIND or self.flagged.get(name, 1.0) < _UNFLAGGED
+        ]
         if blind:
             lines.append(
-                f"OOD flags miss many inputs with {', '.join(blind)}: AUROC of shifted copies of these examples. "
-                "Do not rely on is_ood for such shifts."
+                f"OOD flags miss many shifted copies of these images: {', '.join(blind)}. Do not rely on is_ood for "
+                "such shifts."
             )
         return lines
+
+    def _of_flags(self, name: str) -> str:
+        """Return how well the flags detect a shift, in words."""
+        share = f", {self.flagged[name]:.0%} flagged" if name in self.flagged else ""
+        return f"AUROC {self.shifted[name]:.2f}{share}"
 
     @property
     def findings(self) -> list[str]:
         """The problems, or that there are none."""
-        return self.problems or ["No group has a coverage that is clearly below the level."]
+        if self.groups:
+            return self.problems or ["No group has a coverage that is clearly below the level."]
+        return [_WITHOUT_SETS, *self.problems]
 
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
@@ -98,21 +122,26 @@ class Check(Printed):
                 "If the noise depends on the inputs, train a network that predicts it, and fit it with "
                 'likelihood="heteroscedastic".'
             )
+        average = "The guarantee is an average over all inputs"
+        if kinds <= {"entropy,", "predicted"}:
+            return f"{average}, and calibrate has none for those of one uncertainty: expect this coverage."
         call = "la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)"
         if "class" in kinds and "group" not in kinds and by.groups is None:
             call = 'la.calibrate(validation_loader, groups="classes")'
-        return f"The guarantee is an average over all inputs. For one in each part, call {call}."
+        return f"{average}. For one in each part, call {call}."
 
     def _table(self) -> tuple[str, Cells]:
         size = "width" if self.prediction.likelihood.real_valued else "set size"
         rows: Cells = [("examples", "count", "coverage", f"mean {size}")]
+        rows = rows if self.groups else []
         for group in self.groups:
             mark = " (low)" if group.is_low(self.level) else ""
             numbers = f"{group.number:,}", f"{group.coverage:.3f}{mark}", f"{group.size:.3g}"
             rows.append((group.name, *numbers))
-        for name, area in self.shifted.items():
-            rows.append((name, "", f"AUROC of OOD flags {area:.2f}", ""))
-        return f"Coverage at a level of {self.level:g}", rows
+        for name in self.shifted:
+            rows.append((name, "", f"OOD flags: {self._of_flags(name)}", ""))
+        title = f"Coverage at a level of {self.level:g}" if self.groups else "Held-out examples"
+        return title, rows
 
 
 def check(
@@ -125,7 +154,8 @@ def check(
     """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
     Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the predicted entropy, or by
-    the predicted mean and noise. For images it also says how well ``is_ood`` detects shifted copies of up to 200 examples.
+    the predicted mean and noise. For images it also says how well ``is_ood`` detects shifted copies of up to 200 examples. Labels
+    of pixels and tokens have no sets, and so no coverage.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
@@ -151,14 +181,20 @@ def check(
     stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
-        prediction, shifted = predicted(record, data), {}
+        prediction, shifted, flagged = predicted(record, data), {}, {}
         reference = record.correction.reference
         if reference is not None and reference.groups is not None:
             prediction = replace(prediction, stated=stated)
-        found = list(_groups(prediction, data.y, stated.groups, level))
+        known_by, _ = prediction.judged("check")
+        likelihood, f, found = prediction.likelihood, prediction.f, []
+        if has_classes(likelihood, f) or has_values(likelihood, f):
+            found = list(_groups(prediction, data.y, stated.groups, level))
         if x is not None and x.is_floating_point() and x.dim() == 4:
-            shifted = dict(_shifted(record, prediction, x[:_COPIES]))
-    return Check(level, found, shifted, prediction)
+            for name, p in _shifted(record, prediction, x[:_COPIES]):
+                shifted[name] = auroc(-p, -prediction.p_value).item()
+                if len(known_by.unusual) >= 1 / _RATE - 1:
+                    flagged[name] = (p <= _RATE).double().mean().item()
+    return Check(level, found, shifted, flagged, prediction)
 
 
 def _groups(
@@ -195,12 +231,15 @@ def _groups(
         yield GroupCoverage(name, len(inside[some]), *shares, references.item())
 
 
-def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, float]]:
-    """Yield the AUROC of p-values for shifted copies of images (B, channels, H, W), by the name of the shift."""
+def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield p-values of shifted copies of images (B, channels, H, W), after the name of the shift."""
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
     turns, width = 1 if x.shape[2] == x.shape[3] else 2, 2 * (min(x.shape[2:]) // 8) + 1
+    darkest = x.amin((0, 2, 3), keepdim=True)
     copies = {
+        "blank image": darkest.expand_as(x),
+        "faint contrast": darkest + 0.1 * (x - darkest),
         f"rotation by {90 * turns}°": x.rot90(turns, (2, 3)),
         "blur": F.avg_pool2d(x, width, 1, width // 2, count_include_pad=False),
         "noise": x + x.std(correction=0) * noise,
@@ -211,4 +250,4 @@ def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[s
             parts = torch.arange(len(x), device=x.device).split(_AT_ONCE)
             stated = (prediction.stated.part(rows).groups for rows in parts)
             each = [predict(record, other[i], groups=g).p_value for i, g in zip(parts, stated)]
-            yield name, auroc(-torch.cat(each), -prediction.p_value).item()
+            yield name, torch.cat(each)

@@ -55,9 +55,11 @@ def report(
         >>> la.report(validation_loader)  # doctest: +SKIP
     """
     rows, (title, known) = predicted_data(la, loader), la._table()
-    network, posterior = (scores(p, rows.targets) for p in (rows.network, rows.posterior))
-    cells: list[tuple[str, ...]] = [("", "network", "posterior")]
-    cells += [(key, f"{network[key]:.4g}", f"{posterior[key]:.4g}") for key in network]
+    every = {"network": rows.network, "temperature scaling": rows.scaled_network()}
+    every["posterior"] = rows.posterior
+    each = {name: scores(p, rows.targets) for name, p in every.items() if p is not None}
+    cells: list[tuple[str, ...]] = [("", *each)]
+    cells += [(key, *(f"{own[key]:.4g}" for own in each.values())) for key in each["posterior"]]
     of_scores = Table(f"Scores on {len(rows.targets):,} examples", cells)
     to_do, covered = to_do_for(la, rows), ""
     if la.reference is not None:

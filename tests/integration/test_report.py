@@ -45,6 +45,7 @@ def test_a_page_is_complete(name, tmp_path):
         assert len(re.findall(rf"<{tag}\b", page)) == page.count(f"</{tag}>"), tag
     for words in ("NLL", "samples of all 27 parameters", "memory plan", "effective dimension γ"):
         assert words in page
+    assert ("temperature scaling" in page) == la.likelihood.gives_probabilities
     pictures = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)"', page)
     assert len(pictures) == {"poisson": 1}.get(name, 2)
     assert len(re.findall(r'<img [^>]*alt="\w', page)) == page.count("<img") == len(pictures)

@@ -119,7 +119,9 @@ def test_labels_of_pixels_have_no_coverage_but_flags():
     with pytest.raises(ValueError, match="calibrate"):
         la.check(x[80:], y[80:])
     found = la.calibrate(x[40:80], y[40:80]).check(x[80:], y[80:])
-    assert not found.groups and "blank image" in found.shifted and found.flagged["blank image"] > 0.9
+    assert (
+        not found.groups and "blank image" in found.shifted and found.flagged["blank image"] > 0.9
+    )
     assert "RiskControl(la, validation_loader)" in found.findings[0] and "blank image" in repr(
         found
     )

@@ -178,7 +178,7 @@ def test_ensembles_are_printed_compared_and_reported(members, unseen, tmp_path):
     ensemble.report(batches, tmp_path / "report.html", 5 * x)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Ensemble of 3 posteriors of Sequential" in page and "member 2: log evidence" in page
-    line = re.search(r">network</t.>.{0,9}>posterior</t.>.*?(>NLL<.*?</tr>)", page)[1]
+    line = re.search(r">network</t.>.{0,40}>posterior</t.>.*?(>NLL<.*?</tr>)", page)[1]
     assert f"{-log_prob.mean():.4g}" in line
     if kind_of(members[0]) == "classification":
         alone = torch.stack([la.model(x[40:]).detach() for la in members]).softmax(-1).mean(0)

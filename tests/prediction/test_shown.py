@@ -204,6 +204,7 @@ def test_the_table_shows_the_scores_of_each_posterior(name):
         assert record["network NLL"] == pytest.approx(alone) and record["parameters"] == 27
         assert f"{record['NLL']:.4f}" in repr(table)
     assert "network NLL" in table._repr_html_()
+    assert ("temperature scaling NLL" in repr(table)) == la.likelihood.gives_probabilities
 
 
 def test_differences_are_paired_where_the_loader_shuffles():
@@ -227,6 +228,30 @@ def test_posteriors_that_are_worse_than_their_networks_are_named():
     best, _, worse = Comparison(records, log_probs, gains).findings
     assert best == "'b' has the lowest NLL."
     assert "'a' is worse than its network alone, by 0.19 ± 0.06: call calibrate" in worse
+    of_temperature = {"b": torch.tensor([-0.25, -0.25, -0.25, 0.0])}
+    worse = Comparison(records, log_probs, {"b": torch.ones(4)}, of_temperature).findings[-1]
+    assert "'b' is worse than its network with temperature scaling, by 0.19" in worse
+
+
+def test_temperature_scaling_is_fitted_to_the_other_half():
+    """By a grid search on each half; a network that is too sure gains by it."""
+    case, la = known()
+    rows = predicted_data(la, [(case.x, case.y)])
+    f, y = rows.network.f, case.y
+    temperatures = torch.logspace(-2, 1, 3001, dtype=torch.float64)
+    due = torch.empty(len(y)).double()
+    for start in (0, 1):
+        own, other = slice(start, None, 2), slice(1 - start, None, 2)
+        logits = temperatures[:, None, None] * f[other]
+        losses = -logits.log_softmax(-1).gather(2, y[other].expand(3001, -1)[..., None]).sum((1, 2))
+        losses += 0.5 * temperatures.log().square()
+        best = temperatures[losses.argmin()]
+        due[own] = (best * f[own]).log_softmax(-1).gather(1, y[own][:, None])[:, 0]
+    found = compare([la], case.x, case.y).records["0: Sequential"]["temperature scaling NLL"]
+    assert found == pytest.approx(-due.mean().item(), rel=1e-4)
+    assert rows.scaled_network().probs.shape == (len(y), 3)
+    case, la = known("regression")
+    assert predicted_data(la, [(case.x, case.y)]).scaled_network() is None
 
 
 class Turning:

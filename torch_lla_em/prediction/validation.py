@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import as_loader, paired
 from torch_lla_em.prediction.arrays import NUMBERS, mean_and_error
+from torch_lla_em.prediction.calibration import with_temperature
 from torch_lla_em.prediction.passes import pushed, same_targets
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
@@ -22,7 +23,15 @@ from torch_lla_em.prediction.targets import count_labels, label_log_prob
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS, report
 
-_COLUMNS = "NLL", "network NLL", "accuracy", "ECE", "RMSE", "90 % coverage"
+_COLUMNS = (
+    "NLL",
+    "network NLL",
+    "temperature scaling NLL",
+    "accuracy",
+    "ECE",
+    "RMSE",
+    "90 % coverage",
+)
 
 _DETERMINED = 0.3
 """γ per target above which training residuals do not determine the noise, chosen on seven regressions with 200 and 800
@@ -112,6 +121,16 @@ class PredictedData(NamedTuple):
     posterior: Prediction
     """That of the posterior, as fitted or as calibrated."""
 
+    def scaled_network(self) -> Prediction | None:
+        """Return the network's prediction with temperature scaling; None for other targets than labels.
+
+        Each half of the examples has the temperature that fits the other half.
+        """
+        if not self.network.likelihood.gives_probabilities or self.network.origin is None:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            return replace(with_temperature(self.network.origin).network(), class_dim=-1)
+
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Return ``per_label`` of the posterior and of the network alone."""
         return per_label(self.posterior, self.targets), per_label(self.network, self.targets)
@@ -143,6 +162,10 @@ class Comparison(Printed):
     gains: dict[str, Tensor]
     """The difference from that under the networks alone, (N,), by name."""
 
+    over_temperature: dict[str, Tensor] = field(default_factory=dict)
+    """The difference from that under the networks with temperature scaling, (N,), by name; labels alone have it. Each half
+    of the examples has the temperature that fits the other half."""
+
     @property
     def ranking(self) -> list[str]:
         """Names in the order of validation NLL, the best first."""
@@ -165,13 +188,16 @@ class Comparison(Printed):
             gap, error = self.behind(name)
             noise = "" if gap > 2 * error else " (no measurable difference)"
             lines.append(f"{name!r} is worse by {gap:.2g} ± {error:.1g}{noise}.")
+        networks = ("alone", self.gains), ("with temperature scaling", self.over_temperature)
         for name in self.ranking:
-            gap, error = mean_and_error(-self.gains[name])
-            if gap > 2 * error:
-                lines.append(
-                    f"{name!r} is worse than its network alone, by {gap:.2g} ± {error:.1g}: call calibrate "
-                    "with other held-out data, or predict by the network."
-                )
+            for how, gains in networks:
+                gap, error = mean_and_error(-gains[name]) if name in gains else (0.0, 0.0)
+                if gap > 2 * error:
+                    lines.append(
+                        f"{name!r} is worse than its network {how}, by {gap:.2g} ± {error:.1g}: call calibrate "
+                        "with other held-out data, or predict by the network."
+                    )
+                    break
         return lines
 
     def _table(self) -> tuple[str, Cells]:
@@ -221,19 +247,24 @@ def compare(
         )
     loader = as_loader(paired(validation, targets))
     records: dict[str, dict[str, float]] = {}
-    log_probs, gains, known = {}, {}, None
+    log_probs, gains, over_temperature, known = {}, {}, {}, None
     for name, record in every.items():
         rows = predicted_data(record, loader)
         known = rows.targets if known is None else known
         same_targets(rows.targets, known)
         own, alone = (each.cpu() for each in rows.log_probs())
-        log_probs[name], gains[name] = own, own - alone
+        log_probs[name], gains[name], of_temperature = own, own - alone, {}
+        if (scaled := rows.scaled_network()) is not None:
+            by_temperature = per_label(scaled, rows.targets).cpu()
+            over_temperature[name] = own - by_temperature
+            of_temperature["temperature scaling NLL"] = -by_temperature.mean().item()
         records[name] = {
             **scores(rows.posterior, rows.targets),
             "network NLL": -alone.mean().item(),
+            **of_temperature,
             "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
         }
-    return Comparison(records, log_probs, gains)
+    return Comparison(records, log_probs, gains, over_temperature)
 
 
 def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:

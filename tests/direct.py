@@ -11,16 +11,17 @@ def rows_of(problem):
     """Return R, shape (N C, P), with G = RᵀR."""
     parts = []
 
-    def add(rows, batch, _, sums):
+    def add(rows, batch, _):
         at = problem.less_shift(rows.f)
         problem.inspect(rows, batch)
         identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
         u = problem.loss(batch.targets, batch.weights).root(at, identity.view(-1, *at.shape))
         R = torch.zeros(len(u), problem.size, dtype=problem.dtype, device=u.device)
         for column, into in zip(u.split(1), R.split(1)):
-            rows.pull(column, into)
+            rows.pull(column).added_to(into)
         problem.sweep.expect_finite(R)
         parts.append(R.to(problem.device))
+        return {}
 
     problem.sweep(torch.arange(1 << 16, device="cpu"), {}, add)
     return problem.data.group.gather(torch.cat(parts))

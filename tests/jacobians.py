@@ -20,12 +20,11 @@ def linear_model(model, selection=None, forward_fn=None, class_dim=-1):
 
 def products(linear, x, w, u):
     """Return f, J w and Jᵀ u of one batch."""
-    total = torch.zeros(len(u), linear.layout.size, dtype=w.dtype)
     with linear.network.guarded():
         rows = linear.at(x, len(w))
         Jw = rows.push(w)
         f = rows.f
-        rows.pull(u, total)
+        total = rows.pull(u).added_to(torch.zeros(len(u), linear.layout.size, dtype=w.dtype))
     assert not (f.requires_grad or Jw.requires_grad or total.requires_grad)
     return f, Jw, total
 
@@ -68,11 +67,10 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
             ways.append(factors)
         for rows in ways:
             for columns in (1, 3):
-                total = torch.zeros_like(w[:columns])
                 assert_close(
                     rows.push(w[:columns]).double(), (w[:columns] @ J.T).view(-1, *f.shape), **near
                 )
-                rows.pull(u[:columns], total)
+                total = rows.pull(u[:columns]).added_to(torch.zeros_like(w[:columns]))
                 assert_close(total, u[:columns].flatten(1) @ J, **near)
             assert_close(rows.f, f, **near)
             squares, single = rows.row_squares(u), J.view(*f.flatten(1).shape, -1)

@@ -140,7 +140,7 @@ def largest(model, count):
     total = torch.zeros_like(w)
     with Largest() as seen, linear.network.guarded():
         at = linear.at(SEQUENCES)
-        at.pull(at.push(w), total)
+        at.pull(at.push(w)).added_to(total)
     return seen.numel
 
 

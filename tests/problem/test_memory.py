@@ -11,7 +11,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.likelihoods import Classification
+from torch_lla_em.data import Share
+from torch_lla_em.likelihoods import Classification, Regression
+from torch_lla_em.problem import pull_back
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.memory import DoesNotFit, shortage_of
 from torch_lla_em.solvers import space as blocks
@@ -142,6 +144,64 @@ def test_nothing_is_added_twice_and_no_shortage_is_a_property_of_the_network():
                 assert small.linear_model.report.names == first.linear_model.report.names
         assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert any('vectors="cpu"' in str(error) for error in errors if isinstance(error, DoesNotFit))
+
+
+def targets(problem):
+    """Continuous targets, whose sums the first pass takes beside the random probes."""
+    found = problem.noise_features(K, seed=0)
+    moments = (
+        problem.moments,
+        problem.network_noise[None],
+        problem.likelihood.observation_noise[None],
+    )
+    return torch.cat([part.flatten() for part in (*found, *moments)])
+
+
+def pulled(problem):
+    """A product with the transposed Jacobian alone."""
+    problem.data.read()
+    u = torch.linspace(-1, 1, K * 36).view(K, 12, 3)
+    return pull_back(problem, u, Share(torch.arange(12), 12))
+
+
+def normed(problem):
+    return torch.cat([part.flatten() for part in problem.noise_features(K, seed=0)])
+
+
+@pytest.mark.parametrize("work", daily(targets, rest=[product, gradient, outputs, pulled, normed]))
+def test_no_sum_counts_a_batch_twice_wherever_memory_ends(work):
+    """Every operation of a pass after the probe that allocates is refused once."""
+    x, y = rows(12)
+    kind, y = (Regression(), x[:, :3].sin()) if work is targets else (Classification(), y)
+
+    def probed():
+        torch.manual_seed(0)
+        made = problem_of(prepared().linear_model.network.module, kind, [(x, y)])
+        made.linear_model.probe(x)
+        limits = {"columns": 3}
+        if work in (
+            normed,
+            targets,
+        ):  # without factors, squares depend on the sums that are squared
+            made.linear_model.leave_factors()
+            limits["rows"] = 1
+        made.sweep.take(made.sweep.plan._replace(**limits))
+        return made
+
+    whole = probed()
+    with EndsOnce(0) as operations:
+        expected = work(whole)
+    count, repeated = -operations.left, 0
+    for refused in range(1, count + 1):
+        small = probed()
+        with EndsOnce(refused):
+            try:
+                found = work(small)
+            except (torch.OutOfMemoryError, DoesNotFit):  # before or after the batches
+                continue
+        assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        repeated += 1
+    assert repeated > count / 2
 
 
 SHORTAGES = """std::bad_alloc

@@ -9,7 +9,7 @@ from torch_lla_em.jacobian.parameters import (
     leaves_out,
     select_parameters,
 )
-from torch_lla_em.jacobian.rows import Report, Rows
+from torch_lla_em.jacobian.rows import Pulled, Report, Rows
 from torch_lla_em.jacobian.state import NetworkState
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Network",
     "NetworkState",
     "ParameterLayout",
+    "Pulled",
     "Report",
     "Rows",
     "Selection",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ def _selected(
         return {first[id(parameter)] for parameter in module.get_submodule(last).parameters()}
     matched: set[str] = set()
     is_list = isinstance(selection, Iterable) and not isinstance(selection, str)
-    patterns = list(selection) if is_list else [selection]
+    patterns: list[Any] = list(selection) if is_list else [selection]
     words = (
         'None, "last_layer", "requires_grad", "all", a pattern of names from '
         "model.named_parameters(), a list of them, or a function (name, parameter) -> bool"

@@ -51,8 +51,7 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
         draw = partial(torch.randn, generator=generator, device="cpu")
         u = draw((2, *f.shape), dtype=f.dtype).to(f.device)
         v = draw((2, len(w)), dtype=torch.promote_types(w.dtype, torch.float32)).to(w.device)
-        JTu = torch.zeros_like(v)
-        plain.pull(u, JTu)
+        JTu = plain.pull(u).added_to(torch.zeros_like(v))
         if not JTu[0].any():
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
@@ -121,11 +120,11 @@ def _error(
     squares = layout.block_sums(truth[0].square())
     norms = squares.clamp_min(_SMALL**2 * squares.max()).clamp_min(1e-300)
     scaled, expected = truth[0] / layout.expand(norms), (squares / norms).sum()
-    Jv, pulled = rows.push(torch.stack([scaled.to(v), v[1]])).double(), torch.zeros_like(v)
-    rows.pull(u, pulled)
+    Jv = rows.push(torch.stack([scaled.to(v), v[1]])).double()
+    pulled = rows.pull(u).added_to(torch.zeros_like(v))
     lacking = ((u[0].double() * Jv[0]).sum() - expected).abs() / expected
-    back, size = torch.zeros_like(v[:1]), Jv[1].norm()
-    plain.pull((Jv[1:] / size).to(u), back)
+    size = Jv[1].norm()
+    back = plain.pull((Jv[1:] / size).to(u)).added_to(torch.zeros_like(v[:1]))
     beyond = (size - (back[0].double() * v[1].double()).sum()).abs() / size
     # of each block of Jᵀu on its own size, or if it is small, on that of all
     wrong = layout.block_sums((pulled.double() - truth).square()).sqrt()

@@ -45,6 +45,35 @@ class Report(NamedTuple):
         return min(best, most or best)
 
 
+class Pulled(NamedTuple):
+    """Jᵀ u, (K, P), as gradients by name, which take no more memory than the total they are added to."""
+
+    layout: ParameterLayout
+
+    step: int
+    """Number of columns that are computed at once."""
+
+    gradients: list[dict[str, Tensor]]
+    """For every ``step`` columns, (step, *shape) by name; 0 where a name is missing."""
+
+    def parts(self, total: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return views of a total (K, P), each with what is to be added, on its device and in its dtype."""
+        found = []
+        for some, gradients in zip(total.split(self.step), self.gradients, strict=True):
+            views = some.split(self.layout.sizes, dim=1)
+            for name, view in zip(self.layout.names, views, strict=True):
+                if name in gradients:
+                    g = gradients[name].reshape(view.shape)
+                    found.append((view, g.to(total.device, total.dtype)))
+        return found
+
+    def added_to(self, total: Tensor) -> Tensor:
+        """Add this to a total (K, P) in place, and return the total."""
+        for view, gradient in self.parts(total):
+            view += gradient
+        return total
+
+
 class Rows:
     """One batch of examples; ``push`` and ``pull`` may be called any number of times.
 
@@ -71,18 +100,10 @@ class Rows:
         parts = [self._push(self.layout.unflatten(some)) for some in w.split(step)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def pull(self, u: Tensor, total: Tensor) -> None:
-        """Add Jᵀ u for u (K, B, ..., C) to a total (K, P), completely or, after an error, not at all."""
+    def pull(self, u: Tensor) -> Pulled:
+        """Return Jᵀ u, (K, P), for u (K, B, ..., C)."""
         step = self.columns or len(u)
-        # all memory is allocated before the first number is added
-        found = [
-            {n: g.reshape(len(g), -1).to(total.device, total.dtype) for n, g in part.items()}
-            for part in map(self._pull, u.split(step))
-        ]
-        for some, gradients in zip(total.split(step), found):
-            for name, piece in zip(self.layout.names, some.split(self.layout.sizes, dim=1)):
-                if name in gradients:
-                    piece += gradients[name]
+        return Pulled(self.layout, step, [*map(self._pull, u.split(step))])
 
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""

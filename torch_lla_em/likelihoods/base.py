@@ -68,7 +68,8 @@ class Likelihood:
         shape = ones if self.elementwise else (*ones, f.shape[-1])
         leading = f.shape[: f.dim() - y.dim() - (not self.elementwise)]
         each = f.reshape(*leading, y.numel(), *shape), y.reshape(-1, *ones)
-        return self.log_prob(*each).unflatten(-1, (len(y), labels))
+        found: Tensor = self.log_prob(*each).unflatten(-1, (len(y), labels))
+        return found
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, where S is a root of the Hessian of the loss: S Sᵀ = H(f).

@@ -342,4 +342,4 @@ def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushforward]) -
         for total, gradients in ((of_labels, scaled.flatten(1)), (of_examples, scaled.sum(2))):
             total += gradients @ gradients.T
     of_labels.diagonal().add_(1)
-    return torch.linalg.solve(of_labels, of_examples).trace().item()
+    return float(torch.linalg.solve(of_labels, of_examples).trace())

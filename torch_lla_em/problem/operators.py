@@ -12,7 +12,7 @@ from torch_lla_em.data import Batch, Share
 from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
-from torch_lla_em.problem.sweep import BLOCK, Sums
+from torch_lla_em.problem.sweep import BLOCK, Contributions
 from torch_lla_em.solvers import Product
 
 
@@ -107,19 +107,19 @@ def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = N
     Ranks share sums only, whose size does not depend on N.
     """
 
-    def add(rows: Rows, batch: Batch, columns: Tensor, sums: Sums) -> None:
+    def add(rows: Rows, batch: Batch, columns: Tensor) -> Contributions:
         problem.inspect(rows, batch)
         numbers, places = batch.rows, None
         if sites is not None:
             numbers, places, _ = sites.of(problem, batch, rows.f)
         found, here = share.find(numbers)
         if len(found) < len(numbers):  # in another order, which the end of the pass notices
-            return
+            return {}
         own = u[columns.to(u.device)[:, None], here.to(u.device)]  # u[columns] would be copied
         if places is not None:  # neighbouring strata may share a site
             every = own.new_zeros(len(own), rows.f[..., 0].numel(), rows.f.shape[-1])
             own = every.index_add_(1, places.to(own.device), own)
-        rows.pull(own.to(rows.f).view(-1, *rows.f.shape), sums["Ju"])
+        return {"Ju": rows.pull(own.to(rows.f).view(-1, *rows.f.shape))}
 
     every = torch.arange(len(u), device="cpu")
     return problem.sweep(every, {"Ju": BLOCK}, add, weight=0.5)["Ju"]

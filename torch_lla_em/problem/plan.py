@@ -76,7 +76,7 @@ def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
         began = perf_counter()
         at = model.at(few.inputs, len(w), bool(model.factored), plan.columns)
         total = torch.zeros_like(w)
-        at.pull(at.push(w), total)
+        at.pull(at.push(w)).added_to(total)
         total.sum().item()  # which waits for the device
         return perf_counter() - began
 

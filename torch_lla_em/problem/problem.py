@@ -14,7 +14,7 @@ from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
 from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
-from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Kind, Sums, Sweep
+from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
 
@@ -62,17 +62,16 @@ class Problem:
 
     def ggn_product(self, w: Tensor, batch: Batch | None = None) -> Tensor:
         """Return G w, shape (K, P), or the part of one batch of every rank in it."""
-        return self.sweep(w, {"Gw": BLOCK}, self._add_product, batch)["Gw"]
+        return self.sweep(w, {"Gw": BLOCK}, self._product, batch)["Gw"]
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n -log p(y_n | J_n w) and its gradient, shape (P,)."""
 
-        def add(rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
+        def add(rows: Rows, batch: Batch, w: Tensor) -> Contributions:
             Jw = rows.push(w)
             self.inspect(rows, batch)
             loss = self.loss(batch.targets, batch.weights)
-            rows.pull(loss.gradient(Jw), sums["g"])
-            sums["loss"] += loss.value(Jw)
+            return {"loss": loss.value(Jw), "g": rows.pull(loss.gradient(Jw))}
 
         sums = self.sweep(w[None], {"loss": SCALAR, "g": BLOCK}, add)
         return sums["loss"].item(), sums["g"][0]
@@ -93,15 +92,17 @@ class Problem:
             axis, y = self.linear_model.network.class_dim, self.data.first().targets
             kinds["targets"] = (5, *likelihood.align(y, axis).shape[1:][-1:])
 
-        def add(rows: Rows, batch: Batch, samples: Tensor, sums: Sums) -> None:
+        def add(rows: Rows, batch: Batch, samples: Tensor) -> Contributions:
             at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
             self.inspect(rows, batch)
             loss = self.loss(batch.targets, batch.weights)
             u = loss.root(at, output_noise(seed, samples, batch.rows, at))
-            product = torch.zeros_like(sums["eta"])
-            rows.pull(u, product)
+            product = rows.pull(u).added_to(
+                torch.zeros(len(u), self.size, dtype=self.dtype, device=at.device)
+            )
             for tensor, message in ((u, _LIKELIHOOD), (product, _DERIVATIVE)):
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
+            found = {"eta": product}
             if with_squares:
                 # By factors of J the gradients of single examples are known, and the sum is exact, over unit columns
                 # if they are no more than samples. Other weights have the squares of sums over up to 32 examples: the
@@ -113,10 +114,10 @@ class Problem:
                     u = loss.root(at, units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape))
                 exact, each = rows.row_squares(u), product.square().sum(0).split(layout.sizes)
                 named = zip(layout.names, each)
-                sums["squares"] += torch.cat([exact.get(n, own).flatten() for n, own in named])
-            sums["eta"] += product
+                found["squares"] = torch.cat([exact.get(n, own).flatten() for n, own in named])
             if "targets" in kinds:  # a batch is processed once for each group of samples
-                sums["targets"] += len(samples) * loss.sums_of_targets(at)
+                found["targets"] = len(samples) * loss.sums_of_targets(at)
+            return found
 
         sums = self.sweep(torch.arange(num_samples, device="cpu"), kinds, add)
         eta, squares = sums["eta"], sums.get("squares", self.zeros(1)[0])
@@ -142,16 +143,18 @@ class Problem:
         """
         found: list[Any] = []
 
-        def add(rows: Rows, batch: Batch, _: Tensor, sums: Sums) -> None:
+        def add(rows: Rows, batch: Batch, _: Tensor) -> Contributions:
             Jw = rows.features if w is None else rows.push(w)
             self.inspect(rows, batch)
             if Jw is None:
                 found.append(None)
-                return
+                return {}
             Jw = Jw.to(self.dtype)[None] if w is None else Jw
             self.sweep.expect_finite(Jw)
             with torch.autocast(self.device.type, enabled=False):
-                found.append((batch, rows.f, Jw) if take is None else take(batch, rows.f, Jw))
+                taken = (batch, rows.f, Jw) if take is None else take(batch, rows.f, Jw)
+            found.append(taken)
+            return {}
 
         columns = torch.arange(1 if w is None else len(w), device="cpu")
         self.sweep(columns, {}, add, weight=0.5)
@@ -220,8 +223,8 @@ class Problem:
 
     # one batch
 
-    def _add_product(self, rows: Rows, batch: Batch, w: Tensor, sums: Sums) -> None:
-        """Add a batch to a product with G."""
+    def _product(self, rows: Rows, batch: Batch, w: Tensor) -> Contributions:
+        """Return what a batch adds to a product with G."""
         if self._point is None:
             Jw, at = rows.push(w), self.less_shift(rows.f)
         else:
@@ -229,7 +232,7 @@ class Problem:
             at, Jw = both[0], both[1:]
         self.inspect(rows, batch)
         loss = self.loss(batch.targets, batch.weights)
-        rows.pull(loss.product(at, Jw), sums["Gw"])
+        return {"Gw": rows.pull(loss.product(at, Jw))}
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
         """Return the loss of examples in any number."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, NetworkState, Report, Rows
+from torch_lla_em.jacobian import LinearModel, NetworkState, Pulled, Report, Rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
@@ -62,10 +62,12 @@ _PASSES = 10, 40
 _LONG = 60.0
 
 Sums = dict[str, Tensor]
-Add = Callable[[Rows, Batch, Tensor, Sums], None]
-"""(rows, batch, columns w, sums): add what the batch contributes for these columns.
+Contributions = Mapping[str, Tensor | Pulled]
 
-Whatever takes memory has to come before the first number is added."""
+Add = Callable[[Rows, Batch, Tensor], Contributions]
+"""(rows, batch, columns w) -> what the batch contributes to the sums for these columns, by name.
+
+The sweep adds it after the call has returned, so that nothing counts twice if memory runs out in it."""
 
 
 class Plan(NamedTuple):
@@ -203,7 +205,7 @@ class Sweep:
                 for columns in w[done:].split(step):
                     here = slice(done, done + len(columns))
                     own = {n: s[here] if kinds[n] == BLOCK else s for n, s in sums.items()}
-                    add(rows, piece, columns, own)
+                    _sum_up(own, add(rows, piece, columns))
                     done += len(columns)
                 continue
             except (RuntimeError, MemoryError) as error:
@@ -336,6 +338,20 @@ class Sweep:
     def fault(self) -> Exception | None:
         """Return the first error of this pass about what is not finite; the host waits for it."""
         return next((fault for fine, fault in self._checks if fault and not fine), None)
+
+
+def _sum_up(sums: Sums, contributions: Contributions) -> None:
+    """Add contributions to sums by name, completely or, after an error, not at all."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for name, part in contributions.items():
+        total = sums[name]
+        if isinstance(part, Pulled):
+            parts += part.parts(total)
+        else:
+            parts.append((total, part.to(total.device, total.dtype)))
+    # all memory is allocated before the first number is added
+    for total, part in parts:
+        total += part
 
 
 def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = False) -> str:

@@ -335,6 +335,7 @@ class LinearisedLaplace(Printed, nn.Module):
             facts: dict[str, Any] = {"history": tuple(around.history)}
             facts |= {"tolerance": options.tolerance}
             facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
+            facts["num_inputs"] = problem.data.facts.num_inputs
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))

@@ -81,6 +81,51 @@ def test_predictions_depend_on_the_values_of_inputs_alone(name):
             assert_close(la.predict(case.x).f_variance, whole.f_variance)
 
 
+def test_all_predictions_are_in_the_order_of_the_dataset():
+    case, la = known("regression")
+    shuffled = DataLoader(TensorDataset(case.x, case.y), 7, shuffle=True)
+    expected = la.predict(case.x).expectation
+    of_batches = torch.cat([each.expectation for each in la.predictions(shuffled)])
+    for found in (la(shuffled)[0], la.predict(shuffled).expectation, of_batches):
+        assert_close(found, expected)
+
+
+def test_two_tensors_in_a_list_are_two_batches_and_in_a_tuple_inputs_and_targets():
+    case, la = known("classification")
+    expected = la(case.x[:20])
+    for two in (
+        [case.x[:10], case.x[10:20]],
+        (case.x[:20], case.x[:20]),
+        [case.x[:20], case.y[:20]],
+    ):
+        found = torch.cat([each.expectation for each in la.predictions(two)])
+        assert_close(found, expected)
+
+
+class WithOptionalInput(nn.Module):
+    """A network whose second input may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, a, b=None):
+        return self.layer(a if b is None else a + b)
+
+
+@pytest.mark.parametrize("adapter", [Adapter(), Adapter(targets=lambda batch: batch[-1])])
+def test_batches_without_targets_keep_every_input_that_the_fit_had(adapter, tmp_path):
+    x, y = draw(20, 3), torch.arange(20) % 3
+    options = {"num_samples": 2, "adapter": adapter}
+    la = LinearisedLaplace(WithOptionalInput(), "classification", **options)
+    la.fit(DataLoader(TensorDataset(x, x, y), 7), progress_bar=False, em_steps=1)
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", la.model, adapter=adapter)
+    for own in (la, loaded):
+        for tensors in ((x, x), (x, x, y)):
+            assert_close(own(DataLoader(TensorDataset(*tensors), 7)), la((x, x)))
+
+
 def test_groups_and_weights_belong_to_examples_of_a_loader_that_shuffles():
     case, la = known("regression")
     la = copy.copy(la)

@@ -7,10 +7,11 @@ from torch_lla_em.data.batch import (
     default_forward,
     default_targets,
     inputs_of,
+    unlabelled,
 )
 from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
 from torch_lla_em.data.identity import Identity, distinct
-from torch_lla_em.data.loader import Data, in_order
+from torch_lla_em.data.loader import Data, inputs_in_order
 from torch_lla_em.data.share import Share
 from torch_lla_em.data.trees import copied, is_sequence, map_tensors, merged, tensors_in, to_device
 
@@ -27,7 +28,7 @@ __all__ = [
     "default_forward",
     "default_targets",
     "distinct",
-    "in_order",
+    "inputs_in_order",
     "inputs_of",
     "is_sequence",
     "map_tensors",
@@ -35,5 +36,6 @@ __all__ = [
     "paired",
     "tensors_in",
     "to_device",
+    "unlabelled",
     "with_weights",
 ]

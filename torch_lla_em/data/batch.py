@@ -146,6 +146,21 @@ def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
     return batch
 
 
+def unlabelled(batch: Any, num_inputs: int, target_fn: TargetFn | None = None) -> Any:
+    """Return the inputs of a batch that may have no targets.
+
+    A tuple of as many entries as the network was fitted with as inputs, ``num_inputs`` (0 if that is not known), has no
+    targets, if they are several.
+    """
+    if is_sequence(batch) and len(batch) == num_inputs > 1:
+        return tuple(batch)
+    given = None
+    if target_fn is not None and not isinstance(batch, Tensor):
+        with suppress(LookupError, AttributeError):  # there are none
+            given = target_fn(batch)
+    return inputs_of(batch, given)
+
+
 def default_targets(batch: Any) -> Any:
     """Return the targets of a batch (inputs, targets), (..., targets) or {"labels": ...}."""
     if isinstance(batch, Mapping) and "labels" in batch:

@@ -53,6 +53,14 @@ def is_pair(data: Any) -> bool:
     return arrays and all(part.ndim for part in data) and len(data[0]) == len(data[1])
 
 
+def are_batches(data: Any) -> bool:
+    """Whether this is a list of two batches of inputs, if no targets are needed: two arrays of one form in a list."""
+    if not (isinstance(data, list) and is_pair(data)):
+        return False
+    first, second = ((type(p), getattr(p, "dtype", None), p.shape[1:]) for p in data)
+    return first == second
+
+
 def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     """Return a loader and where its weights come from, for the ``weights`` of a user."""
     if callable(weights) or (isinstance(weights, str) and weights == "last"):

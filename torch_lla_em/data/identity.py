@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data.batch import Batch
-from torch_lla_em.data.trees import is_rows, leaves_of
+from torch_lla_em.data.trees import is_rows, is_sequence, leaves_of
 
 _SAMPLED, _SIZE = 1024, 1 << 64
 """The largest number of hashes that are kept, and the number of different hashes."""
@@ -41,6 +41,9 @@ class Identity:
     shapes: tuple[str, ...] = ()
     """Shapes of examples, ascending."""
 
+    num_inputs: int = 0
+    """Entries of a batch that are inputs: 1, or more if the batches are longer tuples."""
+
     num_outputs: int = 0
     num_labelled: int = 0
     """Entries of all outputs of the network, N C, and the number of examples with a label and a weight other than 0."""
@@ -57,11 +60,14 @@ class Identity:
             hashes = [_hash([*known, own]) for known, own in zip(examples, _bytes(w))]
         ordered = sum(number * value for number, value in zip(batch.rows.tolist(), hashes))
         shapes = (str([tuple(part.shape[1:]) for part in each]),)
-        self._include(Identity(size, batch.targets.numel(), sum(hashes), ordered, least, shapes))
+        entries = len(batch.inputs) if is_sequence(batch.inputs) else 1
+        numbers = size, batch.targets.numel(), sum(hashes), ordered
+        self._include(Identity(*numbers, least, shapes, entries))
 
     def _include(self, part: Identity) -> None:
         self.num_rows += part.num_rows
         self.num_targets += part.num_targets
+        self.num_inputs = max(self.num_inputs, part.num_inputs)
         self.num_outputs += part.num_outputs
         self.num_labelled += part.num_labelled
         self.total = (self.total + part.total) % _SIZE

@@ -24,6 +24,7 @@ from torch_lla_em.data.batch import (
 )
 from torch_lla_em.data.forms import (
     Weights,
+    are_batches,
     as_loader,
     checked_weights,
     order_of,
@@ -58,9 +59,12 @@ _OPTIONS = (
 )
 
 
-def in_order(data: Any) -> Any:
-    """Return a loader of the same batches; one that shuffles in the order of its dataset."""
-    return Data(data, torch.device("cpu")).loader
+def inputs_in_order(data: Any) -> Any:
+    """Return a loader of batches that may have no targets; one that shuffles is read in the order of its dataset.
+
+    Two arrays of one form in a list are two batches; otherwise a pair of arrays is (X, y).
+    """
+    return data if are_batches(data) else Data(data, torch.device("cpu")).loader
 
 
 class Data:

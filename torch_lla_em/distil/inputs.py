@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, inputs_of, map_tensors, merged, tensors_in, to_device
+from torch_lla_em.data import (
+    inputs_in_order,
+    inputs_of,
+    map_tensors,
+    merged,
+    tensors_in,
+    to_device,
+    unlabelled,
+)
 from torch_lla_em.runtime import check_choice
 
 Way = str | Callable[[Any], Any]
@@ -19,13 +27,13 @@ BATCH = 256
 """Inputs in each step, and predicted or made at once. Half and 1.5 times as many change the KL of tables by a fifth at most."""
 
 
-def gathered(inputs: Any, device: torch.device) -> Any:
-    """Return all inputs as one tree of tensors on a device."""
+def gathered(inputs: Any, device: torch.device, num_inputs: int = 0) -> Any:
+    """Return all inputs as one tree of tensors on a device; ``num_inputs`` is as in ``unlabelled``."""
     if isinstance(inputs, Iterator):  # it is read once
         inputs = list(inputs)
     batches: Iterable[Any] = [inputs_of(inputs) if isinstance(inputs, dict) else inputs]
     if isinstance(inputs, (DataLoader, Dataset, list)):
-        batches = map(inputs_of, as_loader(inputs))
+        batches = (unlabelled(batch, num_inputs) for batch in inputs_in_order(inputs))
     parts = [to_device(batch, device) for batch in batches]
     count = sum(map(number_of, parts))
     if count < 10:

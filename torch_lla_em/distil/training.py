@@ -145,10 +145,11 @@ def distil(
     """
     refuse_former("distil", former, dict.fromkeys(("targets", "lr"), "leave it out"))
     check_whole(1, steps=steps, num_inputs=num_inputs)
-    network = required(posterior, surely=True).members[0].setting.linear_model.network
+    first = required(posterior, surely=True).members[0]
+    network = first.setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():
-        x = gathered(inputs, network.device)
+        x = gathered(inputs, network.device, first.num_inputs)
         total, ways = number_of(x), chosen_ways(x, augment)
         found = _untrained(posterior, network, student, rows_of(x, slice(2)))
         order, few = torch.randperm(total, generator=generator, device="cpu"), max(2, total // 10)

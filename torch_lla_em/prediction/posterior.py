@@ -72,6 +72,9 @@ class Posterior:
     trained_on: tuple[int, ...] = ()
     """Hashes of some training examples; empty if they are not known."""
 
+    num_inputs: int = 0
+    """Entries of a batch that are inputs of the network; 0 if that is not known."""
+
     history: tuple[dict[str, Any], ...] = ()
     """A record of every EM step."""
 

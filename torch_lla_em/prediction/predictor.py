@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import as_loader, in_order, inputs_of, to_device
+from torch_lla_em.data import inputs_in_order, to_device, unlabelled
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
@@ -107,7 +106,7 @@ def predict(
         known = known.around(mean)
     is_stated = groups is not None or weights is not None
     if isinstance(x, _LOADERS):
-        batches = _in_batches(known, as_loader(in_order(x) if is_stated else x))
+        batches = _in_batches(known, inputs_in_order(x))
         found = predicted(known, joined(list(batches)))
     else:
         found = predicted(known, known.at(x))
@@ -122,14 +121,16 @@ def predictions(
     loader: Any,
     mean: Mean | None = None,
 ) -> Iterator[Prediction]:
-    """Yield the predictive distribution at each batch of a loader, in its order.
+    """Yield the predictive distribution at each batch of a loader, in the order of its dataset.
 
     Only one batch is held in memory at a time. All batches have the same functions: the k-th sample is the same
     function everywhere.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.predictions(loader)`` passes it.
-        loader (DataLoader, Dataset or list of batches): Read as in ``fit``; batches may have no targets.
+        loader (DataLoader, Dataset or list of batches): Batches may have no targets. A ``DataLoader`` that shuffles
+            is read in the order of its dataset, as by ``fit`` and all other methods. Two tensors of one form in a list
+            are two batches; in a tuple they are inputs and targets.
         mean (str, optional): As in ``predict``.
 
     Returns:
@@ -144,7 +145,7 @@ def predictions(
     known = required(la)
     if mean is not None:
         known = known.around(mean)
-    return (predicted(known, data) for data in _in_batches(known, as_loader(loader)))
+    return (predicted(known, data) for data in _in_batches(known, inputs_in_order(loader)))
 
 
 def is_ood(
@@ -202,13 +203,10 @@ def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterato
     for batch in loader:
         each, is_empty = [], False
         for member in known.members:
-            target_fn, own = member.setting.target_fn, batch
-            more: tuple[Tensor, ...] = ()
-            if target_fn is not None and not isinstance(batch, Tensor):
-                own = to_device(batch, member.setting.linear_model.network.device)
-                with suppress(LookupError, AttributeError):  # there are none
-                    more = (target_fn(own),)
-            each.append(member.at(inputs_of(own, *more)))
+            setting, own = member.setting, batch
+            if setting.target_fn is not None:
+                own = to_device(batch, setting.linear_model.network.device)
+            each.append(member.at(unlabelled(own, member.num_inputs, setting.target_fn)))
         yield stack_members(each)
     if is_empty:
         raise ValueError("The loader is empty: it yielded no examples.")

@@ -32,6 +32,9 @@ State = dict[str, Tensor]
 _RESULT = "w_lin w_samples scale prior_precision sigma_noise mixture certificate constant network_noise".split()
 """Tensors of a fit's result that have the same name in files."""
 
+_FACTS = "num_data", "num_inputs", "trained_on", "history"
+"""Fields of a posterior that have the same name in the record."""
+
 _NEEDED = {"w_lin": "P", "w_samples": "KP", "scale": "P", "certificate": "K"} | dict.fromkeys(
     ("prior_precision", "mixture", "effective_dim", "_log_evidence")
 )
@@ -167,7 +170,7 @@ def without_prefix(state: State, prefix: str) -> State:
 def state_of(la: Any, posterior: Posterior) -> State:
     """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
-    record = {name: getattr(posterior, name) for name in ("num_data", "trained_on", "history")}
+    record = {name: getattr(posterior, name) for name in _FACTS}
     record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
     record |= {"tolerance": posterior.tolerance}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
@@ -213,6 +216,7 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
         training=None if training[0] is None else TrainingExamples(given, *training),
         num_data=record["num_data"],
         tolerance=record.get("tolerance"),
+        num_inputs=record.get("num_inputs", 0),
         trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ())),

@@ -23,7 +23,7 @@ from torch_lla_em.jacobian import (
     NetworkState,
     ParameterLayout,
     Selection,
-    called_last,
+    last_layers,
     leaves_out,
     select_parameters,
 )
@@ -110,7 +110,8 @@ class LinearisedLaplace(Printed, nn.Module):
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
             (default): all that require gradients, except those of normalisation layers. Use
-            "last_layer" for very large networks. Otherwise a pattern of names such as "*lora*", a
+            "last_layer" for very large networks: the layer that computes the outputs, or the layers of all
+            heads if there are several. Otherwise a pattern of names such as "*lora*", a
             list of patterns, or a predicate (name, parameter) -> bool.
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
             the posterior; "network": at the network's outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
@@ -381,8 +382,8 @@ class LinearisedLaplace(Printed, nn.Module):
         """Return the problem of a fit, once it is known which layer is the last."""
         data, model = self._data(loader, group, weights), self._linear_model
         if self._parameters_asked == "last_layer":
-            # a call is needed to see which layer is called last
-            last = called_last(model.network, data.first().inputs)
+            # a call is needed to see which layers are applied last
+            last = last_layers(model.network, data.first().inputs)
             model = _linear_model(model.network, "last_layer", last)
         return Problem(model, self._given_likelihood, data)
 
@@ -391,6 +392,8 @@ def _is_partial(model: LinearModel) -> bool:
     return leaves_out(model.network.module, model.layout.names)
 
 
-def _linear_model(network: Network, parameters: Selection, last: str | None = None) -> LinearModel:
+def _linear_model(
+    network: Network, parameters: Selection, last: tuple[str, ...] = ()
+) -> LinearModel:
     names = select_parameters(network.module, parameters, last)
     return LinearModel(network, ParameterLayout.of(network.module, names))

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from torch_lla_em import Compute, LinearisedLaplace
-from torch_lla_em.jacobian.checks import called_last
+from torch_lla_em.jacobian.checks import last_layers
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import select_parameters
 
@@ -264,11 +264,46 @@ def test_forward_fn_and_class_dim():
         assert network.outputs(x).shape == (2, 2, 2, 3)
 
 
-def test_last_layer_is_the_last_called():
+def test_last_layers_are_those_with_no_layer_behind_them():
     layers = {"head": nn.Linear(3, 2), "body": nn.Linear(3, 3), "norm": nn.LayerNorm(2)}
     model = Calls(lambda m, x: m.norm(m.head(m.body(x))), **layers).double()
     assert select_parameters(model, "last_layer") == ("body.weight", "body.bias")
-    assert called_last(Network(model), X) == "head"
-    assert select_parameters(model, "last_layer", "head") == ("head.weight", "head.bias")
+    assert last_layers(Network(model), X) == ("head",)
+    assert select_parameters(model, "last_layer", ("head",)) == ("head.weight", "head.bias")
     with pytest.raises(ValueError, match="no last layer"):
-        called_last(Network(nn.Sequential(nn.PReLU()).double()), X)
+        last_layers(Network(nn.Sequential(nn.PReLU()).double()), X)
+
+
+HEADS = {
+    "two heads": (lambda m, x: torch.cat([m.b(h := m.a(x).tanh()), m.c(h)], 1), ("b", "c")),
+    "a gate": (lambda m, x: m.b(x) * m.c(x).sigmoid(), ("b", "c")),
+    "a skip connection": (lambda m, x: (h := m.a(x)) + m.b(h), ("b",)),
+    "layer in the middle of a skip connection": (lambda m, x: m.a(x) + m.c(m.b(x)), ("a", "c")),
+    "called twice": (lambda m, x: m.b(m.b(m.a(x))), ("b",)),
+    "an unused head, called last": (lambda m, x: (m.b(h := m.a(x)), m.c(h))[0], ("b",)),
+    "in place": (lambda m, x: m.b(m.a(x).relu_()).relu_(), ("b",)),
+    "by keyword": (lambda m, x: m.b(input=m.a(input=x)), ("b",)),
+    "attention": (lambda m, x: m.d(m.a(x)[None], m.a(x)[None], m.a(x)[None])[0][0], ("d",)),
+    "vmap": (lambda m, x: torch.vmap(m.b)(m.a(x)), ("b",)),
+    "no graph": (lambda m, x: torch.no_grad()(m.b)(m.a(x)), ("b",)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_last_layers_of_several_heads(name):
+    forward, expected = HEADS[name]
+    layers = {key: nn.Linear(3, 3) for key in "abc"}
+    model = Calls(forward, **layers, d=nn.MultiheadAttention(3, 1)).double()
+    assert last_layers(Network(model), X) == expected
+
+
+def test_the_last_layer_of_a_network_with_a_class_token_is_not_the_network():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.head = nn.Parameter(torch.ones(1, 3)), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(x + self.token)
+
+    assert last_layers(Network(Tokens().double()), X) == ("head",)

@@ -24,7 +24,7 @@ from torch_lla_em.distil.inputs import (
     rows_of,
 )
 from torch_lla_em.distil.student import Form, Student, StudentError
-from torch_lla_em.jacobian import Network, called_last
+from torch_lla_em.jacobian import Network, last_layers
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction import Prediction, predict, required
 from torch_lla_em.runtime import Adapter, check_whole, refuse_former, report
@@ -180,7 +180,7 @@ def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: An
     prediction = predict(posterior, some)
     due = Known.of(some, prediction)
     own = deepcopy(network.module if own is None else own).eval()
-    last = called_last(Network(own, network.forward_fn, network.class_dim), some)
+    *_, last = last_layers(Network(own, network.forward_fn, network.class_dim), some)
     target_fn = required(posterior).members[0].setting.target_fn
     called = Adapter(network.forward_fn, target_fn), network.class_dim, last
     sizes = due.uncertainty.shape[-1], due.scores.shape[-1]

@@ -1,6 +1,6 @@
 """A network as a function of its parameters, and products with its Jacobian."""
 
-from torch_lla_em.jacobian.checks import called_last, require_rows
+from torch_lla_em.jacobian.checks import last_layers, require_rows
 from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import ForwardFn, Network
 from torch_lla_em.jacobian.parameters import (
@@ -22,7 +22,7 @@ __all__ = [
     "Report",
     "Rows",
     "Selection",
-    "called_last",
+    "last_layers",
     "leaves_out",
     "require_rows",
     "select_parameters",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torch_lla_em.data import map_tensors, tensors_in
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import owns_weights
-from torch_lla_em.runtime import report
+from torch_lla_em.runtime import report, suppressed
 
 
 def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
@@ -91,7 +91,12 @@ def _skips_weights(network: Network, x: Any) -> bool:
 
 def nodes_of(f: Tensor) -> Iterator[Any]:
     """Yield every node of the graph of f."""
-    nodes, seen = [f.grad_fn], set()
+    return _upstream([f.grad_fn])
+
+
+def _upstream(nodes: list[Any]) -> Iterator[Any]:
+    """Yield every node of a graph from which one of these is computed, and these."""
+    nodes, seen = [*nodes], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -101,26 +106,50 @@ def nodes_of(f: Tensor) -> Iterator[Any]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def called_last(network: Network, x: Any) -> str:
-    """Return the path of the layer with weights that is called last in f(x).
+def last_layers(network: Network, x: Any) -> tuple[str, ...]:
+    """Return the paths of the layers with weights that act on f(x) through no other such layer, in the order of calls.
 
-    Calls are ordered by their start; ordered by their end, a network with a class token would be last.
+    They are several if the network has several heads. Where the graph of f(x) does not show them, as under ``no_grad``, it
+    is the layer that is called last.
     """
     layers = {layer: path for path, layer in network.module.named_modules() if owns_weights(layer)}
-    paths: list[str] = []
+    calls: list[tuple[nn.Module, list[Any], list[Any]]] = []  # with the nodes of inputs and outputs
 
-    def see(layer: nn.Module, _: Any) -> None:
-        if "parametrizations" not in layers.get(layer, "parametrizations"):
-            paths.append(layers[layer])
+    def see(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """Note a call, unless it is that of a container, such as a network with a class token."""
+        if not any(called in layer.modules() and called is not layer for called, _, _ in calls):
+            given, returned = (
+                [t.grad_fn for t in tensors_in(tree)] for tree in ([args, kwargs], out)
+            )
+            calls.append((layer, given, returned))
 
-    with network.guarded(), register_module_forward_pre_hook(see):
-        network.outputs(x)
-    if not paths:
+    with network.guarded(), ExitStack() as hooks:
+        for layer, path in layers.items():
+            if "parametrizations" not in path:
+                handle = layer.register_forward_hook(see, with_kwargs=True)
+                hooks.callback(handle.remove)
+        every = dict(network.module.named_parameters())
+        names = tuple(n for n, p in every.items() if p.is_floating_point() or p.is_complex())
+        # a graph that keeps no tensors takes no memory; functions of torch.func in a network do not allow that
+        unsaved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
+        failures: list[Exception] = []
+        with suppressed(failures), torch.enable_grad(), unsaved:
+            f = network.outputs(x, network.leaves(names))
+        if failures:
+            calls.clear()
+            f = network.outputs(x)
+        of_f = set(nodes_of(f))
+        acting = [call for call in calls if not of_f.isdisjoint(call[2])]
+        within = set(_upstream([node for _, given, _ in acting for node in given]))
+        last = [layer for layer, _, returned in acting if within.isdisjoint(returned)]
+    if not calls:
         raise ValueError(
             "No layer with weights is called in the forward pass, so there is no last layer. Pass "
             "`parameters=` with a list of name patterns."
         )
-    return paths[-1]
+    if not last or not any(calls[-1][2]):  # outputs are in no graph
+        last = [calls[-1][0]]
+    return tuple(dict.fromkeys(layers[layer] for layer in last))
 
 
 def require_rows(f: Tensor, x: Any) -> None:

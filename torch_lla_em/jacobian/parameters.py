@@ -67,19 +67,19 @@ class ParameterLayout:
 
 
 def select_parameters(
-    module: nn.Module, selection: Selection = None, last_layer: str | None = None
+    module: nn.Module, selection: Selection = None, last: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """Return the names of the parameters in the posterior, tied ones once.
 
     ``None`` selects all that require gradients, except those of normalisation layers;
-    ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layer at the path
-    ``last_layer``, or the last registered one if that is not known. A name pattern
+    ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layers at the paths
+    ``last``, or the last registered one if they are not known. A name pattern
     (``"encoder.*"``), a list of patterns or a predicate ``(name, parameter) -> bool`` selects what it
     matches.
     """
     with ONE_AT_A_TIME:
         parameters = dict(module.named_parameters())
-        names = _selected(module, parameters, selection, last_layer)
+        names = _selected(module, parameters, selection, last)
     chosen = {n: p for n, p in parameters.items() if n in names and p.numel()}
     for name, parameter in chosen.items():
         if parameter.is_complex():
@@ -105,7 +105,10 @@ def leaves_out(module: nn.Module, names: Collection[str]) -> bool:
 
 
 def _selected(
-    module: nn.Module, parameters: dict[str, nn.Parameter], selection: Selection, last: str | None
+    module: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    selection: Selection,
+    last: tuple[str, ...],
 ) -> set[str]:
     """Return the selected names."""
     if selection is None or selection == "requires_grad":
@@ -119,12 +122,12 @@ def _selected(
     every = dict(module.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(every.items())}
     if selection == "last_layer":
-        if last is None:  # the last with a matrix: scales, shifts and PReLU do not count
+        if not last:  # the last with a matrix: scales, shifts and PReLU do not count
             layers = {p: m for p, m in module.named_modules() if ".parametrizations" not in f".{p}"}
             with_weights = [path for path, layer in layers.items() if owns_weights(layer)]
             with_any = [path for path, layer in layers.items() if [*layer.parameters(False)]]
-            last = (with_weights or with_any or [""])[-1]
-        return {first[id(parameter)] for parameter in module.get_submodule(last).parameters()}
+            last = ((with_weights or with_any or [""])[-1],)
+        return {first[id(p)] for path in last for p in module.get_submodule(path).parameters()}
     matched: set[str] = set()
     is_list = isinstance(selection, Iterable) and not isinstance(selection, str)
     patterns: list[Any] = list(selection) if is_list else [selection]

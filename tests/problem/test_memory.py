@@ -170,7 +170,7 @@ def normed(problem):
 
 @pytest.mark.parametrize("work", daily(targets, rest=[product, gradient, outputs, pulled, normed]))
 def test_no_sum_counts_a_batch_twice_wherever_memory_ends(work):
-    """Every operation of a pass after the probe that allocates is refused once."""
+    """Operations of a pass after the probe that allocate are refused once, of many every few."""
     x, y = rows(12)
     kind, y = (Regression(), x[:, :3].sin()) if work is targets else (Classification(), y)
 
@@ -192,7 +192,8 @@ def test_no_sum_counts_a_batch_twice_wherever_memory_ends(work):
     with EndsOnce(0) as operations:
         expected = work(whole)
     count, repeated = -operations.left, 0
-    for refused in range(1, count + 1):
+    tries = range(1, count + 1, 1 + count // 100)
+    for refused in tries:
         small = probed()
         with EndsOnce(refused):
             try:
@@ -201,7 +202,7 @@ def test_no_sum_counts_a_batch_twice_wherever_memory_ends(work):
                 continue
         assert_close(found, expected, rtol=1e-4, atol=1e-4)
         repeated += 1
-    assert repeated > count / 2
+    assert repeated > len(tries) / 2
 
 
 SHORTAGES = """std::bad_alloc

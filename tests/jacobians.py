@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em.jacobian.linear_model import LinearModel
+from torch_lla_em.jacobian.linearised import Linearised
 from torch_lla_em.jacobian.network import Network, default_forward
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 
@@ -62,6 +63,8 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
     u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
     with linear.network.guarded():
         ways = [model.by_autodiff(x) for model in (linear, linear.steady(x))]
+        if linear.report.forward:
+            ways.append(Linearised(linear.network, linear.layout, x))
         if linear.factored:
             factors = linear.at(x, inf, keep=True)
             ways.append(factors)

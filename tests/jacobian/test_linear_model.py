@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from torch_lla_em.jacobian import factors, rows
+from torch_lla_em.jacobian import factors, graph
 from torch_lla_em.jacobian.factors import ByFactors
-from torch_lla_em.jacobian.rows import ByAutodiff
+from torch_lla_em.jacobian.graph import ByGraph
 
 
 def net(*layers):
@@ -38,7 +38,7 @@ def test_large_batches_take_few_columns_at_once():
             assert linear.by_autodiff(x[:5], at_once=3).columns == 3
             for some in (x, x[:1]):
                 at = steady.at(some, 4)
-                assert type(at) is ByAutodiff and at.columns is None
+                assert type(at) is ByGraph and at.columns is None
         assert linear.report == known
         linear.leave_factors()
         known = known._replace(names=())
@@ -63,28 +63,12 @@ def test_weights_are_never_kept():
         assert_close(again.by_autodiff(X).push(w), again.at(X, 9).push(w))
 
 
-ACTIVATIONS = nn.Tanh(), nn.ReLU(), nn.Sigmoid(), nn.GELU(), nn.Softplus(), nn.Dropout()
-OTHERS = nn.ReLU(inplace=True), nn.Softmax(-1)
+def test_arguments_of_a_layer_may_be_named_in_any_order():
+    def forward(m, x):
+        h = F.linear(x, bias=m.a.bias, weight=m.a.weight).tanh()
+        return F.linear(weight=m.b.weight, input=h, bias=m.b.bias)
 
-
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, *OTHERS], ids=str)
-def test_few_rows_of_a_plain_network_need_no_backward_pass(activation):
-    """J w is carried along; functions that are not known, or write to what is known, are left to others."""
-    model, backward = mlp(activation, nn.Linear(2, 3, bias=False)), []
-    linear = linear_model(prepared(model), ["0.weight", "4.*", "6.weight"])
-    linear.probe(X)
-
-    def see(layer, given, f):
-        if f.requires_grad:
-            f.register_hook(backward.append)
-
-    model.register_forward_hook(see)
-    w = draw(5, linear.layout.size)
-    with linear.network.guarded():
-        f, Jw = linear.push(X, w[:2], w[2:])
-        assert bool(backward) == (activation in OTHERS)
-        at = linear.steady(X).by_autodiff(X)
-        assert_close((f, Jw), (at.f, at.push(w)))
+    assert kept(prepared(Calls(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2))), X)
 
 
 def test_what_is_kept_shares_no_memory():
@@ -114,11 +98,11 @@ def test_a_weight_that_acts_otherwise_later_is_left_to_torch_func():
     linear.probe(x)
     with linear.network.guarded():
         assert isinstance(linear.at(x, inf, keep=True), ByFactors)
-        assert isinstance(linear.at(-x, inf, keep=True), ByAutodiff)
+        assert isinstance(linear.at(-x, inf, keep=True), ByGraph)
     linear, x = linear_model(net(nn.Linear(3, 2))), draw(4, 3).requires_grad_()
     linear.probe(x.detach())
     with linear.network.guarded(), torch.enable_grad():
-        assert isinstance(linear.at(x, inf, keep=True), ByAutodiff)
+        assert isinstance(linear.at(x, inf, keep=True), ByGraph)
 
 
 BATCH, LENGTH, WIDTH = 4, 96, 32
@@ -151,7 +135,7 @@ def test_no_product_is_taken_row_by_row(name, count, monkeypatch):
     torch.manual_seed(0)
     model = TRANSPOSED[name]().eval()
     size = largest(model, count)
-    monkeypatch.setattr(rows, "contiguous", lambda func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(graph, "contiguous", lambda func, args, kwargs: func(*args, **kwargs))
     assert size <= largest(model, count) / (3 if count > 1 else 1)
     attention_maps = BATCH * 2 * LENGTH * LENGTH
     assert size <= count * max(sum(p.numel() for p in model.parameters()), attention_maps)

@@ -131,7 +131,7 @@ def last_layers(network: Network, x: Any) -> tuple[str, ...]:
         every = dict(network.module.named_parameters())
         names = tuple(n for n, p in every.items() if p.is_floating_point() or p.is_complex())
         # a graph that keeps no tensors takes no memory; functions of torch.func in a network do not allow that
-        unsaved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
+        unsaved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda kept: kept)
         failures: list[Exception] = []
         with suppressed(failures), torch.enable_grad(), unsaved:
             f = network.outputs(x, network.leaves(names))

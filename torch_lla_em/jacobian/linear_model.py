@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import copy
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.jacobian.intercepted import carried
+from torch_lla_em.jacobian.graph import ByGraph
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import probe
 from torch_lla_em.jacobian.recorded import by_factors
-from torch_lla_em.jacobian.rows import ByAutodiff, Report, Rows, num_examples
+from torch_lla_em.jacobian.rows import Report, Rows
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
 
 # entries of blocks that are copied into one, which takes 0.05 ms; each further product takes 0.4 ms
 _COPIED = 250_000
-# examples times entries of blocks up to which J w is carried along: factors take up to .25 ms more and half of the
-# arithmetic. As fast at 80 examples of 33 columns of 3,753 weights, and at 600 of 9; on 540,000 weights at one
-_CARRIED = 1e7
 
 
 class LinearModel:
@@ -88,16 +85,8 @@ class LinearModel:
 
     def push(self, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside ``network.guarded()``."""
-        entries, known = sum(block.numel() for block in w), self.report
-        if entries <= _COPIED:
+        if sum(block.numel() for block in w) <= _COPIED:
             w = (torch.cat(w),)
-            is_few = num_examples(x) * entries <= _CARRIED and not torch.is_grad_enabled()
-            if is_few and known is not None and known.carries:
-                leaves = self.network.leaves(self.layout.names)
-                directions = self.layout.unflatten(w[0])
-                found = carried(partial(self.network.outputs, x), leaves, directions)
-                if found is not None:
-                    return found
         rows = self.at(x, sum(map(len, w)))
         Jw = [rows.push(block) for block in w]
         return rows.f, Jw[0] if len(Jw) == 1 else torch.cat(Jw)
@@ -119,12 +108,12 @@ class LinearModel:
         return self.by_autodiff(x, at_once)
 
     def by_autodiff(self, x: Any, at_once: int | None = None) -> Rows:
-        """Return the linear model at a batch by its definition, for ``at_once`` columns."""
+        """Return the linear model at a batch by ``torch.func`` and a recorded graph, for ``at_once`` columns."""
         known = self.report or Report()
         if known.fault:
             raise NotImplementedError(known.fault)
         columns = known.columns(x, at_once)
-        return ByAutodiff(self.network, self.layout, x, columns, known.forward)
+        return ByGraph(self.network, self.layout, x, columns, known.forward)
 
     def steady(self, x: Any) -> LinearModel:
         """Return the same model for programs: by ``torch.func``, all columns at once for batches of any size."""

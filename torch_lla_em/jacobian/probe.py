@@ -1,4 +1,4 @@
-"""Compares J w and Jᵀu with ``backward`` at the first batch: by factors if they agree, and by ``torch.func``."""
+"""Compares every way to J w and Jᵀu with the definition at the first batch, and chooses the fastest that agrees."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import map_tensors
 from torch_lla_em.jacobian.checks import checked_outputs
-from torch_lla_em.jacobian.intercepted import carried
+from torch_lla_em.jacobian.graph import ByGraph
+from torch_lla_em.jacobian.linearised import Linearised
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.recorded import by_factors, find
-from torch_lla_em.jacobian.rows import ByAutodiff, Report, Rows, num_examples
+from torch_lla_em.jacobian.rows import Pulled, Report, Rows, num_examples
 from torch_lla_em.runtime import suppressed
 
 # largest error by rounding, of deep networks in float32 or with TF32; wrong derivatives have more
@@ -38,36 +40,32 @@ _FAULT = (
 
 
 def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
-    """Return the ways of computing J that agree with ``backward``; raise an error if none does.
+    """Return the ways of computing J that agree with its definition; raise an error if none does.
 
     Returns None if J is zero at these inputs. The module, its buffers and the random state are not changed.
     """
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        plain = ByAutodiff(network, layout, x)
+        plain = ByGraph(network, layout, x)
         report, generator = _measured(network, plain, x), torch.Generator("cpu").manual_seed(0)
         f, values = plain.f, network.weights(layout.names)
         w = layout.flatten(values)
         draw = partial(torch.randn, generator=generator, device="cpu")
         u = draw((2, *f.shape), dtype=f.dtype).to(f.device)
         v = draw((2, len(w)), dtype=torch.promote_types(w.dtype, torch.float32)).to(w.device)
-        JTu = plain.pull(u).added_to(torch.zeros_like(v))
+        truth, JTu = _by_definition(plain, Linearised(network, layout, x), u, v)
         if not JTu[0].any():
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
-        error = partial(_error, plain, (u, v, JTu), eps)
-        ways = [ByAutodiff(network, layout, x, None, way) for way in (True, False)]
+        error = partial(_error, truth, (u, v, JTu), eps)
+        ways = [ByGraph(network, layout, x, None, way) for way in (True, False)]
         report = _with_torch_func(ways, report, error, eps**0.5)
-        if report.forward:
-            of_weights, leaves = partial(network.outputs, x), network.leaves(layout.names)
-            along, Jv = carried(of_weights, leaves, layout.unflatten(v)), ways[0].push(v)
-            is_right = along is not None and (along[1] - Jv).norm() <= eps**0.5 * Jv.norm()
-            report = report._replace(carries=bool(is_right))
         if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
-                found = find(network, layout, x, report)
+                # one example is not enough to decide whether examples have factors of their own
+                found = find(network, layout, x if len(f) > 1 else _twice(x), report)
                 rows = None if found is None else by_factors(network, layout, x, found[0])
                 last = [term[-1] for term in rows.parts] if rows else []  # by backward passes
                 count = sum(b.numel() for b in last if isinstance(b, Tensor))
@@ -82,7 +80,26 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
     return report
 
 
-def _measured(network: Network, plain: ByAutodiff, x: Any) -> Report:
+def _by_definition(
+    plain: ByGraph, definition: Linearised, u: Tensor, like: Tensor
+) -> tuple[Rows, Tensor]:
+    """Return the definition of J, and Jᵀu in the form of ``like``, (K, P).
+
+    Where ``torch.func`` does not support an operation of the network, it is ``backward``.
+    """
+    pulled: list[Pulled] = []
+    with suppressed():
+        pulled.append(definition.pull(u))
+    truth: Rows = definition if pulled else plain
+    return truth, (pulled or [plain.pull(u)])[0].added_to(torch.zeros_like(like))
+
+
+def _twice(x: Any) -> Any:
+    """Return inputs of one example twice."""
+    return map_tensors(lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, x)
+
+
+def _measured(network: Network, plain: ByGraph, x: Any) -> Report:
     """Check the outputs, and return their sizes and those of what a forward pass keeps of an example."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
 
@@ -107,10 +124,8 @@ def _measured(network: Network, plain: ByAutodiff, x: Any) -> Report:
     )
 
 
-def _error(
-    plain: ByAutodiff, known: tuple[Tensor, Tensor, Tensor], eps: float, rows: Rows
-) -> float:
-    """Return the relative error of J w and of Jᵀu for random u, v and Jᵀu by ``backward``.
+def _error(plain: Rows, known: tuple[Tensor, Tensor, Tensor], eps: float, rows: Rows) -> float:
+    """Return the relative error of J w and of Jᵀu for random u, v and Jᵀu by the definition.
 
     It does not depend on the number of outputs: w = Jᵀu, of blocks of one size, shows what J lacks,
     and u = J v what it has too much.
@@ -135,7 +150,7 @@ def _error(
 
 
 def _with_torch_func(
-    ways: list[ByAutodiff], report: Report, error: Callable[[Rows], float], tolerance: float
+    ways: list[ByGraph], report: Report, error: Callable[[Rows], float], tolerance: float
 ) -> Report:
     """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
     best, reasons = report._replace(adjoint_error=math.inf), list[str]()

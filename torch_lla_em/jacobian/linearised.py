@@ -1,0 +1,55 @@
+"""J by its definition: the derivatives of f(x; w), a function of the parameters w in the posterior, at the trained ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.jacobian.parameters import ParameterLayout
+from torch_lla_em.jacobian.rows import Rows
+
+
+class Linearised(Rows):
+    """The linear model at a batch by ``torch.func.jvp`` and ``vjp`` of ``functional_call``, vmapped over columns.
+
+    Vectors in parameter space are flat; a network takes them as tensors by name. The other ways are compared with this.
+    """
+
+    def __init__(
+        self, network: Network, layout: ParameterLayout, x: Any, columns: int | None = None
+    ):
+        """``columns``: the most at once, None: all."""
+        self.layout, self.columns = layout, columns
+        self._of_weights, self._leaves = partial(network.outputs, x), network.leaves(layout.names)
+        self._w_MAP = {name: w.detach() for name, w in self._leaves.items()}
+        self._f: Tensor | None = None
+
+    def _function(self, weights: dict[str, Tensor]) -> Tensor:
+        """Return f(x; w), shape (B, ..., C)."""
+        return self._of_weights(weights)
+
+    @property
+    def f(self) -> Tensor:
+        """f(x), shape (B, ..., C)."""
+        if self._f is None:
+            self._f = self._function(self._w_MAP)
+        return self._f
+
+    def _push(self, directions: dict[str, Tensor]) -> Tensor:
+        # forward mode copies views that do not start at the beginning of their memory
+        columns = {name: directions[name].to(w, copy=True) for name, w in self._w_MAP.items()}
+        jvp = partial(torch.func.jvp, self._function, (self._w_MAP,))
+        if len(next(iter(columns.values()))) == 1:
+            self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
+            return Jw[None]
+        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))[:2]
+        return Jw
+
+    def _pull(self, u: Tensor) -> dict[str, Tensor]:
+        f, vjp = torch.func.vjp(self._function, self._w_MAP)[:2]
+        pulled: dict[str, Tensor] = torch.vmap(lambda column: vjp(column)[0])(u.to(f))
+        return pulled

@@ -215,6 +215,8 @@ class LinearisedLaplace(Printed, nn.Module):
         Args:
             posterior (Posterior): The record, as ``calibrate`` of a record returns it.
         """
+        words = "the record of a fit, as la.posterior, or predict(record, x) for one of several"
+        require(isinstance(posterior, Posterior), "posterior", posterior, words, TypeError)
         self.posterior = posterior
 
     @property

@@ -66,6 +66,7 @@ OF_A_WRONG_TYPE = [
 OBJECTS_OF_A_WRONG_TYPE = [
     (Compute, {"solver": "cg"}, "solver must be None, or BlockCG"),
     (Compute, {"solver": Newton()}, "solver must be None, or BlockCG"),
+    (Compute, {"keep_data": "yes"}, "keep_data must be True or False"),
     (Compute, {"budget": "1 h"}, "budget must be None, or a number above 0"),
     (Compute, {"checkpoint": 3}, "checkpoint must be None, or the name of a folder"),
     (BlockCG, {"tolerance": "low"}, "tolerance must be a number above 0"),
@@ -141,6 +142,12 @@ UNUSABLE = {
     "empty batch": (([(X[:0], LABELS[:0])],), ValueError, "empty"),
     "two batches without targets": (([X, LABELS[:3]],), TypeError, "No targets"),
     "no labels": (([{"x": X}],), TypeError, "Adapter"),
+    "a list of examples": (([*zip(X, LABELS)],), TypeError, r"DataLoader\(dataset, batch_size"),
+    "another dtype": (
+        (X.double(), LABELS),
+        TypeError,
+        r"weights torch.float32 .*to\(torch.float32",
+    ),
     "other length": (([(X, LABELS[:3])],), ValueError, "10 inputs but 3 targets"),
 }
 
@@ -218,13 +225,55 @@ def test_questions_about_one_example_or_other_inputs_name_the_remedy(tmp_path):
             la(X[0])
         with pytest.raises(TypeError, match=r"pass torch.tensor\(x\)"):
             la(X.tolist())
+        with pytest.raises(TypeError, match=r"torch.stack\(x\)"):
+            la(list(X))
         with pytest.raises(TypeError, match="to_numpy"):
             la(FRAME)
+        with pytest.raises(TypeError, match=r"weights torch.float32 .* dtype of the training data"):
+            la(X.double())
 
 
 def test_bad_questions_are_refused():
     la = fit("classification", [(X, LABELS)], em_steps=2)
     with pytest.raises(TypeError, match="other by name.* all inputs by name"):
         la(X, other=X)
+    for call in (la, la.predict, la.predictions):
+        with pytest.raises(TypeError, match=r"several in one tuple, la.*\(\(a, b\)\)"):
+            call(X, X)
+    with pytest.raises(TypeError, match="the record of a fit"):
+        la.take(X)
+    with pytest.raises(ValueError, match="n must be a whole number of 1 or more"):
+        la.predict(X).sample(0)
     with pytest.raises(ValueError, match="network"):
         la.predict(X, mean="mode")
+
+
+def test_several_inputs_may_have_weights():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, a, b):
+            return self.inner(a + b)
+
+    options = {"em_steps": 2, "progress_bar": False, "weights": torch.arange(10.0)}
+    found = LinearisedLaplace(Sum(), "classification", num_samples=2).fit((X, X), LABELS, **options)
+    whole = LinearisedLaplace(network(), "classification", num_samples=2)
+    assert_close(found((X, X)), whole.fit(2 * X, LABELS, **options)(2 * X))
+
+
+def test_networks_and_data_that_were_made_in_inference_mode():
+    with torch.inference_mode():
+        model, x, y = network(), X.clone(), LABELS.clone()
+        la = LinearisedLaplace(model, "classification", num_samples=2)
+        found = la.fit(x, y, progress_bar=False, em_steps=2)(x)
+    assert_close(found, fit("classification", (X, LABELS), em_steps=2)(X))
+
+
+def test_the_first_prediction_may_be_of_one_example(tmp_path):
+    la = fit("classification", (X, LABELS))
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", network())
+    assert_close(loaded(X[:1]), la(X[:1]))
+    assert loaded._linear_model.factored == la._linear_model.factored != ()

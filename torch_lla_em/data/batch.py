@@ -211,7 +211,7 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
         raise TypeError(
             f"The network does not accept the inputs of a batch ({error}). Inputs are all entries of a batch but its "
             'targets, which are the last of a tuple or the "labels" of a dict. Of arrays or lists pass torch.tensor(x), '
-            'of a table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call fit(loader, weights='
+            'of a list of examples torch.stack(x), of a table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call fit(loader, weights='
             '"last"), and predict and calibrate, with x or batches (x, y). If other entries are not inputs, pass '
             "adapter=Adapter(lambda model, inputs: model(inputs[0]), lambda batch: batch[1]). If the network takes all inputs in one list or in one dict, pass "
             "adapter=Adapter(lambda model, inputs: model(inputs))."

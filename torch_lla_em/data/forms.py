@@ -68,15 +68,17 @@ def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     if isinstance(weights, Real):
         number = float(weights)
         return loader, lambda y: torch.full(y.shape[:1], number, device=y.device)
-    # fit(x, y) passes a list of one batch
-    loader = loader[0] if isinstance(loader, list) and len(loader) == 1 else loader
-    if isinstance(weights, str) or not is_pair(loader):
+    # fit(x, y) passes a list of one batch, whose inputs may be several
+    is_one = isinstance(loader, list) and len(loader) == 1
+    batch = loader[0] if is_one else loader if is_pair(loader) else None
+    is_labelled = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if isinstance(weights, str) or not is_labelled:
+        words = repr(weights) if isinstance(weights, str) else f"a {type(weights).__name__}"
         raise TypeError(
-            f"weights are {type(weights).__name__} {weights if isinstance(weights, str) else ''!r}: pass a tensor "
-            'together with tensors of inputs and targets, fit(x, y, weights=w); or "last" for a loader of '
-            "batches (inputs, targets, weights); or a function of the targets."
+            f"weights are {words}: pass a tensor together with tensors of inputs and targets, fit(x, y, weights=w); or "
+            '"last" for a loader of batches (inputs, targets, weights); or a function of the targets.'
         )
-    return [(*loader, torch.as_tensor(weights, device="cpu"))], "last"
+    return [(*batch, torch.as_tensor(weights, device="cpu"))], "last"
 
 
 def without_weights(batch: Any) -> tuple[Any, Any]:

@@ -226,6 +226,11 @@ class Data:
                 seen += len((self._target_fn or default_targets)(raw))
                 continue
             inputs, targets, weights = self._split(raw)
+            if not targets.dim():
+                raise TypeError(
+                    f"Batch {place} of the loader is a single example: its targets are one number. Loaders yield batches: pass "
+                    "DataLoader(dataset, batch_size=256), of a list of examples too, or tensors, fit(x, y)."
+                )
             if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
                 raise ValueError(
                     f"Batch {place} has {len(inputs)} inputs but {len(targets)} targets: every example needs one of each."

@@ -15,9 +15,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from torch_lla_em.data import copied, default_forward
+from torch_lla_em.data import copied, default_forward, tensors_in
 from torch_lla_em.jacobian.state import ONE_AT_A_TIME
-from torch_lla_em.runtime import tf32, without_autocast
+from torch_lla_em.runtime import is_shortage, tf32, without_autocast
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 
@@ -82,10 +82,25 @@ class Network:
             # not restore a module with two names (pytorch#164759); a copy of the inputs, since a layer
             # that works in place writes to them
             f = functional_call(self._called, at, (copied(x),), tie_weights=False)
+        except RuntimeError as error:
+            self._explain(error, x)
+            raise
         finally:
             _restore(attributes)
         f = f if self.class_dim == -1 else f.movedim(self.class_dim, -1)
         return f.float() if self.precision == "bfloat16" else f
+
+    def _explain(self, error: RuntimeError, x: Any) -> None:
+        """Raise an error for inputs of another floating point dtype than the weights, which layers refuse."""
+        given = {t.dtype for t in tensors_in(x) if t.is_floating_point()}
+        known = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        if not given or not known or given & known or is_shortage(error):
+            return
+        (one, *_), (other, *_) = given, known
+        raise TypeError(
+            f"Inputs have the dtype {one}, but the network's weights {other} ({error}). Pass inputs.to({other}). If the "
+            "network was converted after fit, it has no longer the dtype of the training data: pass those in its dtype, too."
+        ) from error
 
     @contextmanager
     def guarded(self) -> Iterator[_Inside]:
@@ -158,7 +173,9 @@ def _noted(layers: dict[str, nn.Module]) -> _Inside:
                 place = f"{path}.{key}" if path else key
                 name = inside.places[f"module.{place}"] = names.setdefault(id(tensor), place)
                 if name not in inside.tensors:
-                    inside.tensors[name] = tensor.detach()
+                    # a tensor made in inference mode cannot be differentiated, but its copy can
+                    is_plain = not tensor.is_inference()
+                    inside.tensors[name] = tensor.detach() if is_plain else tensor.clone()
                     if is_written or holder is layer._buffers:
                         inside.written.append(name)
     return inside

@@ -23,16 +23,18 @@ from torch_lla_em.prediction.reference import Score, Stated
 
 Mean = Literal["network", "linear"]
 _LOADERS = DataLoader, Dataset
+_ONE_TUPLE = "{0} takes all inputs of the model as its first argument: pass several in one tuple, {0}((a, b)), or by their names."
 _BATCHES = "predict batch by batch, with la.predictions(loader)."
 
 
-def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
+def forward(la: Any, x: Any = None, *more: Any, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la(x)`` passes it.
-        x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them. The
-            model may also be given its inputs by name: ``la(input_ids=...)``.
+        x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them: several in one tuple,
+            ``la((a, b))``, or by name, ``la(input_ids=...)``.
+        *more: Refused.
 
     Returns:
         Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
@@ -45,6 +47,8 @@ def forward(la: Any, x: Any = None, **inputs: Any) -> Tensor | tuple[Tensor, Ten
         >>> probabilities = la(x)
         >>> mean, variance = regression(x)
     """
+    if more:
+        raise TypeError(_ONE_TUPLE.format("la"))
     if not inputs and isinstance(x, _LOADERS):
         is_real = required(la).likelihood.real_valued
         each = (
@@ -101,9 +105,7 @@ def predict(
                 "pass all inputs by name, or all in one tuple or dict. For fewer samples, fit with another num_samples."
             )
         x = inputs
-    known = required(la)
-    if mean is not None:
-        known = known.around(mean)
+    known = _around(la, mean)
     is_stated = groups is not None or weights is not None
     if isinstance(x, _LOADERS):
         batches = _in_batches(known, inputs_in_order(x))
@@ -142,10 +144,18 @@ def predictions(
     Example:
         >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
     """
-    known = required(la)
-    if mean is not None:
-        known = known.around(mean)
+    known = _around(la, mean)
     return (predicted(known, data) for data in _in_batches(known, inputs_in_order(loader)))
+
+
+def _around(la: Any, mean: Mean | None) -> Posterior | Posteriors:
+    """Return the record of a posterior, around one mean if it is given."""
+    known = required(la)
+    if mean is None:
+        return known
+    if not isinstance(mean, str):
+        raise TypeError(_ONE_TUPLE.format("la.predict"))
+    return known.around(mean)
 
 
 def is_ood(

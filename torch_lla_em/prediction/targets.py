@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood, average, mean_square, require_labels
 from torch_lla_em.prediction.arrays import Interval, require_share
 from torch_lla_em.prediction.functions import functions_at, log_mean_exp, over_rows
-from torch_lla_em.runtime import without_autocast
+from torch_lla_em.runtime import check_whole, without_autocast
 
 
 def credible_interval(prediction: Any, level: float = 0.95) -> Interval:
@@ -45,6 +45,7 @@ def sample(prediction: Any, n: int = 1, generator: torch.Generator | None = None
     Example:
         >>> y = regression.predict(x).sample(100)
     """
+    check_whole(1, n=n)
     device = prediction.f.device if generator is None else generator.device
     weights = prediction.weights.detach().to(device)
     chosen = torch.multinomial(weights, n, True, generator=generator).to(prediction.f.device)

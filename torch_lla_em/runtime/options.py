@@ -102,6 +102,8 @@ class Compute:
         is_path = self.checkpoint is None or isinstance(self.checkpoint, (str, PathLike))
         words = "None, or the name of a folder"
         require(is_path, "checkpoint", self.checkpoint, words, TypeError)
+        is_bool = isinstance(self.keep_data, bool)
+        require(is_bool, "keep_data", self.keep_data, "True or False", TypeError)
         for name in ("tolerance", "budget", "span_memory"):
             value = getattr(self, name)
             if value is not None:

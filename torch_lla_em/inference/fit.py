@@ -222,8 +222,7 @@ def _result(q: State, noise: StochasticPrior) -> FitResult:
     """Return the posterior of a state."""
     own = q.precision, q.sigma, q.mean, q.samples, noise.prior.scale
     gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
-    own = *own, gamma, q.certificate, evidence
-    return FitResult(*own, mode_error=q.errors[1], why=q.why)
+    return FitResult(*own, gamma, q.certificate, evidence, mode_error=q.errors[1], why=q.why)
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:

@@ -143,11 +143,31 @@ def test_the_package_does_not_grow():
         found[name] = sum(p.name != "self" and p.kind != p.VAR_KEYWORD for p in named)
     print(found)  # shown if it fails, and by pytest -s
     assert not {name: n for name, n in found.items() if n > BOUNDS[name]}
-    assert len([*PACKAGE.glob("*.py")]) <= 7
+    assert len([*PACKAGE.glob("*.py")]) <= 8
     classes = [
         node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)
     ]
     assert not {name for name in classes if classes.count(name) > 1}
+
+
+def test_methods_of_posteriors_are_defined_by_their_classes_and_typed():
+    """So that ``help`` shows their arguments, and editors find them and know what they return."""
+    faults, kinds = [], (torch_lla_em.LinearisedLaplace, torch_lla_em.LaplaceEnsemble)
+    for kind in kinds:
+        for name in dir(kind):
+            value = inspect.getattr_static(kind, name)
+            value = getattr(value, "__func__", value)
+            value = value.fget if isinstance(value, property) else value
+            if name[0] == "_" or not getattr(value, "__module__", "").startswith("torch_lla_em"):
+                continue
+            owner = value.__qualname__.split(".")[0]
+            signature = inspect.signature(value)
+            typed = all(p.annotation is not p.empty for p in [*signature.parameters.values()][1:])
+            is_typed = typed and signature.return_annotation is not signature.empty
+            if owner not in {each.__name__ for each in kind.__mro__} or not is_typed:
+                faults.append(f"{kind.__name__}.{name}")
+            assert value.__doc__, name
+    assert not faults, faults
 
 
 FACTORIES = (

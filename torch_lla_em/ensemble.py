@@ -12,27 +12,14 @@ from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
-from torch_lla_em.distil import distil as train_student
 from torch_lla_em.laplace import LinearisedLaplace, Task
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import (
-    Correction,
-    Posteriors,
-    Printed,
-    calibrates,
-    check,
-    exports,
-    predictor,
-    required,
-    stored,
-    summary,
-    suspicious,
-)
-from torch_lla_em.report import report
+from torch_lla_em.prediction import Correction, Posteriors, calibrates, required, stored
+from torch_lla_em.predicts import Predicts
 from torch_lla_em.runtime import files
 
 
-class LaplaceEnsemble(Printed, nn.Module):
+class LaplaceEnsemble(Predicts):
     """The equally weighted mixture of the posteriors of several networks.
 
     Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
@@ -49,12 +36,6 @@ class LaplaceEnsemble(Printed, nn.Module):
         >>> ensemble = LaplaceEnsemble([la, other])
         >>> probabilities = ensemble.calibrate(x, y)(x)
     """
-
-    forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
-    is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
-    calibrate, check, export = calibrates.calibrate, check, exports.export
-    suspicious = suspicious
-    distil, report, details, _table = train_student, report, summary.details, summary.table_of
 
     def __init__(self, members: Iterable[LinearisedLaplace]):
         """Take the members; the class documents the arguments."""
@@ -76,9 +57,6 @@ class LaplaceEnsemble(Printed, nn.Module):
         self.folds: Tensor | None = None
         """Of ``from_folds`` the member that has not seen each example, (N,), which files leave out."""
 
-    reference = stored.result("correction.reference", "The scores of validation examples, if any.")
-    calibration = stored.result("correction.calibration", "The result of the last ``calibrate``.")
-
     @property
     def posterior(self) -> Posteriors | None:
         """The records of the members, and what ``calibrate`` has found of them together; None before their fits."""
@@ -96,7 +74,8 @@ class LaplaceEnsemble(Printed, nn.Module):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the first member; they may differ in the observation noise."""
-        return self.members[0].likelihood
+        likelihood: Likelihood = self.members[0].likelihood
+        return likelihood
 
     @classmethod
     def from_folds(
@@ -197,7 +176,7 @@ class LaplaceEnsemble(Printed, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
         """Move members, and what was found of them."""
-        super()._apply(fn, recurse)
+        nn.Module._apply(self, fn, recurse)
         self._correction = tree_map_only(Tensor, fn, self._correction)
         return self
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from numbers import Real
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,7 @@ from torch.utils.data import Dataset
 
 from torch_lla_em.checkpoint import header_of
 from torch_lla_em.data import Data, Weights, paired, with_weights
-from torch_lla_em.distil import distil as train_student
-from torch_lla_em.inference import FitOptions, learn
+from torch_lla_em.inference import Estimate, FitOptions, learn
 from torch_lla_em.jacobian import (
     LinearModel,
     Network,
@@ -35,22 +35,17 @@ from torch_lla_em.likelihoods import (
     preferred,
 )
 from torch_lla_em.prediction import (
+    Accuracy,
     Posterior,
-    Printed,
     Setting,
     calibrates,
-    check,
-    exports,
-    predictor,
     required,
-    result,
     stored,
     summary,
-    suspicious,
     warn_of_collapse,
 )
+from torch_lla_em.predicts import Predicts
 from torch_lla_em.problem import Plan, Problem
-from torch_lla_em.report import report
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     PRIORS,
@@ -64,7 +59,7 @@ from torch_lla_em.runtime import (
     refuse_former,
     require,
 )
-from torch_lla_em.session import Session, log_marginal_likelihood
+from torch_lla_em.session import Session
 
 _FORMER = {
     "g_prior": 'write prior="isotropic" for g_prior=False, and prior="g" for True',
@@ -86,7 +81,7 @@ Task = Literal[
 ]
 
 
-class LinearisedLaplace(Printed, nn.Module):
+class LinearisedLaplace(Predicts):
     """The linearised Laplace posterior of a trained network, represented by samples.
 
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
@@ -171,43 +166,104 @@ class LinearisedLaplace(Printed, nn.Module):
             adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
         network = Network(model, adapter.outputs, int(class_dim), compute.precision)
         self._given_likelihood: Likelihood = likelihood
-        self.posterior: Posterior | None = None
+        self._posterior: Posterior | None = None
         self._parameters_asked, self._base = parameters, _linear_model(network, parameters)
         self.prior, self.curvature, self.num_samples = prior, curvature, int(num_samples)
         self.seed, self.adapter, self.compute = int(seed), adapter, compute
         self.trained_with: tuple[Any, Weights | None] = (None, None)
         """The data of the fit and their weights, which copies and files leave out."""
 
-    forward, predict, predictions = predictor.forward, predictor.predict, predictor.predictions
-    is_ood, functional_samples = predictor.is_ood, predictor.functional_samples
-    export = exports.export
-    calibrate, check = calibrates.calibrate, check
-    suspicious = suspicious
-    distil, report, details, _table = train_student, report, summary.details, summary.table_of
-    _save_to_state_dict: Any = stored.save_to_state_dict
-    _load_from_state_dict, save = stored.load_from_state_dict, stored.save
-    load: Any = classmethod(stored.load)
-    accuracy, log_marginal_likelihood = property(summary.accuracy), log_marginal_likelihood
+    @property
+    def posterior(self) -> Posterior | None:
+        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None before ``fit``."""
+        return self._posterior
 
-    prior_precision = result("result.prior_precision", "λ, () or one value per tensor.")
-    sigma_noise = result("likelihood.observation_noise", "σ of a regression.")
-    effective_dim = result("result.effective_dim.value", "γ, how many parameters data determine.")
-    effective_dim_error = result("result.effective_dim.standard_error", "Its Monte Carlo error.")
-    certificate = result("result.certificate", "The numerical error of each sample, (K,).")
-    scale = result("result.scale", "Prior standard deviation of each parameter at λ = 1, (P,).")
-    w_MAP = result("setting.linear_model.w_MAP", "The trained weights of the parameters, (P,).")
-    w_lin = result("result.w_lin", "The mode of the linear model, (P,).")
-    w_samples = result("result.w_samples", "The posterior samples, with mean zero, (K, P).")
-    mixture = result("mixture", "The components of predictions.")
-    mean = result("mean", 'What samples are added to: "network" or "linear".')
-    posterior_scale = result("scale", "τ, the factor of the posterior's variance in predictions.")
-    reference = result(
-        "correction.reference", "The scores of validation examples, if there are any."
-    )
-    calibration = result("correction.calibration", "The result of the last ``calibrate``, if any.")
-    num_data = result("num_data", "The number of training examples with a label.")
-    history = result("history", "A record of every EM step.", list)
-    messages = result("messages", "The memory plan, then the warnings.", list)
+    @property
+    def prior_precision(self) -> Tensor | None:
+        """λ, () or one value per tensor; None before ``fit``."""
+        return None if self._posterior is None else self._posterior.result.prior_precision
+
+    @property
+    def sigma_noise(self) -> Tensor | None:
+        """σ of a regression; None before ``fit``, and of other likelihoods."""
+        return None if self._posterior is None else self._posterior.likelihood.observation_noise
+
+    @property
+    def effective_dim(self) -> Tensor | None:
+        """γ, how many parameters the data determine, as λ; None before ``fit``."""
+        return None if self._posterior is None else self._posterior.result.effective_dim.value
+
+    @property
+    def effective_dim_error(self) -> Tensor | None:
+        """The Monte Carlo standard error of γ; None before ``fit``."""
+        if self._posterior is None:
+            return None
+        return self._posterior.result.effective_dim.standard_error
+
+    @property
+    def certificate(self) -> Tensor | None:
+        """The bound on the numerical error of each sample, (K,); None before ``fit``."""
+        return None if self._posterior is None else self._posterior.result.certificate
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """The numerical error of samples and mode, the bound for samples, and the tolerance; None before ``fit``.
+
+        Example:
+            >>> la.accuracy.is_reached
+            True
+        """
+        return None if self._posterior is None else summary.accuracy(self)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The prior standard deviation of each parameter at λ = 1, (P,); None before ``fit``."""
+        return None if self._posterior is None else self._posterior.result.scale
+
+    @property
+    def w_MAP(self) -> Tensor | None:
+        """The trained weights of the parameters, (P,); None before ``fit``."""
+        return None if self._posterior is None else self._posterior.setting.linear_model.w_MAP
+
+    @property
+    def w_lin(self) -> Tensor | None:
+        """The mode of the linear model, (P,); None before ``fit``."""
+        return None if self._posterior is None else self._posterior.result.w_lin
+
+    @property
+    def w_samples(self) -> Tensor | None:
+        """The posterior samples, with mean zero, (K, P); None before ``fit``."""
+        return None if self._posterior is None else self._posterior.result.w_samples
+
+    @property
+    def mixture(self) -> Tensor | None:
+        """The components of predictions; None before ``fit``."""
+        return None if self._posterior is None else self._posterior.mixture
+
+    @property
+    def mean(self) -> str | None:
+        """What samples are added to: "network" or "linear"; None before ``fit``."""
+        return None if self._posterior is None else self._posterior.mean
+
+    @property
+    def posterior_scale(self) -> Tensor | None:
+        """τ, the factor of the posterior's variance in predictions; None before ``fit``."""
+        return None if self._posterior is None else self._posterior.scale
+
+    @property
+    def num_data(self) -> int | None:
+        """The number of training examples with a label; None before ``fit``."""
+        return None if self._posterior is None else self._posterior.num_data
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A record of every EM step; empty before ``fit``."""
+        return [] if self._posterior is None else list(self._posterior.history)
+
+    @property
+    def messages(self) -> list[str]:
+        """The memory plan, then the warnings of the fit; empty before it."""
+        return [] if self._posterior is None else list(self._posterior.messages)
 
     def take(self, posterior: Posterior) -> None:
         """Hold another record from now on.
@@ -217,7 +273,7 @@ class LinearisedLaplace(Printed, nn.Module):
         """
         words = "the record of a fit, as la.posterior, or predict(record, x) for one of several"
         require(isinstance(posterior, Posterior), "posterior", posterior, words, TypeError)
-        self.posterior = posterior
+        self._posterior = posterior
 
     @property
     def likelihood(self) -> Likelihood:
@@ -230,7 +286,7 @@ class LinearisedLaplace(Printed, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
         """Move posterior and network together."""
-        self._base, self.posterior = stored.moved(self, fn)
+        self._base, self._posterior = stored.moved(self, fn)
         return self
 
     @property
@@ -361,6 +417,67 @@ class LinearisedLaplace(Printed, nn.Module):
             g_prior=scaling,
             **of_fit,
         )
+
+    def log_marginal_likelihood(self) -> Estimate:
+        """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over samples.
+
+        It compares priors, noise levels and likelihoods on the features of one network, and not networks.
+
+        Raises:
+            ValueError: If the fit took a solver, or had a precision per tensor.
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> value, standard_error = la.log_marginal_likelihood()
+        """
+        found = required(self).members[0].result.log_evidence
+        if found.value.isnan():
+            raise ValueError(
+                "A fit by a solver, or with a precision per tensor, does not compute the evidence. Fit with one "
+                "precision (layerwise=False) and without Compute(solver=...)."
+            )
+        return found
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the posterior to a file, without the network. Loading it runs no code.
+
+        Args:
+            path (str): Name of the file.
+
+        Raises:
+            NotFittedError: Before ``fit``, or if the model has changed since.
+
+        Example:
+            >>> la.save("posterior.pt")  # doctest: +SKIP
+        """
+        stored.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: nn.Module, **options: Any) -> LinearisedLaplace:
+        """Return a saved posterior on its network.
+
+        Args:
+            path (str): Name of the file that ``save`` has written.
+            model (nn.Module): The network, with the weights that the posterior was fitted to.
+            **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a custom
+                likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Others replace those saved.
+
+        Raises:
+            ValueError: If the file is damaged or belongs to another network, or if an option is
+                missing.
+
+        Example:
+            >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
+        """
+        return stored.load(cls, path, model, **options)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        stored.save_to_state_dict(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        stored.load_from_state_dict(self, state_dict, prefix, *more)
 
     def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
         """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it to read it.

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Computed, Folder
 from torch_lla_em.data import Identity, tensors_in
-from torch_lla_em.inference import Estimate, FitOptions, Progress
-from torch_lla_em.prediction import refuse_training_data, required
+from torch_lla_em.inference import FitOptions, Progress
+from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import (
     KEPT_OUTPUTS,
     Plan,
@@ -274,23 +274,3 @@ def memory_of(
         found.append(min(room, entries * itemsize))
     expected = found[0] + 0.5 * plan.vectors + rest
     return expected, max(expected, found[1] + plan.vectors + 2 * rest)
-
-
-def log_marginal_likelihood(la: Any) -> Estimate:
-    """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over samples.
-
-    It compares priors, noise levels and likelihoods on the features of one network, and not networks.
-
-    Raises:
-        ValueError: If the fit took a solver, or ``prior="layerwise"``.
-
-    Example:
-        >>> value, standard_error = la.log_marginal_likelihood()
-    """
-    found: Estimate = required(la).members[0].result.log_evidence
-    if found.value.isnan():
-        raise ValueError(
-            "A fit by a solver, or with a precision per tensor, does not compute the evidence. Fit with one precision "
-            '(prior="scalar") and without Compute(solver=...).'
-        )
-    return found

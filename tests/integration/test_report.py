@@ -83,7 +83,7 @@ def test_advice_follows_the_numbers():
     assert "are accurate" in repr(la) and advised("Call la.calibrate")
     worse = torch.full_like(la.certificate, 5.0)
     result = la.posterior.result._replace(certificate=worse)
-    la.posterior = replace(la.posterior, result=result)
+    la.take(replace(la.posterior, result=result))
     assert "are not accurate" in repr(la)
     la.calibrate(case.x + 0.1, case.y)
     assert not advised("Call la.calibrate") and advised(f"{alone}.*Calibrate with other", ahead)

@@ -197,9 +197,13 @@ def test_batches_without_targets_are_inputs_and_inputs_have_names():
     la = LinearisedLaplace(Scaled(), "classification", num_samples=2)
     la.fit([{**batch, "labels": case.y}], **FIXED)
     assert_close(la(**batch), la({**batch, "labels": case.y}))
-    assert_close(la.predict(**batch).probs, la(batch))
-    with pytest.raises(TypeError, match="by name"):
-        la(case.x, scale=batch["scale"])
+    assert_close(la.predict(batch).probs, la(batch))
+    for options in ({"scale": batch["scale"]}, {"mean": "linear"}):
+        with pytest.raises(TypeError, match="by name.*Options, such as mean, are those of predict"):
+            la(case.x, **options)
+    for method in (la.predict, la.is_ood):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'tokens'"):
+            method(**batch)
 
 
 def test_outputs_without_a_last_dimension_have_intervals_of_their_shape():

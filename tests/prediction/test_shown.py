@@ -65,7 +65,7 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     assert found.error == pytest.approx(max(of_samples, result.mode_error))
     for error in (0.0, 1.0):  # the larger one of samples and mode
         other = copy.copy(la)
-        other.posterior = replace(la.posterior, result=result._replace(mode_error=error))
+        other.take(replace(la.posterior, result=result._replace(mode_error=error)))
         assert other.accuracy.error == pytest.approx(max(of_samples, error))
         assert other.accuracy.is_reached == (error < 1)
     assert found.bound == la.certificate.max() and found.is_reached
@@ -81,7 +81,7 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
 def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     case, la = known("regression")
     la, calibrate = copy.copy(la), f"σ is too small. {summary.CALL} to learn σ."
-    la.posterior = replace(la.posterior, messages=("A plan.", calibrate, "Something else."))
+    la.take(replace(la.posterior, messages=("A plan.", calibrate, "Something else.")))
     ensemble = LaplaceEnsemble([la, la])
     assert summary.CALL in repr(la) and "Members 0, 1 have warnings" in repr(ensemble)
     for each in (la, ensemble):
@@ -89,7 +89,7 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     assert (
         summary.CALL not in repr(la) and "Something else." in repr(la) and calibrate in la.messages
     )
-    la.posterior = replace(la.posterior, messages=("A plan.", calibrate))
+    la.take(replace(la.posterior, messages=("A plan.", calibrate)))
     assert "have warnings" not in repr(ensemble)
 
 

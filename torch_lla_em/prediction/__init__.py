@@ -8,7 +8,7 @@ from torch_lla_em.prediction import arrays, calibrates, exports, predictor, stor
 from torch_lla_em.prediction.arrays import Interval, mean_and_error
 from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration, Correction
-from torch_lla_em.prediction.check import check
+from torch_lla_em.prediction.check import Check, check
 from torch_lla_em.prediction.exports import program_of
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
@@ -20,10 +20,11 @@ from torch_lla_em.prediction.posterior import (
     required,
 )
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import predict, predictions
+from torch_lla_em.prediction.predictor import Mean, predict, predictions
+from torch_lla_em.prediction.reference import Reference, Score
 from torch_lla_em.prediction.risk import RiskControl
-from torch_lla_em.prediction.stored import likelihood_options, result
-from torch_lla_em.prediction.summary import CALL, Printed, Table, advice, of_examples
+from torch_lla_em.prediction.stored import likelihood_options
+from torch_lla_em.prediction.summary import CALL, Accuracy, Printed, Table, advice, of_examples
 from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious
 from torch_lla_em.prediction.validation import (
     Comparison,
@@ -41,17 +42,22 @@ from torch_lla_em.prediction.validation import (
 
 __all__ = [
     "CALL",
+    "Accuracy",
     "Calibration",
+    "Check",
     "Comparison",
     "Correction",
     "Interval",
+    "Mean",
     "NotFittedError",
     "Posterior",
     "Posteriors",
     "PredictedData",
     "Prediction",
     "Printed",
+    "Reference",
     "RiskControl",
+    "Score",
     "Setting",
     "SuspiciousTargets",
     "Table",
@@ -76,7 +82,6 @@ __all__ = [
     "program_of",
     "refuse_training_data",
     "required",
-    "result",
     "scores",
     "stated_and_right",
     "stored",

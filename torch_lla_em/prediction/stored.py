@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -44,19 +43,7 @@ _TRAINING = "training_deviations", "largest_variance"
 """Tensors of the training examples that a posterior keeps."""
 
 
-def result(name: str, meaning: str, kind: Callable[..., Any] | None = None) -> Any:
-    """Return a property with a field of the record; before ``fit`` it is None, or an empty ``kind``."""
-    of = attrgetter(name)
-
-    def value(self: Any) -> Any:
-        if self.posterior is None:
-            return None if kind is None else kind()
-        return of(self.posterior) if kind is None else kind(of(self.posterior))
-
-    return property(value, doc=meaning if kind else f"{meaning} None before ``fit``.")
-
-
-def save_to_state_dict(la: Any, destination: State, prefix: str, keep_vars: bool) -> None:
+def save_to_state_dict(la: Any, destination: State, prefix: str) -> None:
     """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and the network its own."""
     try:
         found: Any = required(la, surely=True)
@@ -70,7 +57,7 @@ def save_to_state_dict(la: Any, destination: State, prefix: str, keep_vars: bool
     destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
 
-def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any, **named: Any) -> None:
+def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any) -> None:
     """Load the tensors of this module from its state, or from that of a module, whose networks may be loaded later."""
     _, _, missing, _, errors = more
     own = without_prefix(state_dict, prefix)
@@ -86,18 +73,7 @@ def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any, **
 
 
 def save(la: Any, path: str | PathLike[str]) -> None:
-    """Write the posterior to a file, without the network. Loading it runs no code.
-
-    Args:
-        la (LinearisedLaplace): The posterior; ``la.save(path)`` passes it.
-        path (str): Name of the file.
-
-    Raises:
-        NotFittedError: Before ``fit``, or if the model has changed since.
-
-    Example:
-        >>> la.save("posterior.pt")  # doctest: +SKIP
-    """
+    """Write a posterior with the options of its object to a file."""
     state, model, compute = la.state_dict(), la._linear_model, la.compute
     options = {name: getattr(la, name) for name in ("prior", "num_samples", "curvature", "seed")}
     options |= {"parameters": model.layout.names, "class_dim": model.network.class_dim}
@@ -107,22 +83,7 @@ def save(la: Any, path: str | PathLike[str]) -> None:
 
 
 def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options: Any) -> Own:
-    """Return a saved posterior on its network.
-
-    Args:
-        cls (type): The class; ``LinearisedLaplace.load(path, model)`` passes it.
-        path (str): Name of the file that ``save`` has written.
-        model (nn.Module): The network, with the weights that the posterior was fitted to.
-        **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a custom
-            likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Others replace those saved.
-
-    Raises:
-        ValueError: If the file is damaged or belongs to another network, or if an option is
-            missing.
-
-    Example:
-        >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
-    """
+    """Return a saved posterior on its network, as ``LinearisedLaplace.load``."""
     state = files.read(path, "posterior")
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")

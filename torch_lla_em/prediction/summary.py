@@ -114,15 +114,8 @@ class Accuracy(NamedTuple):
         )
 
 
-def accuracy(la: Any) -> Accuracy | None:
-    """The numerical error of samples and mode, the bound for samples, and the tolerance; None before ``fit``.
-
-    Example:
-        >>> la.accuracy.is_reached
-        True
-    """
-    if la.posterior is None:
-        return None
+def accuracy(la: Any) -> Accuracy:
+    """Return the numerical error of samples and mode, its bound and the tolerance."""
     result = la.posterior.result
     error = relative_error(result.certificate, result.effective_dim.value.sum())
     error = max(error, result.mode_error)
@@ -131,16 +124,7 @@ def accuracy(la: Any) -> Accuracy | None:
 
 
 def details(la: Any) -> Table:
-    """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
-
-    ``print(la)`` shows the result in words.
-
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.details()`` passes it.
-
-    Example:
-        >>> print(la.details())  # doctest: +SKIP
-    """
+    """Return all numbers of the fit in the terms of the method."""
     members, (title, rows) = _members(la), table_of(la)
     for i, member in enumerate(members):
         name = f"member {i}: " if members != [la] else ""

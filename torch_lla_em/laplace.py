@@ -284,6 +284,12 @@ class LinearisedLaplace(Predicts):
         """Leave data out of copies and pickles."""
         return {**self.__dict__, "trained_with": (None, None)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Note the tensors of a copied network, without which a cast of it would look like a change."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.posterior is not None:
+            self.posterior.setting.state.holds(self._linear_model.network)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
         """Move posterior and network together."""
         self._base, self._posterior = stored.moved(self, fn)

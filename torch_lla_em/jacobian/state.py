@@ -33,11 +33,14 @@ class NetworkState:
         """``fingerprint``: the hash that is expected; None: that of the present network."""
         with ONE_AT_A_TIME:
             module = network.module
+            present = files.fingerprint(module)
             self._kinds = [type(layer) for layer in module.modules()]
-            self._marks = _marks(module) if fingerprint is None else None
-            self._tensors = files.tensors_of(module) if fingerprint is None else {}
-            self.fingerprint = files.fingerprint(module) if fingerprint is None else fingerprint
+            self.fingerprint = present if fingerprint is None else fingerprint
             """A hash of every bit, and of the names."""
+
+            is_present = torch.equal(present, self.fingerprint)  # otherwise it is loaded later
+            self._marks = _marks(module) if is_present else None
+            self._tensors = files.tensors_of(module) if is_present else {}
 
     def holds(self, network: Any, surely: bool = False, or_cast: bool = False) -> bool:
         """Whether the network is unchanged, or cast as a whole; ``surely`` compares every bit."""
@@ -50,7 +53,7 @@ class NetworkState:
                 return False
             if not torch.equal(files.fingerprint(module), self.fingerprint):
                 return or_cast and self._is_cast(files.tensors_of(module))
-            self._marks = marks
+            self._marks, self._tensors = marks, files.tensors_of(module)
             return True
 
     def _is_cast(self, now: dict[str, Tensor]) -> bool:
@@ -60,7 +63,7 @@ class NetworkState:
         return known and all(torch.equal(before.to(own), own) for before, own in pairs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this network, which a copy of it does not have."""
+        """Leave out what belongs to this network; ``holds`` notes that of a copy."""
         return {**self.__dict__, "_marks": None, "_tensors": {}}
 
 

@@ -15,6 +15,7 @@ from torch_lla_em.prediction import (
     Calibration,
     Check,
     Mean,
+    Monitor,
     Posterior,
     Posteriors,
     Prediction,
@@ -268,6 +269,23 @@ class Predicts(Printed, nn.Module):
             >>> look_at = la.suspicious(x, y).order[:12]
         """
         return suspicious(self, x, y, weights=weights, folds=folds)
+
+    def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
+        """Return a monitor of new inputs, which raises an alarm when they no longer are as the validation set.
+
+        Args:
+            rate (float): Largest probability that a false alarm is ever raised. Default 0.01.
+            level (float): Level of the sets or intervals whose coverage is measured if there are targets. Default 0.9.
+            seed (int): Seed of the random order of equal scores. Default 0.
+
+        Raises:
+            ValueError: Before ``calibrate``, or if its p-values are not exact: by folds, or with weights.
+
+        Example:
+            >>> monitor = la.calibrate(x, y).monitor(rate=0.01)
+            >>> is_raised = monitor.update(x)
+        """
+        return Monitor(self, rate, level, seed)
 
     def distil(
         self,

@@ -113,6 +113,11 @@ class StudentPrediction(Printed):
         unusual, _ = self._compared("p_value")
         return arrays.p_values(unusual, self.ood_score, self._room)
 
+    def compared(self) -> arrays.Compared:
+        """Return the scores of inputs and of validation examples, which p-values combine."""
+        scores = self.ood_score
+        return arrays.Compared(scores, self._room * scores, self._compared("a monitor").unusual)
+
     def is_ood(self, rate: float = 0.05) -> Tensor:
         """Return which inputs are out-of-distribution, (B,), with at most ``rate`` false alarms."""
         least = ceil(1 / arrays.require_share(rate, "rate") - 1 - 1e-9)

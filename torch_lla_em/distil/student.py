@@ -23,7 +23,7 @@ from torch_lla_em.data import (
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
-from torch_lla_em.prediction import Printed, likelihood_options, program_of
+from torch_lla_em.prediction import Monitor, Printed, likelihood_options, program_of
 from torch_lla_em.runtime import Adapter, files
 
 _HIDDEN = 32
@@ -157,6 +157,10 @@ class Student(Printed, nn.Module):
         unusual, errors = map(torch.cat, zip(*found))
         self.reference = Scores(unusual, errors.sort(0).values)
         return self
+
+    def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
+        """Return a monitor of new inputs with false alarms at this ``rate``; as ``la.monitor``, with its ``level`` and ``seed``."""
+        return Monitor(self, rate, level, seed)
 
     def note(self, error: StudentError) -> Student:
         """Keep an ``error`` that was measured."""

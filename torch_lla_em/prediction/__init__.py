@@ -10,6 +10,7 @@ from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.check import Check, check
 from torch_lla_em.prediction.exports import program_of
+from torch_lla_em.prediction.monitor import Monitor
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
@@ -49,6 +50,7 @@ __all__ = [
     "Correction",
     "Interval",
     "Mean",
+    "Monitor",
     "NotFittedError",
     "Posterior",
     "Posteriors",

@@ -5,7 +5,7 @@ Predictions of posteriors and of students use the same ones. Outputs are last. D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil, nan, pi
 from typing import Any, NamedTuple
 
@@ -28,6 +28,35 @@ class Interval(NamedTuple):
 
     lower: Tensor
     upper: Tensor
+
+
+class Compared(NamedTuple):
+    """What inputs are compared with, for each OOD score on its own."""
+
+    scores: Tensor
+    """The scores of inputs, (B, S)."""
+
+    room: Tensor
+    """Differences up to which scores are ties, (B, S)."""
+
+    reference: Tensor
+    """The scores of validation examples, (n, S)."""
+
+    groups: tuple[Tensor, Tensor] | None = None
+    """The groups of the inputs, (B,), and of the validation examples, (n,)."""
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each group, which inputs are in it, and its validation examples."""
+        if self.groups is None:
+            yield (
+                "",
+                torch.ones(len(self.scores), dtype=torch.bool, device=self.scores.device),
+                self.reference,
+            )
+            return
+        inputs, known = self.groups
+        for label in inputs.unique().tolist():
+            yield str(label), inputs == label, self.reference[known == label]
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:

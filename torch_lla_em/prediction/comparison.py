@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.prediction.arrays import (
     ROUNDING,
+    Compared,
     Interval,
     conformal_interval,
     conformal_set,
@@ -49,6 +50,20 @@ def p_values(prediction: Any, score: Score = "all") -> Tensor:
         ties = prediction.ties, units[some]
         found.append(among.p_values(values[:, some], prediction.stated, *ties))
     return found[0] if reference.folds is None else crossed(torch.stack(found), reference.folds)
+
+
+def compared(prediction: Any) -> Compared:
+    """Return the scores of inputs and of validation examples, which p-values combine.
+
+    Args:
+        prediction: The prediction, which has this as a method.
+    """
+    reference, own = prediction.judged("a monitor")
+    known, (values, units) = reference.unusual, own.scored
+    values, unit = values[:, -known.shape[1] :], units[-known.shape[1] :]
+    both = prediction.stated.groups, reference.groups
+    room = prediction.ties * (values + unit)
+    return Compared(values, room, known.to(values), None if reference.groups is None else both)
 
 
 def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:

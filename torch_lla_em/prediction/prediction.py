@@ -334,6 +334,7 @@ class Prediction(Printed):
         return self.p_values()
 
     p_values, is_ood, judged = comparison.p_values, comparison.is_ood, comparison.judged
+    compared = comparison.compared
     prediction_set, interval = comparison.prediction_set, comparison.interval
 
     @cached_property

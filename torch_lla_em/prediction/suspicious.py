@@ -109,31 +109,7 @@ def suspicious(
     weights: Any = None,
     folds: Tensor | None = None,
 ) -> SuspiciousTargets:
-    """Return which training targets are probably wrong, without training again or a validation set; print it.
-
-    A label is suspicious if the posterior finds it improbable although it has seen it. It is in the mask if another label
-    is more probable by a factor over 1 / a, where a is the share of all labels that are the most probable ones. Numbers
-    are in the mask if fewer than one of all is expected to be as far from its prediction.
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.suspicious(...)`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs): The training data, without augmentation, or others.
-        targets (Tensor, optional): The targets, if ``loader`` are inputs.
-        weights (Tensor, str, callable or float, optional): As in ``fit``. Examples with weight 0 are not judged.
-        folds (integers, optional): The member of an ensemble that each example is judged by, (N,), such as the one
-            that has not seen it. Default None: by all together.
-
-    Returns:
-        A ``SuspiciousTargets``; print it.
-
-    Raises:
-        NotFittedError: Before ``fit``, or if the model has changed since.
-        ValueError: If targets do not fit the outputs, hold NaN, or none is labelled.
-        TypeError: If the likelihood has no probabilities of labels, no continuous targets and no Poisson counts.
-
-    Example:
-        >>> look_at = la.suspicious(x, y).order[:12]
-    """
+    """Return which targets of inputs, or of a loader, are probably wrong; see ``LinearisedLaplace.suspicious``."""
     record = required(la, surely=True)
     data = paired(loader, targets)
     if weights is not None:

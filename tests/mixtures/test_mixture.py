@@ -2,12 +2,13 @@
 
 import math
 import pickle
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 from daily import daily
-from torch.distributions import Dirichlet, MultivariateNormal, Wishart
+from torch.distributions import MultivariateNormal
 from torch.special import gammaln
 from torch.testing import assert_close
 
@@ -17,8 +18,13 @@ from torch_lla_em.mixtures import (
     VariationalGaussianMixture,
     em,
 )
+from torch_lla_em.mixtures.gaussian import Family
 
-KINDS = {"map": GaussianMixture, "vb": VariationalGaussianMixture}
+KINDS = {
+    "ml": GaussianMixture,
+    "map": partial(GaussianMixture, prior=2.0),
+    "vb": VariationalGaussianMixture,
+}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 EVERY_STRUCTURE = pytest.mark.parametrize("structure", ["full", "diagonal"])
 
@@ -87,35 +93,31 @@ def test_the_bound_never_falls(seed, kind, structure, dtype):
     assert torch.isfinite(mixture.log_prob(x)).all()
 
 
-def log_prior(x, parameters, structure):
-    """log p(π, μ, Σ), with the Wishart prior of each block turned to its covariance."""
-    weights, means, covariances = parameters
-    num_components, dim = means.shape
+def log_prior(x, parameters, structure, worth):
+    """The log-likelihood of ``worth`` examples with the prior's covariance, without constants."""
+    num_components, dim = parameters.means.shape
     scale = x.var(0, correction=0).diag() * num_components ** (-2 / dim)
-    value = Dirichlet(torch.full((num_components,), 2.0).double()).log_prob(weights)
-    matrices = as_matrices(parameters, structure)
-    value = value + MultivariateNormal(x.mean(0), matrices / 0.01).log_prob(means).sum()
-    size, sigma = dim, covariances
-    if structure != "full":
-        size, sigma = 1, covariances.reshape(-1, 1, 1)
-        scale = scale.diagonal().repeat(num_components).reshape(-1, 1, 1)
-    precision = sigma.inverse()
-    precision = (precision + precision.mT) / 2
-    wishart = Wishart(torch.tensor(size + 2.0).double(), precision_matrix=scale)
-    return value + (wishart.log_prob(precision) - (size + 1) * sigma.logdet()).sum()
+    precision = as_matrices(parameters, structure).inverse()
+    each = precision.logdet() - (scale * precision).sum((1, 2))
+    return 0.5 * worth * each.sum()
 
 
 @EVERY_STRUCTURE
-@pytest.mark.parametrize("by_label", [False, True])
-def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label):
-    """Where the gradient vanishes, and the bound is its height up to a constant. Labels are any numbers."""
+@pytest.mark.parametrize(
+    "by_label, prior", [(False, None), (True, None), (False, 3.0), (True, 3.0)]
+)
+def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label, prior):
+    """There the gradient vanishes, and the bound is the height up to a constant.
+
+    Without a prior it is the likelihood's. Labels are any numbers."""
     x, heights = draw(n=1100), []  # more than are computed with at once
     labels = torch.arange(len(x)) % 2 * 4 + 1
     shuffled = x.clone()  # with the same moments of columns, so that the prior is the same
     shuffled[:, 0] = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0)), 0]
     for some in (x, shuffled):
-        mixture = GaussianMixture(2, covariance=structure, tolerance=1e-14, max_steps=5000)
-        mixture.fit([*zip(some.split(500), labels.split(500))], by_label=by_label)
+        options = {"covariance": structure, "tolerance": 1e-14, "max_steps": 5000}
+        mixture = GaussianMixture(2, prior=prior, **options)
+        mixture.fit([*zip(some.split(500), labels.split(500), strict=True)], by_label=by_label)
         weights, means, covariances = mixture.parameters
         leaves = [t.clone().requires_grad_() for t in (weights.log(), means, covariances)]
         both = (leaves[2] + leaves[2].mT) / 2 if structure == "full" else leaves[2]
@@ -124,7 +126,11 @@ def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label):
         if by_label:
             assert mixture.classes.tolist() == [1, 1, 5, 5]
             every = every.masked_fill(mixture.classes != labels[:, None], -torch.inf)
-        height = every.logsumexp(1).sum() + log_prior(some, parameters, structure)
+        log_prob = every.logsumexp(1).sum()
+        height = log_prob + log_prior(some, parameters, structure, prior or 0.0)
+        assert mixture.bic() == pytest.approx(
+            mixture.aic() + (math.log(len(x)) - 2) * (mixture.aic() + 2 * log_prob.item()) / 2
+        )
         unit = some.std(0)
         units = 1.0, unit, unit[:, None] * unit if structure == "full" else unit**2
         for gradient, size in zip(torch.autograd.grad(height, leaves), units):
@@ -198,6 +204,7 @@ NONE = {"by_label": True}
         ("labels are torch.float32", [(draw(), torch.zeros(300))], NONE),
         ("class has 2 examples for 3", [(draw(), (torch.arange(300) < 2).long())], NONE),
         ("num_components must be a whole number", None, {"num_components": 0}),
+        ("prior must be None, or positive real numbers", None, {"prior": 0.0}),
         ("covariance='round' is not known: choose one", None, {"covariance": "round"}),
     ],
 )
@@ -235,6 +242,133 @@ def test_cuda_agrees_with_the_cpu(kind, structure):
     assert mixture.class_log_prob(x.cuda()).shape == (len(x), 2)
 
 
+# scikit-learn fits the same
+
+
+def peer(x, structure, **options):
+    mixture = pytest.importorskip("sklearn.mixture")
+    kind = {"full": "full", "diagonal": "diag"}[structure]
+    return mixture.GaussianMixture(covariance_type=kind, random_state=0, **options).fit(x.numpy())
+
+
+@EVERY_STRUCTURE
+@pytest.mark.parametrize(
+    "seed, dim", daily((0, 2), (1, 13), rest=[(s, 3 + s) for s in range(2, 8)])
+)
+def test_from_one_start_the_fixed_point_is_that_of_scikit_learn(seed, dim, structure):
+    x, labels = draw(seed, 150 * dim, dim), torch.arange(150 * dim) % 3
+    x = (x - x.mean(0)) / x.std(0, correction=0)
+    labels[:100] = 0
+    family = Family(x, 3, structure == "full", 0.0)
+    # the first M-step, from the labels
+    numbers = torch.arange(3)
+    start = [torch.zeros(shape).double() for shape in ((3,), (3, dim), family.blocks)]
+    first = family.maximise(em.EM(family, x, labels, numbers, 0.0).expectation(tuple(start))[1])
+    ours = em.EM(family, x, 0 * labels, 0 * numbers, 1e-13 * len(x))
+    *_, last = ours.states(first, 20_000)
+    found = family.leave(last.parameters)
+    initial = family.leave(first)
+    theirs = peer(
+        x,
+        structure,
+        n_components=3,
+        weights_init=initial.weights.numpy(),
+        means_init=initial.means.numpy(),
+        precisions_init=(
+            1 / initial.covariances if structure == "diagonal" else initial.covariances.inverse()
+        ).numpy(),
+        tol=1e-13,
+        max_iter=20_000,
+        reg_covar=0.0,
+    )
+    for value, expected in zip(
+        found, (theirs.weights_, theirs.means_, theirs.covariances_), strict=True
+    ):
+        assert_close(value, torch.from_numpy(expected), atol=1e-5, rtol=1e-5)
+    mixture = GaussianMixture(3, covariance=structure)
+    mixture.parameters, mixture._fitted = found, (family, family.natural(last.parameters))
+    assert mixture.bic(x) == pytest.approx(theirs.bic(x.numpy()), rel=1e-6)
+    assert mixture.aic(x.numpy()) == pytest.approx(theirs.aic(x.numpy()), rel=1e-6)
+
+
+def correlated(seed, n=900):
+    """Six columns of which three are nearly linear functions of the others."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = {"generator": generator, "dtype": torch.float64}
+    z = torch.randn(n, 3, **normal)
+    x = torch.cat([z, z @ torch.randn(3, 3, **normal) + 0.02 * torch.randn(n, 3, **normal)], 1)
+    return x + 3.0 * (torch.arange(n) % 3 == 0)[:, None]
+
+
+STARTS = {
+    "2 columns": (partial(draw, 2, 600, 2, 4), 4),
+    "6 columns": (partial(draw, 6, 900, 6, 5), 5),
+    "correlated": (partial(correlated, 0), 3),
+    "3 columns": (partial(draw, 3, 800, 3, 8), 8),
+    "13 columns": (partial(draw, 13, 1200, 13, 4), 4),
+    "correlated again": (partial(correlated, 1), 3),
+    "thousands": (partial(draw, 4, 50_000, 4, 6), 6),
+}
+
+
+@pytest.mark.parametrize("name", daily(*list(STARTS)[:3], rest=list(STARTS)[3:]))
+def test_the_best_of_the_starts_is_not_worse_than_that_of_scikit_learn(name):
+    data, k = STARTS[name]
+    for x in (data(), data()[::2]):
+        ours = GaussianMixture(k, max_steps=500).fit(x)
+        theirs = peer(x, "full", n_components=k, n_init=5, max_iter=500)
+        assert ours.log_prob(x).mean() > theirs.score(x.numpy()) - 1e-3
+
+
+def test_arrays_are_taken_and_examples_drawn():
+    x = draw()
+    mixture, other = GaussianMixture(3).fit(x), GaussianMixture(3).fit(x.numpy()[::-1][::-1])
+    assert_close(mixture.parameters, other.parameters)
+    assert torch.equal(mixture.log_prob(x), other.log_prob(x.numpy()))
+    assert torch.equal(mixture.predict(x), other.predict(x.numpy()))
+    assert torch.equal(mixture.sample(7), other.sample(7))
+    assert not torch.equal(mixture.sample(7), mixture.sample(7, seed=1))
+    with pytest.raises(RuntimeError, match="no information criteria: compare lower_bounds"):
+        VariationalGaussianMixture(2).fit(x).bic()
+    with pytest.raises(TypeError, match="leave out prior="):
+        VariationalGaussianMixture(2, prior=1.0)
+
+
+@EVERY_STRUCTURE
+@pytest.mark.parametrize("kind", daily("ml", rest=["vb"]))
+@pytest.mark.slow
+def test_drawn_examples_have_the_moments_of_the_mixture(kind, structure):
+    mixture = KINDS[kind](3, covariance=structure).fit(draw())
+    parameters = mixture.parameters if kind == "ml" else mixture.parameters.expected()
+    drawn = mixture.sample(40_000)
+    r = log_joint(drawn, parameters, structure).softmax(1)
+    matrices = as_matrices(parameters, structure)
+    for k in range(3):
+        for values, due in (
+            (r[:, k], parameters.weights[k]),
+            (r[:, k, None] * (drawn - parameters.means[k]), 0.0),
+            (
+                r[:, k, None, None]
+                * (
+                    (drawn - parameters.means[k])[:, :, None]
+                    * (drawn - parameters.means[k])[:, None]
+                    - matrices[k]
+                ),
+                0.0,
+            ),
+        ):
+            error = values.std(0) / len(drawn) ** 0.5
+            assert ((values.mean(0) - due).abs() < 5 * error).all()
+
+
+def test_a_component_of_one_point_is_finite():
+    """Without a floor the likelihood of a component on twenty equal examples has no bound."""
+    x = torch.cat([draw(n=200), draw(n=200).mean(0).expand(20, 3) + 100])
+    mixture = GaussianMixture(2).fit(x)
+    smallest = mixture.parameters.covariances[mixture.parameters.weights.argmin()]
+    assert_close(smallest.diagonal(), 1e-8 * x.var(0, correction=0), rtol=1e-3, atol=0)
+
+
 # where EM starts
 
 
@@ -259,10 +393,14 @@ def test_every_seed_finds_the_clusters(seed):
         assert found.log_prob(x).mean() > due - 0.01, start
 
 
-@pytest.mark.parametrize("covariance", daily("diagonal", rest=["full"]))
+@pytest.mark.parametrize(
+    "covariance, n",
+    daily(("diagonal", 400), ("full", 50_000), rest=[("full", 400), ("full", 2000)]),
+)
 @pytest.mark.parametrize("seed", daily(0, rest=[1, 2]))
-def test_superfluous_components_have_no_weight(covariance, seed):
-    x, _ = clusters(0)
+def test_superfluous_components_have_no_weight(covariance, n, seed):
+    """However many examples there are, since the bound of all of them decides."""
+    x, _ = clusters(0, n)
     best = VariationalGaussianMixture(4, covariance=covariance).fit(x)
     mixture = VariationalGaussianMixture(8, covariance=covariance, seed=seed).fit(x)
     weights = mixture.parameters.expected().weights

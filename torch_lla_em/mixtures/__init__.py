@@ -1,6 +1,7 @@
 """Gaussian mixtures by EM, and densities of a network's features.
 
-``mixture`` has the public classes, ``gaussian`` their components and prior, and ``em`` the iteration and its start.
+``mixture`` has the public classes, ``gaussian`` their components and priors, and ``em`` the
+iteration and its start.
 """
 
 from torch_lla_em.mixtures.feature_density import FeatureDensity

@@ -32,8 +32,10 @@ class FeatureDensity:
         model (nn.Module): Any trained module.
         layer (str or nn.Module): A submodule or its name. If it runs several times in a forward
             pass, its last output is used; of a tuple or a mapping, the first tensor.
-        mixture (GaussianMixture, optional): Default None: full Gaussians, one for each class with ``by_label``, and
-            ten without. Pass one with ``covariance="diagonal"`` if the layer has hundreds of outputs.
+        mixture (GaussianMixture, optional): Default None: full Gaussians with ``prior=1``, one for
+        each class with
+            ``by_label``, and ten without. Pass one with ``covariance="diagonal"`` if the layer has
+            hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
         pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h: h.mean(1)``
@@ -61,7 +63,7 @@ class FeatureDensity:
         module = self._network.module
         self.layer = module.get_submodule(layer) if isinstance(layer, str) else layer
         self.model, self.by_label = model, by_label
-        self.mixture = mixture or GaussianMixture(1 if by_label else 10)
+        self.mixture = mixture or GaussianMixture(1 if by_label else 10, prior=1.0)
         self.pool = pool
         self._state: NetworkState | None = None
 

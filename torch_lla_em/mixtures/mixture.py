@@ -1,32 +1,42 @@
 """Gaussian mixtures, their data, fits and densities."""
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_lla_em.mixtures.em import EM, pieces, start_of
-from torch_lla_em.mixtures.gaussian import Family
-from torch_lla_em.runtime import check_choice, check_whole
+from torch_lla_em.mixtures.gaussian import Family, NormalWishart, Tensors
+from torch_lla_em.runtime import check_choice, check_whole, check_within
+
+Rows = Tensor | np.ndarray
 
 
 class GaussianMixture:
-    """A Gaussian mixture, p(x) = Σ_k π_k N(x | μ_k, Σ_k), by EM for the mode of its posterior (MAP).
+    """A Gaussian mixture, p(x) = Σ_k π_k N(x | μ_k, Σ_k), by EM for maximum likelihood.
 
-    With the weak conjugate prior no component collapses onto a few examples. EM starts from the best of several
-    k-means clusterings. All computations are in float64.
+    In no direction has a component a standard deviation below 1e-4 of that of the data's columns,
+    so that none collapses onto a few examples. EM starts from the best of several clusterings. All
+    computations are in float64.
 
     Args:
         num_components (int): Number of components K; with labels, that of each label.
         covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if there
             are few examples per component, or hundreds of columns.
+        prior (float, optional): Examples that a conjugate prior of Σ_k is worth in each component,
+        whose covariance is
+            diagonal and that of the data's columns times K^(−2/D). The fit is the mode of the
+            posterior (MAP) then. Default None: maximum likelihood. Pass 1 if components have fewer
+            examples than a few times the number of columns.
         max_steps (int): Largest number of EM steps. Default 200; increase it if a warning says that
             EM has not converged.
         tolerance (float): EM stops when the lower bound per example changes by no more than this.
             Default 1e-4; decrease it for more exact parameters.
-        seed (int): Randomness of the starts, which are computed from 4,000 examples or fewer. Default 0.
+        seed (int): Seed of the starts, which are computed from 4,000 examples or fewer. Default 0.
 
     Example:
         >>> mixture = GaussianMixture(3).fit(torch.randn(500, 2))
@@ -39,30 +49,32 @@ class GaussianMixture:
     classes: Tensor | None = None
     """After a fit by label, the label that each component belongs to, shape (K,)."""
 
-    _variational = False
-
     def __init__(
         self,
         num_components: int,
         *,
         covariance: Literal["full", "diagonal"] = "full",
+        prior: float | None = None,
         max_steps: int = 200,
         tolerance: float = 1e-4,
         seed: int = 0,
     ):
         check_choice("covariance", covariance, ("full", "diagonal"))
         check_whole(1, num_components=num_components, max_steps=max_steps)
+        check_within(1e-10, 1e10, prior=prior)
         self.num_components, self.covariance = num_components, covariance
+        self._worth: float | None = prior or 0.0  # None: all of the posterior
         self.max_steps, self.tolerance, self.seed = max_steps, tolerance, seed
         self.lower_bounds: list[float] = []
         self.converged = False
 
-    def fit(self, data: Tensor | Iterable[Any], *, by_label: bool = False) -> "GaussianMixture":
+    def fit(self, data: Rows | Iterable[Any], *, by_label: bool = False) -> "GaussianMixture":
         """Fit the mixture to data.
 
         Args:
-            data (Tensor or iterable): A tensor (N, D), or batches, which are read once and joined.
-            by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
+            data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches, which are
+            read once and joined. by_label (bool): Whether each label of batches (x, labels) gets
+            ``num_components``
                 components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
@@ -79,14 +91,16 @@ class GaussianMixture:
                 f"for {self.num_components} components. Give at most one component per example."
             )
         classes = names.repeat_interleave(self.num_components)
-        family = Family(x, len(classes), self.covariance == "full", self._variational)
-        em = EM(family, x, labels, classes, self.tolerance)
+        family = Family(x, len(classes), self.covariance == "full", self._worth)
+        room = self.tolerance * (1 if self._worth is None else len(x))
+        em = EM(family, x, labels, classes, room)
         first = start_of(em, torch.Generator("cpu").manual_seed(self.seed))
         *before, last = em.states(first, self.max_steps)
         self.lower_bounds = [state.bound for state in (*before, last)]
         self.parameters, self.converged = family.leave(last.parameters), last.converged
         self.classes = classes if by_label else None
         self._fitted = family, family.natural(last.parameters)
+        self._of_training = len(x), last.bound - float(last.parameters.log_prior(family.prior))
         if not self.converged:
             warnings.warn(
                 f"EM has not converged after {self.max_steps} steps. Increase max_steps, or "
@@ -103,40 +117,93 @@ class GaussianMixture:
         options = f"{self.num_components}, covariance={self.covariance!r}"
         return f"{type(self).__name__}({options}), {words}"
 
-    def log_joint(self, x: Tensor) -> Tensor:
+    def log_joint(self, x: Rows) -> Tensor:
         """Return log p(x, component) of examples x (n, D), shape (n, K), in float64."""
-        if self.parameters is None:
-            raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
-        family, natural = self._fitted
-        dim = natural[1].shape[1]
-        if x.shape != (len(x), dim):
-            raise ValueError(f"x has shape {tuple(x.shape)}, and the mixture takes (n, {dim}).")
+        family, natural = self._ready()
+        rows, dim = _tensor(x), natural[1].shape[1]
+        if rows.shape != (len(rows), dim):
+            raise ValueError(f"x has shape {tuple(rows.shape)}, and the mixture takes (n, {dim}).")
         parts = [
             family.log_joint(natural, family.columns(part.to(natural[0].device)))
-            for (part,) in pieces(x.detach())
+            for (part,) in pieces(rows.detach())
         ]
-        return torch.cat(parts, 1).T.to(x.device)
+        return torch.cat(parts, 1).T.to(rows.device)
 
-    def log_prob(self, x: Tensor) -> Tensor:
+    def log_prob(self, x: Rows) -> Tensor:
         """Return log p(x) of examples x (n, D), shape (n,)."""
         return self.log_joint(x).logsumexp(1).to(_floating(x))
 
-    def responsibilities(self, x: Tensor) -> Tensor:
+    def responsibilities(self, x: Rows) -> Tensor:
         """Return p(component | x) of examples x (n, D), shape (n, K)."""
         return self.log_joint(x).softmax(1).to(_floating(x))
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Rows) -> Tensor:
         """Return the most probable component of examples x (n, D), or the label if fitted by label, (n,)."""
         if self.classes is None:
             return self.log_joint(x).argmax(1)
-        labels: Tensor = self.classes.unique().to(x.device)
-        return labels[self.class_log_prob(x).argmax(1)]
+        scores = self.class_log_prob(x)
+        labels: Tensor = self.classes.unique().to(scores.device)
+        return labels[scores.argmax(1)]
 
-    def class_log_prob(self, x: Tensor) -> Tensor:
+    def sample(self, n: int, seed: int = 0) -> Tensor:
+        """Return examples drawn from the mixture, (n, D), in float64."""
+        (family, natural), parameters = self._ready(), self.parameters
+        if isinstance(parameters, NormalWishart):
+            parameters = parameters.expected()
+        check_whole(1, n=n)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        weights, dim = parameters.weights, len(family.unit)
+        drawn = torch.multinomial(weights.cpu(), n, True, generator=generator).to(weights.device)
+        on_cpu = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+        noise = torch.randn(n, dim, **on_cpu).to(weights.device)
+        for k, precision in enumerate(-2 * natural[2]):
+            rows, root = drawn == k, torch.linalg.cholesky(precision).mT
+            blocks = noise[rows].view(-1, *precision.shape[:-1], 1)
+            spread = torch.linalg.solve_triangular(root, blocks, upper=True).view(-1, dim)
+            noise[rows] = parameters.means[k] + family.unit * spread
+        return noise
+
+    def bic(self, x: Rows | None = None) -> float:
+        """Return the Bayesian information criterion, −2 log p(x) + P log n, of examples x (n, D).
+
+        By default they are those of the fit. P is the number of free parameters. Of fits with several
+        numbers of components, that with the lowest is chosen.
+        """
+        n, log_prob = self._log_evidence(x)
+        return self._num_parameters * math.log(n) - 2 * log_prob
+
+    def aic(self, x: Rows | None = None) -> float:
+        """Return Akaike's information criterion, −2 log p(x) + 2 P, as ``bic``."""
+        return 2 * self._num_parameters - 2 * self._log_evidence(x)[1]
+
+    def _log_evidence(self, x: Rows | None) -> tuple[int, float]:
+        """Return the number of examples and log p of all."""
+        self._ready()
+        if self._worth is None:
+            raise RuntimeError(
+                "A variational mixture has no information criteria: compare lower_bounds[-1], which "
+                "bounds the log marginal likelihood."
+            )
+        return self._of_training if x is None else (len(x), float(self.log_prob(x).double().sum()))
+
+    @property
+    def _num_parameters(self) -> int:
+        """The free parameters of π, μ and Σ."""
+        k, dim = map(int, self.parameters.means.shape)
+        return k - 1 + k * dim + k * (dim * (dim + 1) // 2 if self.covariance == "full" else dim)
+
+    def _ready(self) -> tuple[Family, Tensors]:
+        """Return the coordinates and θ of the fit."""
+        if self.parameters is None:
+            raise RuntimeError("This mixture has no parameters yet. Call fit(data) first.")
+        return self._fitted
+
+    def class_log_prob(self, x: Rows) -> Tensor:
         """Return log p(x, label) of examples x (n, D) after a fit by label, (n, C), labels in increasing order."""
         if self.classes is None:
             raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
-        log_joint, classes = self.log_joint(x).to(_floating(x)), self.classes.to(x.device)
+        log_joint = self.log_joint(x).to(_floating(x))
+        classes = self.classes.to(log_joint.device)
         each = [log_joint[:, classes == label].logsumexp(1) for label in classes.unique()]
         return torch.stack(each, 1)
 
@@ -147,23 +214,30 @@ class VariationalGaussianMixture(GaussianMixture):
     The lower bound is the ELBO with all its constants, a bound on the log marginal likelihood.
     ``log_prob`` is log Σ_k exp E_q log p(x, k), which is slightly below the predictive log density
     and equal to it in the limit of many examples. ``parameters`` is a ``NormalWishart``;
-    ``parameters.expected()`` returns a plain mixture. The prior is weak, and weights of superfluous
-    components shrink.
+    ``parameters.expected()`` returns a plain mixture. The prior is weak. Superfluous components are
+    emptied as long as the bound of all examples rises.
 
     Args:
-        num_components (int): Largest number of components K. Further arguments are those of ``GaussianMixture``.
+        num_components (int): Largest number of components K. tolerance (float): EM stops when the
+        lower bound of all examples changes by no more than this. Default 0.1. options:
+        ``covariance``, ``max_steps`` and ``seed``, as of ``GaussianMixture``.
 
     Example:
         >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))
         >>> weights = mixture.parameters.expected().weights
     """
 
-    _variational = True
+    def __init__(self, num_components: int, *, tolerance: float = 0.1, **options: Any):
+        if "prior" in options:
+            raise TypeError("The prior of VariationalGaussianMixture is fixed: leave out prior=.")
+        super().__init__(num_components, tolerance=tolerance, **options)
+        self._worth = None
 
 
-def _examples(data: Tensor | Iterable[Any], by_label: bool) -> tuple[Tensor, Tensor]:
+def _examples(data: Rows | Iterable[Any], by_label: bool) -> tuple[Tensor, Tensor]:
     """Return all examples of a tensor or batches, (N, D), and their labels, (N,), 0 without labels."""
-    batches = [data] if isinstance(data, Tensor) else data
+    is_whole = isinstance(data, Tensor) or hasattr(data, "__array__")
+    batches: Iterable[Any] = [data] if is_whole else data
     parts = [_batch(batch, by_label) for batch in batches]
     x, labels = map(torch.cat, zip(*parts)) if parts else torch.zeros(2, 0, 1, device="cpu")
     kept = labels != -100  # which PyTorch's losses ignore
@@ -183,6 +257,7 @@ def _examples(data: Tensor | Iterable[Any], by_label: bool) -> tuple[Tensor, Ten
 def _batch(batch: Any, by_label: bool) -> tuple[Tensor, Tensor]:
     """Return the examples and labels of one batch."""
     x, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
+    x = _tensor(x)
     if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] == 0:
         raise ValueError(
             f"A batch holds a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}. Pass tensors with "
@@ -199,5 +274,13 @@ def _batch(batch: Any, by_label: bool) -> tuple[Tensor, Tensor]:
     return x.detach(), labels
 
 
-def _floating(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype.is_floating_point else torch.float64
+def _tensor(x: Any) -> Tensor:
+    """Return an array, such as a table of pandas, as a tensor, and anything else as it is."""
+    is_array = not isinstance(x, Tensor) and hasattr(x, "__array__")
+    found: Tensor = torch.from_numpy(np.array(x)) if is_array else x
+    return found
+
+
+def _floating(x: Rows) -> torch.dtype:
+    dtype = _tensor(x[:1]).dtype
+    return dtype if dtype.is_floating_point else torch.float64

@@ -253,7 +253,7 @@ while True:
 #
 # Each rule is one line of this loop, so try it here first:
 #
-# - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/em.py`.
+# - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/mackay.py`.
 # - **H**: replace `new_H`; `over.first_H(q.curved.loss)` keeps it near the network's outputs. In the library it is `H` in
 #   `inference/curved.py`.
 # - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.inference.prior import get_sto_samples
+from torch_lla_em.inference.sto_samples import get_sto_samples
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 

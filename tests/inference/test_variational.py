@@ -18,8 +18,8 @@ from torch_lla_em.inference import fit as fits
 from torch_lla_em.inference.curved import Expectations, log_dets
 from torch_lla_em.inference.em import e_step
 from torch_lla_em.inference.over_span import OverSpan
-from torch_lla_em.inference.prior import get_sto_samples
 from torch_lla_em.inference.schedule import SpanFit
+from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss, root_of
 from torch_lla_em.runtime import DoesNotFit

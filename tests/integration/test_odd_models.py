@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import Adapter, BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.inference.prior import get_sto_samples
+from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.problem import Loss
 
 LAMBDA = 2.0

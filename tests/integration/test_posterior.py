@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +15,12 @@ from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace, Newton, Regression
-from torch_lla_em.inference.em import (
-    State,
-    accelerated,
-    e_step,
-    function_space_Mackay_update,
-    m_step,
-    mackay_noise,
-    optimise_MAP,
-    optimise_samples,
-)
-from torch_lla_em.inference.whole import Whole, starting_precision, steps
+from torch_lla_em.inference.em import e_step, em, m_step
+from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update, mackay_noise
+from torch_lla_em.inference.map import optimise_MAP
+from torch_lla_em.inference.samples import optimise_samples
+from torch_lla_em.inference.state import State
+from torch_lla_em.inference.whole import Whole, starting_precision, updated
 from torch_lla_em.runtime import Group
 
 NAMES = list(LOG_PROBS)
@@ -97,7 +93,8 @@ def test_em_by_a_solver_takes_no_step_that_a_secant_alone_suggests(monkeypatch):
         "torch_lla_em.inference.whole.m_step",
         lambda model, q: (q.precision * next(updates), None),
     )
-    path = [q.precision for _, q in steps(Whole(problem, noise, BlockCG()), State(precision), 3)]
+    every = em(Whole(problem, noise, BlockCG()), State(precision), partial(updated, em_steps=3))
+    path = [q.precision for _, q in every]
     assert path[0] / precision == pytest.approx(1.1)
     assert 1.1 < path[1] / path[0] <= 2.0 + 1e-9
 
@@ -167,7 +164,7 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver):
         last = State(precision, problem.sigma)
         for _ in range(8):  # a basis has no Monte Carlo error, by which a fit says that λ rests
             again = last._replace(why="", number=0, converged=False)
-            *_, (_, last) = steps(model, again, 60)
+            *_, (_, last) = em(model, again, partial(updated, em_steps=60))
     aside = last.precision * 1.5, problem.sigma  # from aside, to save steps
     expected, sigma, gamma = dense_fixed_point(exact, *aside, noise.prior.layout, False)
     # EM stops once λ moves by less than one per cent
@@ -192,10 +189,9 @@ def test_updates_are_their_formulas_within_their_bounds():
     facts = SimpleNamespace(facts=SimpleNamespace(num_targets=20), group=Group())
     problem = SimpleNamespace(dtype=torch.float64, data=facts, moments=None)
     y = draw(20, 1)
-    model = SimpleNamespace(problem=problem, outputs=lambda q: [(y, 0.8 * y, ())])
     for freedom, left in ((gamma, 17), (6 * gamma, 2)):  # γ may come close to N
-        q = State(precision, y.new_ones(()), mean=y[0], samples=y, gamma=freedom.expand(20))
-        learnt, is_lost = mackay_noise(model, q)
+        one = y.new_ones(())
+        learnt, is_lost = mackay_noise(problem, one, freedom.expand(20), [(y, 0.8 * y, ())])
         assert_close(learnt, 0.2 * (y.square().sum() / left).sqrt())
         assert not is_lost
     gamma, norm = torch.tensor([[1.0, 1.0, 0.0], [1e-30, 1.0, 0.0]]).double()

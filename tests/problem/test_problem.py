@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_lla_em import BlockCG, LinearisedLaplace
 from torch_lla_em.data import Data, Identity
 from torch_lla_em.data.share import Share
-from torch_lla_em.inference.prior import g_prior_scale, get_sto_samples
+from torch_lla_em.inference.prior import g_prior_scale
+from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import prepare, pull_back

@@ -7,6 +7,7 @@ adapt to errors that all examples share, and every draw a mirror image.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,9 @@ from torch_lla_em.problem import (
     Draws,
     Hessian,
     Loss,
-    WhitenedGGN,
     functions,
 )
-from torch_lla_em.solvers import Minimum, Solution, require_finite
+from torch_lla_em.solvers import Batched, Minimum, Product, Solution, require_finite
 
 
 class Expectations:
@@ -91,7 +91,7 @@ class Expectations:
 class Curved(NamedTuple):
     """The problem over a span at one H and σ by the eigenvalues of G: products, the loss, and its own solver."""
 
-    linear_model: Any
+    rounding: float
     likelihood: Likelihood
     span: Span
     expected: Expectations
@@ -117,6 +117,9 @@ class Curved(NamedTuple):
     deviations: Tensor | None = None
     """Draws of the outputs less J m, (S, N, ..., C); None without draws."""
 
+    precision: Tensor | None = None
+    """λ, of the solver."""
+
     dtype: torch.dtype = torch.float64
 
     def outputs(self, c: Tensor) -> Tensor:
@@ -124,16 +127,39 @@ class Curved(NamedTuple):
         start, outputs = self.near
         return outputs + self.span.push((c - start)[None], self.likelihood.is_quadratic)[..., 0]
 
-    def solve(self, product: WhitenedGGN, b: Tensor, start: Tensor | None = None) -> Solution:
+    num_steps: int | None = 1
+
+    def zeros(self, num_vectors: int) -> Tensor:
+        """Return coordinates, (num_vectors, m)."""
+        return torch.zeros_like(self.theta).expand(num_vectors, -1).clone()
+
+    def ggn_product(self, w: Tensor) -> Tensor:
+        """Return G w for coordinates (K, m)."""
+        return (w @ self.vectors * self.theta) @ self.vectors.T
+
+    def minibatch_products(self) -> Iterator[Product]:
+        """Yield the product with G, of all examples at once."""
+        yield self.ggn_product
+
+    def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return the loss, in expectation if there are draws, and its gradient, (m,), for coordinates (m,)."""
+        loss, u = self.expected.loss_and_slope(self.loss, self.outputs(w), self.deviations)
+        return loss, self.span.pull(u.reshape(-1, 1))[0].double()
+
+    def with_curvature_at(self, w: Tensor) -> Curved:
+        """Return this problem: EM moves its H, and not a search for the mode."""
+        return self
+
+    def solve(self, product: Batched, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return the solution of (A + I) x = b for the whitened product A with this G."""
-        whitened = self.theta * product.deviation[:1].square()
+        whitened = self.theta * self.precision.rsqrt().square()
         y = b @ self.vectors / (whitened + 1)
         energy = (whitened * y.square()).sum(1)
         return Solution(y @ self.vectors.T, torch.zeros_like(b[:, 0]), energy)
 
     def minimise(self, loss: Any, start: Tensor) -> Minimum:
         """Return the minimum of loss(x) + ½ ‖x‖² from a start (m,), by BFGS from the inverse by G, in the eigenvectors of G."""
-        deviation, deviations = loss.deviation, loss.problem.deviations
+        problem, deviation = loss.problem, loss.deviation
         agreed = self.span.rows.share.group.from_first
         # a search over a span that grows goes on later
         most = 2 if not self.tolerance else 1000 if self.span.is_complete else 100
@@ -142,9 +168,8 @@ class Curved(NamedTuple):
 
         def at(c: Tensor) -> tuple[float, float, Tensor]:
             """Return the loss, the objective and its slope, which are those of rank 0."""
-            outputs = self.outputs(self.vectors @ c)
-            of_loss, u = self.expected.loss_and_slope(self.loss, outputs, deviations)
-            gradient = self.span.pull(u.reshape(-1, 1))[0].double() @ self.vectors
+            of_loss, gradient = problem.loss_and_gradient(self.vectors @ c)
+            gradient = gradient @ self.vectors
             both = agreed(torch.cat([gradient, gradient.new_tensor([of_loss])]))
             of_loss, slope = both[-1].item(), both[:-1] + precision * c
             return of_loss, of_loss + 0.5 * precision * (c @ c).item(), slope

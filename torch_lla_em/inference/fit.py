@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference import whole
-from torch_lla_em.inference.em import State, e_step, mackay_noise, refuse_noise
+from torch_lla_em.inference.em import Engine, e_step, em
+from torch_lla_em.inference.mackay import mackay_noise
 from torch_lla_em.inference.over_span import OverSpan
-from torch_lla_em.inference.prior import StochasticPrior, get_sto_samples, with_noise
+from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
+from torch_lla_em.inference.samples import refuse_noise
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
+from torch_lla_em.inference.state import State
+from torch_lla_em.inference.sto_samples import get_sto_samples, with_noise
 from torch_lla_em.problem import COPIES, Problem, form_of_H, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
@@ -199,7 +204,8 @@ def by_solver(
         if prior.layerwise and not precision.dim():
             precision = precision.expand(len(prior.layout.names)).clone()
         q = State(precision, problem.sigma, mean=problem.w_MAP * (prior.scale > 0))
-    every = whole.steps(model, q, options.em_steps)
+    update = partial(whole.updated, em_steps=options.em_steps)
+    every = em(model, q, update) if options.em_steps else ()
     for found, q in every:
 
         def saved(q: State = q) -> Progress:
@@ -246,7 +252,7 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
     return min(fits, K)
 
 
-def _tell(model: Any, q: State, options: FitOptions) -> None:
+def _tell(model: Engine[Any], q: State, options: FitOptions) -> None:
     """Warn of a fit out of time, of a λ that still moves or is at a bound, and of a σ lost to rounding."""
     if q.why == "budget":
         rests = "" if q.converged else ", and the prior precision has not converged"
@@ -271,7 +277,9 @@ def _tell(model: Any, q: State, options: FitOptions) -> None:
             "model without these parameters, or without a prior. Check that the network is "
             "trained, and on these targets.",
         )
-    if q.sigma is not None and mackay_noise(model, q)[1].any():
+    if q.sigma is None:
+        return
+    if mackay_noise(model.problem, q.sigma, q.gamma, model.outputs(q))[1].any():
         dtype, remedy = model.problem.dtype, " If the noise is that small, convert to float64."
         report(
             "warn",

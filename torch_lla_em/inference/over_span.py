@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_lla_em.inference.curved import Curved, Expectations, log_dets
-from torch_lla_em.inference.em import PosteriorSamples, State
 from torch_lla_em.inference.prior import Prior, StochasticPrior
+from torch_lla_em.inference.samples import PosteriorSamples
 from torch_lla_em.inference.span import Span
+from torch_lla_em.inference.state import State
 from torch_lla_em.problem import Hessian, Loss, Problem, form_of_H, root_of, towards
 from torch_lla_em.solvers import DivergenceError, Minimum, dots
 
@@ -65,7 +66,8 @@ class OverSpan:
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
         noise = StochasticPrior(self.span.xi, curved.eta @ curved.vectors.T, prior)
         moves = self.expected.number > 0 and not q.converged and not self.is_exact
-        return curved, noise, curved, curved._replace(roughly=ROUGHLY if moves else 0.0)
+        solver = curved._replace(precision=q.precision)
+        return curved, noise, solver, curved._replace(roughly=ROUGHLY if moves else 0.0)
 
     def expecting(self, curved: Curved, samples: PosteriorSamples, precision: Tensor) -> Curved:
         """Return the problem with the loss in expectation over the posterior, or as it is."""
@@ -188,8 +190,8 @@ class OverSpan:
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        model, likelihood = self.problem.linear_model, self.problem.likelihood
-        own = model, likelihood, self.span, self.expected, self.loss_at(q.sigma)
+        rounding, likelihood = self.problem.rounding, self.problem.likelihood
+        own = rounding, likelihood, self.span, self.expected, self.loss_at(q.sigma)
         by_vectors = theta.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors
         tolerance = 0.0 if self._is_quadratic else self._tolerance
         curved = Curved(*own, *by_vectors, S_noise, (q.mean, q.outputs), tolerance)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 
 if TYPE_CHECKING:
-    from torch_lla_em.inference.em import State
     from torch_lla_em.inference.over_span import OverSpan
+    from torch_lla_em.inference.state import State
 
 EXAMPLES, NUMBERS = 512, 2_000_000
 """Most training examples that are stored for predictions, and most of their values: 8 MB. On two tables half and twice of them

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from torch_lla_em.inference.em import Cut, State, accelerated, e_step, m_step
+from torch_lla_em.inference.em import e_step, m_step
+from torch_lla_em.inference.mackay import accelerated
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.result import Estimate
+from torch_lla_em.inference.state import Cut, State
 from torch_lla_em.problem import towards
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import DivergenceError

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.em import (
-    PosteriorSamples,
-    State,
-    accelerated,
-    e_step,
-    m_step,
-)
+from torch_lla_em.inference.em import m_step
+from torch_lla_em.inference.linear_problem import Whitened
+from torch_lla_em.inference.mackay import accelerated
 from torch_lla_em.inference.prior import StochasticPrior
-from torch_lla_em.problem import Problem, WhitenedGGN
+from torch_lla_em.inference.samples import PosteriorSamples
+from torch_lla_em.inference.state import State
+from torch_lla_em.problem import Problem
 from torch_lla_em.solvers import Minimum, Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
@@ -76,34 +74,31 @@ class Whole:
             yield y, self.problem.likelihood.mean(Jw[0]), Jw[1:]
 
 
-def steps(whole: Whole, q: State, em_steps: int) -> Iterator[tuple[State, State]]:
-    """Yield the posterior of every step, and the state with the λ and σ that follow, until it says why EM ended.
+def updated(whole: Whole, q: State, em_steps: int) -> State:
+    """Return a posterior with the λ and σ that follow, or why EM has ended.
 
     λ and σ rest if the remaining distances of geometric convergences are within the Monte Carlo error of log λ, or 1 %. A
     secant through MacKay's updates accelerates fits of slow convergence, which otherwise end up to 7 % from the fixed point.
     """
-    while em_steps and not q.why:
-        found = e_step(whole, q)
-        precision, sigma = m_step(whole, found)
-        gamma, moved = found.gamma.mean(0), (precision / q.precision).log()
-        # where the data determine nothing, λ grows without bound, and its value does not matter
-        least = torch.where(moved > 0, 1e-12, 1.0)
-        allowed = (len(found.samples) * torch.maximum(gamma, least)).rsqrt().clamp_min(0.01)
-        changes, last = (moved.abs() / allowed).view(-1), None
-        if sigma is not None:
-            of_noise = 2 * (sigma / q.sigma).log().abs().max() / allowed.min()
-            changes = torch.cat([changes, of_noise.view(1).to(changes)])
-        elif not precision.dim():
-            here, there = last = math.log(q.precision), math.log(precision)
-            most = max(math.log(2), abs(there - here))  # MacKay's update may be larger
-            precision = q.precision * math.exp(accelerated(here, there, q.last, most))
-        ratio = changes / torch.as_tensor(q.moved, device=changes.device).clamp_min(1e-300)
-        left = changes * torch.where(ratio < 1, (ratio / (1 - ratio)).clamp_min(1), 1)
-        number, rests = q.number + 1, q.number > 1 and left.max() < 1
-        why = "converged" if rests else "all steps" if number >= em_steps else ""
-        q = found._replace(precision=precision, sigma=sigma, last=last)
-        q = q._replace(number=number, moved=changes, converged=bool(rests), why=why)
-        yield found, q
+    precision, sigma = m_step(whole, q)
+    gamma, moved = q.gamma.mean(0), (precision / q.precision).log()
+    # where the data determine nothing, λ grows without bound, and its value does not matter
+    least = torch.where(moved > 0, 1e-12, 1.0)
+    allowed = (len(q.samples) * torch.maximum(gamma, least)).rsqrt().clamp_min(0.01)
+    changes, last = (moved.abs() / allowed).view(-1), None
+    if sigma is not None:
+        of_noise = 2 * (sigma / q.sigma).log().abs().max() / allowed.min()
+        changes = torch.cat([changes, of_noise.view(1).to(changes)])
+    elif not precision.dim():
+        here, there = last = math.log(q.precision), math.log(precision)
+        most = max(math.log(2), abs(there - here))  # MacKay's update may be larger
+        precision = q.precision * math.exp(accelerated(here, there, q.last, most))
+    ratio = changes / torch.as_tensor(q.moved, device=changes.device).clamp_min(1e-300)
+    left = changes * torch.where(ratio < 1, (ratio / (1 - ratio)).clamp_min(1), 1)
+    number, rests = q.number + 1, q.number > 1 and left.max() < 1
+    why = "converged" if rests else "all steps" if number >= em_steps else ""
+    q = q._replace(precision=precision, sigma=sigma, last=last)
+    return q._replace(number=number, moved=changes, converged=bool(rests), why=why)
 
 
 def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
@@ -117,9 +112,9 @@ def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool
     start = mean.clamp_min(1e-8).item()
     if layerwise:
         return start
-    _, gradient = WhitenedGGN(problem, scale).value_and_gradient(problem.zeros(1)[0])
+    _, gradient = Whitened(problem, scale).value_and_gradient(problem.zeros(1)[0])
     size = norm(gradient)
     if not 0 < size < inf:
         return start
     direction = (gradient / size)[None]
-    return max(start, dot(direction[0], WhitenedGGN(problem, scale)(direction)[0]))
+    return max(start, dot(direction[0], Whitened(problem, scale)(direction)[0]))

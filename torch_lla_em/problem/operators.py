@@ -1,8 +1,7 @@
-"""What solvers and E-steps see of a problem: whitened products, and the outputs of all examples."""
+"""The outputs of all examples of a rank from those of batches, and Jᵀ of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,44 +12,6 @@ from torch_lla_em.jacobian import Rows
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sites import Sites
 from torch_lla_em.problem.sweep import BLOCK, Contributions
-from torch_lla_em.solvers import Product
-
-
-class WhitenedGGN:
-    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the loss in x.
-
-    With D the prior's own, w = D x turns G + Λ into A + I.
-    """
-
-    def __init__(self, problem: Problem, deviation: Tensor):
-        self.problem, self.deviation = problem, deviation
-        self.rounding = problem.linear_model.rounding
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return A x, shape (K, P)."""
-        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
-
-    def num_steps(self) -> int | None:
-        """Return the number of batches of a pass, if it is known."""
-        return self.problem.data.num_steps
-
-    def minibatches(self) -> Iterator[Product]:
-        """Yield the part of each batch in the product."""
-        for product in self.problem.minibatch_products():
-
-            def whitened(x: Tensor, product: Product = product) -> Tensor:
-                return product(x * self.deviation).mul_(self.deviation)
-
-            yield whitened
-
-    def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
-        """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
-        loss, gradient = self.problem.loss_and_gradient(x * self.deviation)
-        return loss, gradient * self.deviation
-
-    def hessian(self, x: Tensor) -> WhitenedGGN:
-        """Return the Hessian of the loss at x, (P,), as a product."""
-        return WhitenedGGN(self.problem.with_curvature_at(x * self.deviation), self.deviation)
 
 
 class Outputs(NamedTuple):

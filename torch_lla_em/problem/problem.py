@@ -262,6 +262,16 @@ class Problem:
     # vectors
 
     @property
+    def rounding(self) -> float:
+        """Relative rounding error of products."""
+        return self.linear_model.rounding
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of batches of a pass, if it is known."""
+        return self.data.num_steps
+
+    @property
     def device(self) -> torch.device:
         """The device of vectors."""
         return self.sweep.plan.device

@@ -1,13 +1,19 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
 from torch_lla_em.solvers.block_cg import BlockCG
-from torch_lla_em.solvers.newton import Minimum, Newton
+from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
+    Batched,
+    ConvexLoss,
     DivergenceError,
     FaultyProductError,
+    Minimum,
+    Operator,
     Product,
+    Search,
     Solution,
+    Solver,
     is_accurate,
     relative_error,
     require_finite,
@@ -24,13 +30,18 @@ from torch_lla_em.solvers.space import (
 
 __all__ = [
     "SGD",
+    "Batched",
     "BlockCG",
+    "ConvexLoss",
     "DivergenceError",
     "FaultyProductError",
     "Minimum",
     "Newton",
+    "Operator",
     "Product",
+    "Search",
     "Solution",
+    "Solver",
     "add_combined",
     "dot",
     "dots",

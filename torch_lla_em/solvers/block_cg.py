@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
+    Operator,
     Solution,
     check_positive,
 )
@@ -45,13 +45,13 @@ class BlockCG:
     def __post_init__(self) -> None:
         check_positive(type(self).__name__, tolerance=self.tolerance, max_passes=self.max_passes)
 
-    def solve(self, product: Any, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
 
         It stops when the true residual meets the tolerance or stops decreasing, or after the last pass.
 
         Args:
-            product (callable): The product X -> A X of (K, P), with its relative ``rounding`` error.
+            product (Operator): The product X -> A X of (K, P), with its relative ``rounding`` error.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at 0.
 
@@ -82,7 +82,7 @@ class BlockCG:
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
     def _descend(
-        self, product: Any, b: Tensor, solution: Solution, residual: Tensor
+        self, product: Operator, b: Tensor, solution: Solution, residual: Tensor
     ) -> tuple[Tensor, int]:
         """Iterate until the residual of the recursion meets the tolerance or stops decreasing."""
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1

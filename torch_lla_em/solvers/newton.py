@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.solvers.solution import (
+    ConvexLoss,
     DivergenceError,
     FaultyProductError,
+    Minimum,
     Product,
     check_positive,
     require_finite,
@@ -22,25 +23,6 @@ from torch_lla_em.solvers.space import dot, norm
 _SHORTEST = 1e-6
 # relative decrease of the loss that can be lost to rounding of a sum over many examples
 _SEEN = 1e-4
-
-
-class Minimum(NamedTuple):
-    """w near the minimum of loss(w) + ½‖w‖²."""
-
-    w: Tensor
-    """(P,)."""
-
-    loss: float
-    """loss(w), without the quadratic."""
-
-    error: float
-    """‖∇‖ / ‖w‖, which bounds the relative error of w, since the objective is 1-strongly convex."""
-
-    passes: int
-    """Number of products and gradients."""
-
-    converged: bool
-    """Whether the error met the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +46,11 @@ class Newton:
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
 
-    def minimise(self, loss: Any, start: Tensor) -> Minimum:
+    def minimise(self, loss: ConvexLoss, start: Tensor) -> Minimum:
         """Minimise loss(x) + ½‖x‖².
 
         Args:
-            loss (object): A convex one, with ``value_and_gradient(x)``, ``hessian(x)``, a product, and ``rounding``.
+            loss (ConvexLoss): With ``value_and_gradient(x)``, ``hessian(x)``, and ``rounding``.
             start (Tensor): Where to start, (P,).
         """
         x, passes = start, 1

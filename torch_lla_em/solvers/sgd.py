@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.solvers.solution import DivergenceError, Solution, check_positive
+from torch_lla_em.solvers.solution import Batched, DivergenceError, Solution, check_positive
 from torch_lla_em.solvers.space import norm
 
 
@@ -40,11 +39,11 @@ class SGD:
         if self.learning_rate is not None:
             check_positive("SGD", learning_rate=self.learning_rate)
 
-    def solve(self, product: Any, b: Tensor, start: Tensor | None = None) -> Solution:
+    def solve(self, product: Batched, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
 
         Args:
-            product (object): The product with A, which has the products of batches, ``minibatches()``, and ``num_steps()``.
+            product (Batched): The product with A, which has the products of batches, ``minibatches()``, and ``num_steps()``.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
 
@@ -77,7 +76,7 @@ class SGD:
         found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 
-    def _rate(self, product: Any, v: Tensor) -> tuple[float, int]:
+    def _rate(self, product: Batched, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the number of passes for its estimate."""
         if self.learning_rate is not None:
             return self.learning_rate, 0

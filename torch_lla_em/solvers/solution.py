@@ -2,15 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from torch_lla_em.solvers.space import dots
 
 Product = Callable[[Tensor], Tensor]
+
+
+class Operator(Protocol):
+    """A symmetric, positive semi-definite product x -> A x of (K, P)."""
+
+    @property
+    def rounding(self) -> float:
+        """Its relative rounding error."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Return A x."""
+
+
+class Batched(Operator, Protocol):
+    """A product that is the sum of those of batches."""
+
+    def num_steps(self) -> int | None:
+        """Return the number of batches, if it is known."""
+
+    def minibatches(self) -> Iterator[Product]:
+        """Yield the product of each batch."""
+
+
+class ConvexLoss(Protocol):
+    """A convex function of x, (P,)."""
+
+    @property
+    def rounding(self) -> float:
+        """Its relative rounding error."""
+
+    def value_and_gradient(self, x: Tensor, /) -> tuple[float, Tensor]:
+        """Return its value and its gradient, (P,)."""
+
+    def hessian(self, x: Tensor, /) -> Operator:
+        """Return its Hessian at x."""
+
+
+class Solver(Protocol):
+    """Solves (A + I) X = B for the rows of B."""
+
+    @property
+    def tolerance(self) -> float:
+        """The largest ``error`` of a solution that has converged."""
+
+    def solve(self, product: Batched, b: Tensor, start: Tensor | None = None) -> Solution:
+        """Return X, from a start."""
+
+
+class Search(Protocol):
+    """Minimises loss(x) + ½‖x‖²."""
+
+    def minimise(self, loss: ConvexLoss, start: Tensor) -> Minimum:
+        """Return the minimum, from a start."""
+
+
+class Minimum(NamedTuple):
+    """w near the minimum of loss(w) + ½‖w‖²."""
+
+    w: Tensor
+    """(P,)."""
+
+    loss: float
+    """loss(w), without the quadratic."""
+
+    error: float
+    """‖∇‖ / ‖w‖, which bounds the relative error of w, since the objective is 1-strongly convex."""
+
+    passes: int
+    """Number of products and gradients."""
+
+    converged: bool
+    """Whether the error met the tolerance."""
 
 
 class DivergenceError(ArithmeticError):

@@ -1,0 +1,84 @@
+"""What the method needs of a linear model with its data, and how solvers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.solvers import Product
+
+
+class LinearProblem(Protocol):
+    """A linear model h(x) = J(x) w with the loss Σ_n -log p(y_n | J_n w) and G = Σ_n J_nᵀ H_n J_n, at one H and σ.
+
+    ``Problem`` makes a pass over the data for each product, and a ``SpanProblem`` is dense algebra over a span of directions.
+    The prior is not a part of it. Another one, as of a last layer by its stored features, needs these methods to be given to
+    ``optimise_samples`` and ``optimise_MAP``.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of vectors, float32 or float64."""
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding error of products."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of ``minibatch_products``, if it is known."""
+
+    def zeros(self, num_vectors: int) -> Tensor:
+        """Return vectors in the space of w, (num_vectors, P)."""
+
+    def ggn_product(self, w: Tensor) -> Tensor:
+        """Return G w for vectors w, both (K, P)."""
+
+    def minibatch_products(self) -> Iterator[Product]:
+        """Yield products of parts of the data, whose sum is G w."""
+
+    def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return the loss at w, (P,), and its gradient, (P,)."""
+
+    def with_curvature_at(self, w: Tensor) -> LinearProblem:
+        """Return the same problem with H at J w, for w (P,); where H is an expectation, the problem itself."""
+
+
+class Whitened:
+    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the loss in x.
+
+    With D the prior's own, w = D x turns G + Λ into A + I.
+    """
+
+    def __init__(self, problem: LinearProblem, deviation: Tensor):
+        self.problem, self.deviation = problem, deviation
+        self.rounding = problem.rounding
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return A x, shape (K, P)."""
+        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
+
+    def num_steps(self) -> int | None:
+        """Return the number of batches of a pass, if it is known."""
+        return self.problem.num_steps
+
+    def minibatches(self) -> Iterator[Product]:
+        """Yield the part of each batch in the product."""
+        for product in self.problem.minibatch_products():
+
+            def whitened(x: Tensor, product: Product = product) -> Tensor:
+                return product(x * self.deviation).mul_(self.deviation)
+
+            yield whitened
+
+    def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
+        """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""
+        loss, gradient = self.problem.loss_and_gradient(x * self.deviation)
+        return loss, gradient * self.deviation
+
+    def hessian(self, x: Tensor) -> Whitened:
+        """Return the Hessian of the loss at x, (P,), as a product."""
+        return Whitened(self.problem.with_curvature_at(x * self.deviation), self.deviation)

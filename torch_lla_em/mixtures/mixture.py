@@ -154,8 +154,8 @@ class GaussianMixture:
         generator = torch.Generator("cpu").manual_seed(seed)
         weights, dim = parameters.weights, len(family.unit)
         drawn = torch.multinomial(weights.cpu(), n, True, generator=generator).to(weights.device)
-        on_cpu = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
-        noise = torch.randn(n, dim, **on_cpu).to(weights.device)
+        noise = torch.randn(n, dim, generator=generator, dtype=torch.float64, device="cpu")
+        noise = noise.to(weights.device)
         for k, precision in enumerate(-2 * natural[2]):
             rows, root = drawn == k, torch.linalg.cholesky(precision).mT
             blocks = noise[rows].view(-1, *precision.shape[:-1], 1)

@@ -54,7 +54,7 @@ for name, prior in priors.items():
 # three of the four tensors grow.
 
 # %%
-layerwise = LinearisedLaplace(model, "classification", num_samples=K, prior="layerwise g")
+layerwise = LinearisedLaplace(model, "classification", num_samples=K, prior="g", layerwise=True)
 layerwise.fit(x[train], y[train], progress_bar=False)
 steps = [layerwise.history[0]["prior_precision"], layerwise.history[-1]["prior_precision"]]
 for (name, _), first, last in zip(model.named_parameters(), *steps):

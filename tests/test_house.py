@@ -29,7 +29,7 @@ BOUNDS = {
     "fit": 345,
     "predict": 46,
     "arguments": 7,
-    "of the constructor": 10,
+    "of the constructor": 11,
 }
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 

@@ -40,7 +40,7 @@ from torch_lla_em.prediction import (
     temperature_of_neighbours,
 )
 from torch_lla_em.runtime import Adapter, Compute
-from torch_lla_em.solvers import SGD, BlockCG, Newton
+from torch_lla_em.solvers import SGD, BlockCG
 
 __version__ = "0.4.0"
 
@@ -59,7 +59,6 @@ __all__ = [
     "LaplaceEnsemble",
     "Likelihood",
     "LinearisedLaplace",
-    "Newton",
     "NotFittedError",
     "Poisson",
     "Prediction",
@@ -75,6 +74,7 @@ __all__ = [
 ]
 
 _REMOVED = {
+    "Newton": "Import it from torch_lla_em.solvers.",
     "BlockKrylov": "The default solver stores a span of directions; limit it by compute=Compute(span_memory=bytes).",
     "FunctionSpace": "Use BlockCG(), which a fit with a layerwise prior takes by default.",
 }

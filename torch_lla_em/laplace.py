@@ -62,6 +62,8 @@ from torch_lla_em.runtime import (
 from torch_lla_em.session import Session
 
 _FORMER = {
+    "loader": "pass it as x",
+    "targets": "pass them as y",
     "g_prior": 'write prior="isotropic" for g_prior=False, and prior="g" for True',
     "sigma_noise": "pass the likelihood Regression(sigma_noise)",
     "tolerance": "pass compute=Compute(tolerance=...)",
@@ -74,7 +76,7 @@ _FORMER = {
     "shard": "pass compute=Compute(shard=None) to LinearisedLaplace for a fit on each rank alone",
     "update": "the steps are those of MacKay's update",
 }
-"""Arguments of ``LinearisedLaplace`` and ``fit`` in earlier versions, and what replaces them."""
+"""Arguments of ``LinearisedLaplace`` and ``fit`` in version 0.4, and what replaces them."""
 
 Task = Literal[
     "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
@@ -96,11 +98,12 @@ class LinearisedLaplace(Predicts):
             "bernoulli" (one logit per label), "poisson" (log rates), "heteroscedastic" (means, then
             log variances), "reward_modeling", or a ``Likelihood``, such as ``Regression(sigma_noise)``, or
             one of your own.
-        prior (str): "scalar" (default): one precision for all parameters, whose prior standard deviations
+        prior (str): The scaling of the prior. "scalar" (default): the prior standard deviations of parameters
             are ‖w‖ m/s, for the trained weights w of their layer, the size s of their feature, and the mean m of s
             in their tensor: the posterior is the same in all units of the targets. "g": 1/s, the g-prior.
-            "isotropic": the same for all parameters. "layerwise", "layerwise g" and "layerwise isotropic": one
-            precision per tensor, at several times the cost; it can prune tensors.
+            "isotropic": the same for all parameters.
+        layerwise (bool): Learn one prior precision per tensor, at several times the cost; it can prune tensors.
+            Default False: one for all parameters.
         num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
@@ -132,7 +135,8 @@ class LinearisedLaplace(Predicts):
         model: nn.Module,
         likelihood: Task | Likelihood,
         *,
-        prior: str = "scalar",
+        prior: Literal["scalar", "g", "isotropic"] = "scalar",
+        layerwise: bool = False,
         num_samples: int = 32,
         parameters: Selection = None,
         curvature: Literal["variational", "network"] | None = None,
@@ -152,7 +156,11 @@ class LinearisedLaplace(Predicts):
         require(is_own, "compute", compute, "a Compute object", TypeError)
         is_own = isinstance(adapter, Adapter)
         require(is_own, "adapter", adapter, "an Adapter object", TypeError)
+        if isinstance(prior, str) and prior.startswith("layerwise"):
+            scaling = prior.removeprefix("layerwise").strip() or "scalar"
+            raise ValueError(f'prior={prior!r} is prior="{scaling}" with layerwise=True now.')
         check_choice("prior", prior, tuple(PRIORS))
+        require(isinstance(layerwise, bool), "layerwise", layerwise, "True or False", TypeError)
         check_choice("curvature", curvature, (None, "network", "variational"))
         super().__init__()
         # not a submodule: its weights are the user's, and not part of this state
@@ -160,15 +168,16 @@ class LinearisedLaplace(Predicts):
         if not isinstance(likelihood, Likelihood):
             check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
             likelihood = LIKELIHOODS[likelihood]()
-        if PRIORS[prior][0] and curvature == "variational":
-            raise ValueError('curvature="variational" has one precision: use prior="scalar".')
+        if layerwise and curvature == "variational":
+            raise ValueError('curvature="variational" has one precision: use layerwise=False.')
         if isinstance(likelihood, BradleyTerry):
             adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
         network = Network(model, adapter.outputs, int(class_dim), compute.precision)
         self._given_likelihood: Likelihood = likelihood
         self._posterior: Posterior | None = None
         self._parameters_asked, self._base = parameters, _linear_model(network, parameters)
-        self.prior, self.curvature, self.num_samples = prior, curvature, int(num_samples)
+        self.prior, self.layerwise, self.curvature = prior, layerwise, curvature
+        self.num_samples = int(num_samples)
         self.seed, self.adapter, self.compute = int(seed), adapter, compute
         self.trained_with: tuple[Any, Weights | None] = (None, None)
         """The data of the fit and their weights, which copies and files leave out."""
@@ -307,8 +316,8 @@ class LinearisedLaplace(Predicts):
 
     def fit(
         self,
-        loader: Any,
-        targets: Tensor | None = None,
+        x: Any = None,
+        y: Tensor | None = None,
         *,
         validation: Iterable[Any] | Literal[False] | None = None,
         em_steps: int = 20,
@@ -320,8 +329,8 @@ class LinearisedLaplace(Predicts):
         """Learn λ (and σ) by EM, then find the mode and the posterior samples.
 
         Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The training data.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            x (DataLoader, Dataset, list of batches, or inputs): The training data.
+            y (Tensor, optional): The targets, if ``x`` are inputs.
             validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: if the
                 posterior leaves out parameters of the network (as that of a last layer, or of a head on a
                 frozen backbone) and inputs are columns of numbers, predictions are calibrated on moved training
@@ -347,9 +356,11 @@ class LinearisedLaplace(Predicts):
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)
         """
         refuse_former("fit", former, _FORMER)
+        if x is None:
+            raise TypeError("fit needs training data: pass fit(loader), or fit(x, y).")
         check_whole(0, em_steps=em_steps)
         check_within(*PRECISION_BOUNDS, prior_precision=prior_precision)
-        data = paired(loader, targets)
+        data = paired(x, y)
         if weights is not None:
             data, weights = with_weights(data, weights)
         if prior_precision is not None:
@@ -411,7 +422,6 @@ class LinearisedLaplace(Predicts):
 
     def _options(self, **of_fit: Any) -> FitOptions:
         """Return the options of a fit."""
-        layerwise, scaling = PRIORS[self.prior]
         return FitOptions(
             num_samples=self.num_samples,
             seed=self.seed,
@@ -419,8 +429,8 @@ class LinearisedLaplace(Predicts):
             tolerance=self.tolerance,
             span_memory=self.compute.span_memory,
             solver=self.compute.solver,
-            layerwise=layerwise,
-            g_prior=scaling,
+            layerwise=self.layerwise,
+            g_prior=PRIORS[self.prior],
             **of_fit,
         )
 
@@ -485,17 +495,17 @@ class LinearisedLaplace(Predicts):
     ) -> None:
         stored.load_from_state_dict(self, state_dict, prefix, *more)
 
-    def plan(self, loader: Any, targets: Tensor | None = None) -> Plan:
+    def plan(self, x: Any, y: Tensor | None = None) -> Plan:
         """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it to read it.
 
         Args:
-            loader (DataLoader, Dataset, list of batches, or inputs): The training data.
-            targets (Tensor, optional): The targets, if ``loader`` are inputs.
+            x (DataLoader, Dataset, list of batches, or inputs): The training data.
+            y (Tensor, optional): The targets, if ``x`` are inputs.
 
         Example:
             >>> words = str(la.plan(x, y))
         """
-        problem = self._problem(paired(loader, targets), Group())
+        problem = self._problem(paired(x, y), Group())
         with Session(problem, {}).running() as run:
             return run.plan(self._options(), self.compute, timed=True)
 

@@ -69,12 +69,17 @@ class Predicts(Printed, nn.Module):
             >>> probabilities = la(x)
             >>> mean, variance = regression(x)
         """
+        if more:
+            raise TypeError(
+                "la takes all inputs of the model as its first argument: pass several in one tuple, la((a, b)), or by "
+                "their names."
+            )
         if inputs and x is not None:
             raise TypeError(
                 f"x was passed by position, and {', '.join(inputs)} by name, which are further inputs of the model: "
                 "pass all inputs by name, or all in one tuple or dict. Options, such as mean, are those of predict."
             )
-        return predictor.forward(self, inputs or x, *more)
+        return predictor.forward(self, inputs or x)
 
     def predict(
         self, x: Any, mean: Mean | None = None, *, groups: Any = None, weights: Any = None

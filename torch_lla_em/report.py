@@ -43,17 +43,7 @@ figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85
 def report(
     la: Any, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
 ) -> None:
-    """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
-
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.report(loader)`` passes it.
-        loader (DataLoader, Dataset or list of batches): Held-out data with targets.
-        path (str): Name of the file. Default "report.html".
-        other (DataLoader, Dataset or inputs, optional): Out-of-distribution inputs.
-
-    Example:
-        >>> la.report(validation_loader)  # doctest: +SKIP
-    """
+    """Write an HTML page about a posterior, as ``LinearisedLaplace.report``."""
     rows, (title, known) = predicted_data(la, loader), la._table()
     every = {"network": rows.network, "temperature scaling": rows.scaled_network()}
     every["posterior"] = rows.posterior

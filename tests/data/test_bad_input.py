@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import Adapter, BlockCG, Compute, LinearisedLaplace, Newton, Regression
+from torch_lla_em import Adapter, BlockCG, Compute, LinearisedLaplace, Regression
+from torch_lla_em.solvers import Newton
 
 
 def network(outputs=3):
@@ -21,7 +22,7 @@ REAL = torch.linspace(-1, 1, 10).view(10, 1)
 
 
 def fit(likelihood, loader, outputs=3, **options):
-    keys = "em_steps", "prior_precision", "update", "checkpoint", "shard", "validation"
+    keys = "em_steps", "prior_precision", "update", "checkpoint", "shard", "validation", "targets"
     fit_options = {key: options.pop(key) for key in keys if key in options}
     model = network(outputs)
     before = copy.deepcopy(model.state_dict())
@@ -49,7 +50,10 @@ OPTIONS = [
     ({"update": "em"}, "no argument 'update' any more: the steps are those of MacKay"),
     ({"shard": "auto"}, r"Compute\(shard=None\)"),
     ({"prior_precision": torch.ones(2)}, "one precision"),
-    ({"prior_precision": torch.ones(2), "prior": "layerwise"}, "one per tensor"),
+    ({"prior_precision": torch.ones(2), "layerwise": True}, "one per tensor"),
+    ({"prior": "layerwise g"}, r'prior="g" with layerwise=True now'),
+    ({"layerwise": True, "curvature": "variational"}, "use layerwise=False"),
+    ({"targets": LABELS}, "no argument 'targets' any more: pass them as y"),
 ]
 OF_A_WRONG_TYPE = [
     ({"num_samples": 2.5}, "num_samples must be a whole number"),
@@ -59,6 +63,7 @@ OF_A_WRONG_TYPE = [
     ({"parameters": 3}, HOW_TO_CHOOSE),
     ({"class_dim": None}, "a whole number"),
     ({"prior": 1.0}, "scalar"),
+    ({"layerwise": "g"}, "layerwise must be True or False"),
     ({"prior_precision": "1"}, "positive real numbers"),
     ({"validation": 0.2}, r"validation must be None, False, or held-out data.*random_split"),
     ({"validation": True}, "validation must be None, False, or held-out data"),
@@ -89,6 +94,14 @@ def test_bad_options_are_refused(options, message):
     kinds = TypeError if (options, message) in OF_A_WRONG_TYPE else (TypeError, ValueError)
     with pytest.raises(kinds, match=message):
         fit(loader=[(X, LABELS)], **{"likelihood": "classification", **options})
+
+
+def test_data_by_their_former_name_are_refused():
+    la = LinearisedLaplace(network(), "classification")
+    with pytest.raises(TypeError, match="no argument 'loader' any more: pass it as x"):
+        la.fit(loader=[(X, LABELS)], progress_bar=False)
+    with pytest.raises(TypeError, match="fit needs training data"):
+        la.fit(progress_bar=False)
 
 
 @pytest.mark.parametrize("kind, options, message", OBJECTS + OBJECTS_OF_A_WRONG_TYPE)

@@ -78,7 +78,7 @@ def odd():
         "stagnates": (*classes, {"compute": Compute(solver=BlockCG(), tolerance=1e-9)}, {}),
         "few steps": (*classes, {}, {"em_steps": 1}),
         "no time": (*classes, {"compute": Compute(budget=1e-6)}, {}),
-        "no prior": (net(2), *classes[1:], {"prior": "layerwise"}, {}),
+        "no prior": (net(2), *classes[1:], {"layerwise": True}, {}),
         "wide": (*classes, {}, {"em_steps": 0, "prior_precision": 1e12}),
     }
 

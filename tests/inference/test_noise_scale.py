@@ -83,7 +83,7 @@ KINDS = {
     "cg": {"compute": Compute(solver=BlockCG())},
     "function space": {"compute": Compute(solver=Direct())},
     # later the precision of a tensor without effect grows to its bound, where rounding decides
-    "layerwise": {"prior": "layerwise", "em_steps": 8, "compute": Compute(solver=Direct())},
+    "layerwise": {"layerwise": True, "em_steps": 8, "compute": Compute(solver=Direct())},
     "sigma": {"sigma": 0.1},
     "weights": {"sigma": 0.1, "weighted": True},
 }

@@ -341,14 +341,14 @@ def test_networks_more_certain_than_their_features_are_trusted_less():
 
 def test_a_precision_for_each_tensor_is_refused():
     with pytest.raises(ValueError, match="one precision"):
-        LinearisedLaplace(nn.Linear(2, 2), "classification", prior="layerwise", **VARIATIONAL)
+        LinearisedLaplace(nn.Linear(2, 2), "classification", layerwise=True, **VARIATIONAL)
 
 
 @pytest.mark.parametrize(
     "name, options, fit, expected",
     [
         ("poisson", {}, {}, "linear"),
-        ("classification", {"prior": "layerwise"}, {}, "network"),
+        ("classification", {"layerwise": True}, {}, "network"),
         ("classification", {"compute": Compute(span_memory=1e6)}, {}, "linear"),
         ("classification", {"compute": Compute(solver=BlockCG())}, {}, "network"),
         ("regression", {}, {}, "linear"),

@@ -40,7 +40,7 @@ CASES = {
     "krylov": ("classification", {}),
     "krylov, regression": ("regression", {}),
     "no room for a span": ("classification", {"compute": replace(READ, span_memory=2000)}),
-    "cg, a precision per tensor": ("poisson", {"prior": "layerwise"}),
+    "cg, a precision per tensor": ("poisson", {"layerwise": True}),
     "cg, a noise per output": ("regression", {"noises": NOISES}),
     "block CG": ("classification", {"compute": Compute(solver=BlockCG())}),
     "function space": ("classification", {"compute": Compute(solver=Direct())}),

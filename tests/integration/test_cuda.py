@@ -73,7 +73,7 @@ LIKELIHOODS = "classification", "regression", "bernoulli", "poisson", "binomial"
 OWN = predicted_noise, convolutions
 CASES = {
     **{name: {"name": name} for name in (*LIKELIHOODS, "regression per output")},
-    "layerwise, a noise per output": {"name": "regression per output", "prior": "layerwise"},
+    "layerwise, a noise per output": {"name": "regression per output", "layerwise": True},
     "plain prior": {"prior": "isotropic"},
     "block CG": {"compute": Compute(solver=BlockCG())},
     "SGD": {"compute": Compute(solver=SGD(epochs=8, tolerance=0.5), tolerance=0.5)},

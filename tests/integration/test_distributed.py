@@ -72,7 +72,7 @@ CASES = {
     "all sites": ("classification", images, SITES),
     "some sites": ("classification", images, SITES),
     "some sites, last layer": ("classification", images, {**SITES, **LAST}),
-    "cg, layerwise": ("binomial", streamed, {**CG, "prior": "layerwise"}),
+    "cg, layerwise": ("binomial", streamed, {**CG, "layerwise": True}),
     "cg, noise by output": ("regression per output", batches, CG),
     "function space, regression": ("regression", in_one_batch, SPACE),
     "last layer, variational": ("classification", batches, {**VARIATIONAL, **LAST}),

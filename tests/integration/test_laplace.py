@@ -71,17 +71,17 @@ def test_only_seed_and_arguments_decide_a_fit(tmp_path):
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
-@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.filterwarnings("ignore")  # weights that the evidence prunes reach the bounds
-def test_every_likelihood_and_prior_fits_and_predicts(name, prior):
-    case, la = fitted(name, prior=prior, em_steps=3)
+def test_every_likelihood_and_prior_fits_and_predicts(name, layerwise):
+    case, la = fitted(name, layerwise=layerwise, em_steps=3)
     assert [record["step"] for record in la.history] == list(range(1, len(la.history) + 1))
     prediction, learns_noise = la.predict(case.x), name.startswith("regression")
     assert la.mean == ("linear" if learns_noise else "network")
     assert_close(la.predict(case.x, mean="network").f_mean, case.model(case.x).detach())
     assert_close(prediction.f_mean, la.predict(case.x, mean=la.mean).f_mean)
     assert prediction.samples.shape == (6, 30, 3)
-    if prior == "layerwise":
+    if layerwise:
         with pytest.raises(ValueError, match="does not compute the evidence"):
             la.log_marginal_likelihood()
     else:
@@ -291,6 +291,10 @@ def test_refusals_name_the_cause(name):
 
 
 def test_removed_solvers_name_their_replacement():
-    for name, remedy in (("BlockKrylov", "span_memory"), ("FunctionSpace", "BlockCG")):
+    for name, remedy in (
+        ("BlockKrylov", "span_memory"),
+        ("FunctionSpace", "BlockCG"),
+        ("Newton", "torch_lla_em.solvers"),
+    ):
         with pytest.raises(ImportError, match=f"{name} was removed.*{remedy}"):
             getattr(torch_lla_em, name)

@@ -14,7 +14,7 @@ from steps import complete_span
 from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace, Newton, Regression
+from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace, Regression
 from torch_lla_em.inference.em import e_step, em, m_step
 from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update, mackay_noise
 from torch_lla_em.inference.map import optimise_MAP
@@ -22,6 +22,7 @@ from torch_lla_em.inference.samples import optimise_samples
 from torch_lla_em.inference.state import State
 from torch_lla_em.inference.whole import Whole, starting_precision, updated
 from torch_lla_em.runtime import Group
+from torch_lla_em.solvers import Newton
 
 NAMES = list(LOG_PROBS)
 SOLVERS = [BlockCG(1e-10), Direct(1e-10)]
@@ -205,11 +206,11 @@ def test_updates_are_their_formulas_within_their_bounds():
         la.fit(x, y, prior_precision=1e20, **quiet)
 
 
-@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("name", ["classification", "regression"])
-def test_a_whole_fit_is_the_dense_posterior(name, prior):
+def test_a_whole_fit_is_the_dense_posterior(name, layerwise):
     options = {
-        "prior": prior,
+        "layerwise": layerwise,
         "num_samples": 64,
         "compute": Compute(tolerance=1e-5),
         "curvature": "network",

@@ -249,7 +249,7 @@ def test_what_is_gone_names_what_to_use(classified, caplog):
         "joint=True is not .*covariance": lambda: la(x, joint=True),
         "diagonal_output=True is not .*variance": lambda: la(x, diagonal_output=True),
         r"la.fit\(\[\*old_loader": lambda: la.fit(loader, override=False),
-        'prior="layerwise"': lambda: la.optimize_prior_precision(prior_structure="diag"),
+        "layerwise=True": lambda: la.optimize_prior_precision(prior_structure="diag"),
         "without derivatives": lambda: la.log_marginal_likelihood(torch.ones(1)),
         "'sample': use la.mean": lambda: la.sample,
         "covariance": lambda: la.functional_variance,

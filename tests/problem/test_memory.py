@@ -220,19 +220,18 @@ def test_libraries_have_words_of_their_own_and_other_errors_are_no_shortage():
             shortage_of(RuntimeError(words))
 
 
-SOLVERS = [(SGD(epochs=10), "scalar"), (BlockCG(), "layerwise")]
+SOLVERS = [(SGD(epochs=10), False), (BlockCG(), True)]
 
 
-@pytest.mark.parametrize("solver, prior", daily((BlockCG(), "scalar"), rest=SOLVERS))
+@pytest.mark.parametrize("solver, layerwise", daily((BlockCG(), False), rest=SOLVERS))
 @pytest.mark.filterwarnings("ignore:The samples", "ignore:The mode")
-def test_fits_on_smaller_gpus_are_the_same(solver, prior, monkeypatch, caplog):
+def test_fits_on_smaller_gpus_are_the_same(solver, layerwise, monkeypatch, caplog):
     monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)  # as small as those of a large problem
     (x, y), model = rows(96), network(20)
 
     def fit():
-        la = LinearisedLaplace(
-            model, "classification", compute=Compute(solver=solver), prior=prior, num_samples=3
-        )
+        options = {"compute": Compute(solver=solver), "layerwise": layerwise, "num_samples": 3}
+        la = LinearisedLaplace(model, "classification", **options)
         return la.fit(list(zip(x.split(64), y.split(64))), em_steps=1, progress_bar=False)
 
     fit()  # what is made once a process counts for none

@@ -111,38 +111,7 @@ def distil(
     progress_bar: bool = True,
     **former: Any,
 ) -> Student:
-    """Train a network that predicts what this posterior predicts, in one forward pass.
-
-    The student learns the posterior's predictions at the given inputs, and at more inputs that
-    are made from them. Elsewhere it is a network like any other: include unlabelled inputs of all
-    kinds that you expect, also unusual ones, which are kept on the network's device. If you have a
-    validation set, call ``la.calibrate`` first. ``print(student)`` shows its error at inputs that were not used.
-
-    Args:
-        posterior (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.distil(x)`` passes la.
-        inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
-            shape, or training data.
-        student (nn.Module, optional): A network with the inputs and outputs of the model, which is copied.
-            Default None: the model itself (of an ensemble, the first one).
-        augment (str, callable or list of them, optional): How inputs are made: "noise" of random size, "swap" of
-            entries (also tokens) between two inputs, or functions that map inputs to as many others. Default: both.
-        num_inputs (int): Number of inputs to make. Default 12,000.
-        steps (int): Number of steps of the training. Default 3000.
-        seed (int): Seed of all random numbers. Default 0.
-        progress_bar (bool): Show progress bars. Default True.
-
-    Returns:
-        A ``Student``, which is not calibrated yet.
-
-    Raises:
-        ValueError: If there are fewer than ten inputs, or another ``student`` has outputs of another shape.
-        TypeError: If inputs are no tensors, or for an argument of an earlier version.
-        RuntimeError: If inputs have several shapes.
-
-    Example:
-        >>> student = la.distil(x, steps=100, progress_bar=False)
-        >>> probabilities = student(x)
-    """
+    """Train a network that predicts what a posterior predicts, as ``LinearisedLaplace.distil``."""
     refuse_former("distil", former, dict.fromkeys(("targets", "lr"), "leave it out"))
     check_whole(1, steps=steps, num_inputs=num_inputs)
     first = required(posterior, surely=True).members[0]

@@ -40,7 +40,7 @@ _INSTEAD = {
     "diagonal_output": "use la.posterior.predict(x).f_variance",
     "override": "the GGN is not stored: call la.fit([*old_loader, *new_loader])",
     "feature_reduction": "select the outputs in the adapter of LinearisedLaplace",
-    "prior_structure": 'use LinearisedLaplace(model, likelihood, prior="layerwise")',
+    "prior_structure": "use LinearisedLaplace(model, likelihood, layerwise=True)",
     "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
     **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
 }

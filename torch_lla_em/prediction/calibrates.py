@@ -33,45 +33,9 @@ def calibrate(
     groups: Any = None,
     weights: Any = None,
 ) -> Any:
-    """Fit a few numbers of the predictions to a validation set, in one pass for each network.
+    """Fit a few numbers of the predictions to a validation set, as ``LinearisedLaplace.calibrate``.
 
-    Without arguments they are fitted to the training examples of ``fit``, moved so that a network that has memorised
-    them is as wrong as at new inputs. No guarantee follows: p-values, sets and intervals need data.
-
-    For classes and labels the prediction is a mixture of the posterior, its mean alone, and the network: the numbers are
-    a scale of the posterior's variance, factors of the logits of the latter two (temperature scaling), and the weights.
-    For regression they are the scale, the observation noise σ, and the share of the linear mode in the mean. If the
-    validation NLL does not improve, predictions are kept as they were. The members of an ensemble share these numbers,
-    and are not changed.
-
-    For ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` the numbers are fitted a second time, to every other
-    example; the others are the reference. Guarantees hold on average over all inputs, or for each group.
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.calibrate(...)`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs, optional): The validation set. It must
-            not have been used in training. Default None: moved training examples.
-        targets (Tensor, optional): The targets, if ``loader`` are inputs.
-        groups ("classes" or integers, optional): "classes": guarantees of sets and of ``is_ood`` hold for each class. Or
-            an integer for each validation example, in the order of the dataset: they hold for each group, and
-            ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many examples as a validation set
-            without groups. Default None: one group.
-        weights (sequence, optional): A weight for each validation example, if new inputs have another distribution: the
-            ratio of the densities, up to a factor. Guarantees then hold for the new inputs. The numbers are fitted
-            without weights. Default None: no shift.
-
-    Returns:
-        The object itself, or of a record the calibrated one; ``la.calibration`` holds the improvement. In a
-        distributed run all ranks have to call this method; an ensemble is calibrated by each process on its own.
-
-    Raises:
-        ValueError: If no example has a label, if most are training examples, or if groups or weights do not fit them.
-            Without arguments, if the training data are not known, as after ``load``, or their inputs have no distances.
-        NotFittedError: Before ``fit``, or if the model has changed since.
-
-    Example:
-        >>> improvement = str(la.calibrate(x, y).calibration)
-        >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
+    Of a record the calibrated one is returned.
     """
     known: Any = required(la, None).corrected(Correction())
     if loader is not None:  # all ranks check the network together

@@ -151,28 +151,7 @@ def check(
     level: float = 0.9,
     groups: Any = None,
 ) -> Check:
-    """Return the coverage of sets or intervals within groups of held-out examples; print it.
-
-    Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the predicted entropy, or by
-    the predicted mean and noise. For images it also says how well ``is_ood`` detects shifted copies of up to 200 examples. Labels
-    of pixels and tokens have no sets, and so no coverage.
-
-    Args:
-        la (LinearisedLaplace, LaplaceEnsemble or record): The posterior; ``la.check(...)`` passes it.
-        loader (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor ``calibrate`` used.
-        targets (Tensor, optional): The targets, if ``loader`` are inputs.
-        level (float): Level of the sets or intervals. Default 0.9.
-        groups (integers, optional): The group of each example, in the order of the dataset.
-
-    Returns:
-        A ``Check``; print it.
-
-    Raises:
-        ValueError: Before ``calibrate``, or with too few validation examples for the level.
-
-    Example:
-        >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
-    """
+    """Return the coverage of sets or intervals within groups of held-out examples."""
     record = required(la, surely=True)
     x, data = pushed(record.members, paired(loader, targets))
     known = data.likelihood.labelled(data.y)

@@ -43,30 +43,7 @@ def export(
     level: float | None = None,
     p_value: bool = False,
 ) -> ExportedProgram:
-    """Return ``la(x)`` as a program of torch operations, which runs without this library.
-
-    The program takes any number of examples. It returns a dict: "probs" (for other likelihoods "expectation"),
-    "predictive_variance" for continuous targets, and what ``level`` and ``p_value`` add; ONNX has the same names. The
-    program of an ensemble contains every network and its samples.
-
-    Args:
-        la (LinearisedLaplace or LaplaceEnsemble): The posterior; ``la.export(x)`` passes it.
-        x (Tensor, tuple or dict): Example inputs.
-        path (str, optional): Where to save it: .pt2 for torch.export, .onnx for ONNX. Default None: nowhere.
-        level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``, or the ends "lower" and
-            "upper" of ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
-        p_value (bool): Return ``predict(x).p_value`` as well, as "p_value". An input is out of distribution if it is
-            at most the rate of false alarms that is accepted. Default False.
-
-    Raises:
-        ValueError: If the file has another ending, or without reference examples for ``level`` or ``p_value``.
-        RuntimeError: If the network cannot be recorded for any number of examples, or the program returns
-            other values than ``la(x)``, for example because the network's operations depend on values of
-            its inputs. A student can be exported instead: ``la.distil(x).export(x)``.
-
-    Example:
-        >>> program = la.export(x).module()  # doctest: +SKIP
-    """
+    """Return ``la(x)`` as a program of torch operations, as ``LinearisedLaplace.export``."""
     known = required(la, surely=True)
     networks = [member.setting.linear_model.network for member in known.members]
     x = to_device(x, networks[0].device)

@@ -75,7 +75,8 @@ def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any) ->
 def save(la: Any, path: str | PathLike[str]) -> None:
     """Write a posterior with the options of its object to a file."""
     state, model, compute = la.state_dict(), la._linear_model, la.compute
-    options = {name: getattr(la, name) for name in ("prior", "num_samples", "curvature", "seed")}
+    names = "prior", "layerwise", "num_samples", "curvature", "seed"
+    options = {name: getattr(la, name) for name in names}
     options |= {"parameters": model.layout.names, "class_dim": model.network.class_dim}
     options |= {"precision": compute.precision, "tolerance": compute.tolerance}
     options |= likelihood_options(la._given_likelihood)
@@ -230,9 +231,11 @@ def _saved_options(state: State) -> dict[str, Any]:
     options: dict[str, Any] = files.from_bytes(state["options"])
     former = "g_prior", "sigma_noise", "temperature", "precision", "tolerance"
     scaling, sigma, _, precision, tolerance = (options.pop(name, None) for name in former)
-    if isinstance(scaling, bool):
-        layerwise = options["prior"] == "layerwise"
-        options["prior"] = next(k for k, v in PRIORS.items() if v == (layerwise, scaling))
+    if "layerwise" not in options:
+        options["layerwise"] = options["prior"] == "layerwise"
+        options["prior"] = next(
+            (name for name, kind in PRIORS.items() if kind is scaling), "scalar"
+        )
     if sigma is not None:
         sigma = torch.as_tensor(sigma, dtype=torch.float64, device="cpu")
         options["likelihood"] = Regression(sigma)

@@ -18,15 +18,8 @@ from torch_lla_em.runtime.memory import suppressed
 PRECISION_BOUNDS = 1e-20, 1e20
 
 
-PRIORS: dict[str, tuple[bool, bool | None]] = {
-    "scalar": (False, None),
-    "g": (False, True),
-    "isotropic": (False, False),
-    "layerwise": (True, None),
-    "layerwise g": (True, True),
-    "layerwise isotropic": (True, False),
-}
-"""The priors by name: whether there is one λ per tensor, and the scaling, as ``get_sto_samples`` takes it."""
+PRIORS: dict[str, bool | None] = {"scalar": None, "g": True, "isotropic": False}
+"""The scalings of the prior by name, as ``get_sto_samples`` takes them."""
 
 
 @dataclass(frozen=True)

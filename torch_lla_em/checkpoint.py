@@ -157,7 +157,7 @@ def header_of(problem: Problem, options: Any, likelihood: Likelihood) -> dict[st
     settings = {name: files.plain(value) for name, value in vars(options).items()}
     return {
         "format": f"{files.VERSION}.{FORMAT}",
-        "network weights": bytes(files.fingerprint(network.module).tolist()).hex(),
+        "network weights": bytes(problem.sweep.begun_with.fingerprint.tolist()).hex(),
         "layers": [type(layer).__qualname__ for layer in network.module.modules()],
         "parameters in the posterior": list(layout.names),
         "likelihood": type(likelihood).__name__,

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torch_lla_em.checkpoint import header_of
-from torch_lla_em.data import Data, Weights, paired, with_weights
+from torch_lla_em.data import Data, Identity, Weights, paired, with_weights
 from torch_lla_em.inference import Estimate, FitOptions, learn
 from torch_lla_em.jacobian import (
     LinearModel,
     Network,
-    NetworkState,
     ParameterLayout,
     Selection,
     last_layers,
@@ -381,7 +380,7 @@ class LinearisedLaplace(Predicts):
                 words += " (split them off before training, as with torch.utils.data.random_split)"
             require(is_data, "validation", validation, words, TypeError)
             unseen = self._data(validation, group_of(self.compute.shard)).read()
-        found = self._fit(data, weights, options, self.compute, progress_bar, unseen)
+        found = self._fit(data, weights, options, progress_bar, unseen)
         if unseen is not None:
             found = found.corrected(calibrates.calibrated_on(found, validation))
         elif validation is None and em_steps and _is_partial(found.setting.linear_model):
@@ -391,21 +390,26 @@ class LinearisedLaplace(Predicts):
         return self
 
     def _fit(
-        self, loader: Any, weights: Weights | None, options: FitOptions, *surroundings: Any
+        self,
+        loader: Any,
+        weights: Weights | None,
+        options: FitOptions,
+        progress_bar: bool,
+        unseen: Identity | None,
     ) -> Posterior:
         """Return the posterior by one scaling of the prior; this object is not changed."""
         problem = self._problem(loader, group_of(self.compute.shard), weights)
         model = problem.linear_model
-        session = Session(
-            problem, header_of(problem, options, self._given_likelihood), *surroundings
-        )
-        state = NetworkState(model.network)
-        setting = Setting(model, state, self.adapter.targets, self.compute.shard)
+        state, header, compute = problem.sweep.begun_with, dict[str, Any](), self.compute
+        if compute.checkpoint is not None or problem.data.group.size > 1:
+            header = header_of(problem, options, self._given_likelihood)
+        session = Session(problem, header, compute, progress_bar, unseen)
+        setting = Setting(model, state, self.adapter.targets, compute.shard)
         with session.running() as around:
             known = around.finished()
             if known is not None:
                 return stored.loaded(self, known, setting)
-            around.follow(around.plan(options, self.compute))
+            around.follow(around.plan(options, compute))
             learnt = learn(problem, options, around, around.begin())
             around.end(learnt.why)
             facts: dict[str, Any] = {"history": tuple(around.history)}
@@ -415,7 +419,6 @@ class LinearisedLaplace(Predicts):
             found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
-            required(found, surely=True)
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
                 around.keep(partial(stored.state_of, self, found))
         return found

@@ -44,16 +44,12 @@ BASE = 1.5e7
 class Budget:
     """Decides after which step a fit ends; all ranks decide the same."""
 
-    def __init__(self, seconds: float | None = None, group: Group = Group()):
-        self._group = group
-        self._end, self._stepped = math.inf, time.monotonic()
-        if seconds is not None:
-            self._end = self._stepped + seconds
+    def __init__(self, seconds: float, group: Group = Group()):
+        self._group, self._stepped = group, time.monotonic()
+        self._end = self._stepped + seconds
 
     def left(self, spare: float = 0.0) -> float:
         """Return the seconds that are left on the slowest rank, less what each rank spares."""
-        if self._end == math.inf:
-            return math.inf
         least: float = self._group.meet(self._end - time.monotonic() - spare, min)
         return least
 
@@ -78,14 +74,16 @@ class Session:
         checkpoint, budget = compute.checkpoint, compute.budget
         self._has_bar, self._unseen = has_bar, unseen
         self.problem, self._group, self._device = problem, problem.data.group, problem.device
-        self._began, self.budget = time.monotonic(), Budget(budget, self._group)
+        self._began = time.monotonic()
+        self._budget = None if budget is None else Budget(budget, self._group)
         self.history: list[dict[str, Any]] = []
         self.messages: list[str] = []
         """The memory plan, and the warnings of the fit."""
 
         self._first_pass = self._began, 0  # when it began, and the number of passes before it
         settings = {"checkpoint": checkpoint is not None, "budget": budget is not None, **header}
-        compare_ranks(self._group, self._device, settings)
+        if self._group.size > 1:
+            compare_ranks(self._group, self._device, settings)
         self._checkpoint, self._header = checkpoint, header
         self._folder: Folder | None = None
 
@@ -169,7 +167,7 @@ class Session:
         if found is not None:
             cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
             self.history.append({"step": len(self.history) + 1, **found, **cost})
-        ends = self.budget.ends()
+        ends = self._budget is not None and self._budget.ends()
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
@@ -184,7 +182,7 @@ class Session:
 
     def is_late(self) -> bool:
         """Return whether the time of the fit is over, on all ranks alike."""
-        return self.budget.left() < 0
+        return self._budget is not None and self._budget.left() < 0
 
     def _seconds(self) -> float:
         """Return the seconds of the fit so far, with those before it was resumed."""
@@ -236,8 +234,8 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
                     )
 
     group.meet({"device": device.type, **settings}, same)
-    if group.size > 1:  # fail before any computation if a backend does not support the device
-        group.sum(torch.zeros(1, device=device))
+    # fail before any computation if a backend does not support the device
+    group.sum(torch.zeros(1, device=device))
 
 
 def memory_of(

@@ -21,7 +21,7 @@ from torch_lla_em.data import Data
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.problem import duration, prepare
 from torch_lla_em.problem.problem import Problem
-from torch_lla_em.runtime import Group
+from torch_lla_em.runtime import Group, files
 from torch_lla_em.runtime.modes import tf32
 from torch_lla_em.session import Budget
 
@@ -135,6 +135,16 @@ def test_ranks_share_a_device_and_keep_neither_batches_nor_factors(monkeypatch):
     shared = prepare(Problem(problem.linear_model, problem.likelihood, data), 4, Compute())
     assert (alone.free, shared.free) == (8e6, 4e6)
     assert shared.batches == shared.factors == 0 < alone.batches
+
+
+def test_a_fit_hashes_its_network_once_and_compares_ranks_only_if_there_are_several(monkeypatch):
+    counts, hashed = [], files.fingerprint
+    monkeypatch.setattr(files, "fingerprint", lambda model: counts.append(1) or hashed(model))
+    monkeypatch.setattr("torch_lla_em.session.compare_ranks", lambda *_: counts.append(2))
+    monkeypatch.setattr("torch_lla_em.laplace.header_of", lambda *_: counts.append(3))
+    case, la = fitted()
+    la(case.x)
+    assert counts == [1]
 
 
 # what is shown meanwhile

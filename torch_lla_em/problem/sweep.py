@@ -132,7 +132,9 @@ class Sweep:
         self._checks: list[tuple[Tensor, Exception | None]] = []
         """Whether tensors of this pass are finite, read once, at its end, and the errors if they are not."""
 
-        self._begun_with = NetworkState(linear_model.network)
+        self.begun_with = NetworkState(linear_model.network)
+        """What the network was at the start, and has to be until the end."""
+
         self.say: Callable[[], object] = bool
         """Called after every batch, to show that the fit goes on."""
 
@@ -300,7 +302,7 @@ class Sweep:
 
         Call it before results are stored. It synchronises with the device.
         """
-        if not self._begun_with.holds(self.linear_model.network):
+        if not self.begun_with.holds(self.linear_model.network):
             raise RuntimeError(
                 "The network was changed during the fit. Do not change the network "
                 "until fit returns, or fit a copy.deepcopy of it."

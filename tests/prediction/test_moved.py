@@ -6,6 +6,7 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from torch_lla_em import (
     Adapter,
@@ -15,6 +16,8 @@ from torch_lla_em import (
     temperature_of_neighbours,
 )
 from torch_lla_em.data import Data
+from torch_lla_em.likelihoods import Classification
+from torch_lla_em.prediction import calibrates
 from torch_lla_em.prediction.moved import moves_of
 
 CPU = torch.device("cpu")
@@ -75,15 +78,15 @@ def nll(la, x, y):
     return -la.predict(x).log_prob(y).mean().item()
 
 
-def fit(model, x, y, **options):
+def fit(model, *data, validation=None, **options):
     return LinearisedLaplace(model, "classification", num_samples=8, **options).fit(
-        x, y, progress_bar=False
+        *data, progress_bar=False, validation=validation
     )
 
 
 def test_moves_keep_targets_and_distances():
     x, y = blobs(60)
-    moves = moves_of(Data([(x, y)], CPU))
+    moves = moves_of(Data([(x, y)], CPU), Classification())
     distances = torch.cdist(x, x).fill_diagonal_(torch.inf).min(1).values
     place = torch.cdist(moves.inputs, x).argmin(1)
     for length in (0.0, 0.5, 2.0):
@@ -210,6 +213,119 @@ def test_files_keep_the_calibration_and_not_the_data(memorised, tmp_path):
         la.calibrate(groups="classes")
 
 
+@pytest.mark.parametrize("ignored", [-100, 255])
+def test_examples_without_a_label_count_nowhere(ignored):
+    x, y = blobs(80, noise=0.3)
+    more = torch.cat([x, blobs(200, seed=3)[0]])
+    labels, model = torch.cat([y, torch.full((200,), ignored)]), trained(x, y)
+    due = fit(model, x, y, parameters="last_layer", validation=False).calibrate().calibration
+    la = LinearisedLaplace(
+        model, Classification(ignored), num_samples=8, parameters="last_layer"
+    ).fit(more, labels, validation=False, progress_bar=False)
+    found = la.calibrate().calibration
+    assert (found.num_rows, found.length) == (due.num_rows, due.length)
+    assert found.network == pytest.approx(due.network, rel=1e-4)
+    weights = torch.cat([torch.ones(80), torch.zeros(200)])
+    wrong = torch.cat([y, blobs(200, seed=4)[1]])
+    la = LinearisedLaplace(model, "classification", num_samples=8, parameters="last_layer")
+    la.fit(more, wrong, weights=weights, validation=False, progress_bar=False)
+    found = la.calibrate().calibration
+    assert (found.num_rows, found.length) == (due.num_rows, due.length)
+    assert found.network == pytest.approx(due.network, rel=1e-4)
+    assert temperature_of_neighbours(model, *blobs(80, noise=0.3)) == pytest.approx(
+        temperature_of_neighbours(model, more, labels.where(labels != ignored, -100)), rel=1e-4
+    )
+
+
+def test_one_missing_value_changes_no_neighbours():
+    """Coded as a large number: all other examples still differ, and move as far as without it."""
+    x, y = blobs(80, noise=0.3)
+    others = torch.arange(80) != 3
+    distances = torch.cdist(x[others], x[others]).fill_diagonal_(torch.inf).min(1).values
+    x[3, 0] = -99999999.0
+    moves = moves_of(Data([(x, y)], CPU), Classification())
+    still, moved = (torch.cat([x for x, _ in moves.batches(length)]) for length in (0.0, 1.0))
+    place = (still[:, None] == x[others]).all(-1)
+    assert place.sum() == 79
+    row, column = place.nonzero().T
+    usual = moves.source[row] != (still[:, 0] < -1e7).nonzero()[0, 0]
+    apart = (moved - still).norm(dim=1)[row] - distances[column]
+    assert (apart[usual] < 1e-5).all() and apart[usual].median() > -1e-5
+
+
+class Named(nn.Module):
+    """Takes a number for each example as a tensor of one axis."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, columns, last):
+        return self.net(torch.cat([columns, last[:, None]], 1))
+
+
+def test_a_calibration_that_nobody_asked_for_never_loses_a_fit(monkeypatch):
+    x, y = blobs(80, noise=0.3)
+    model = trained(x, y)
+    la = LinearisedLaplace(Named(model), "classification", num_samples=8, parameters="last_layer")
+    la.fit([((x[:, :4], x[:, 4]), y)], progress_bar=False)
+    assert la.calibration.applied
+    rows = [{"x": x, "name": [f"{i}" for i in range(80)], "labels": y}]
+    adapter = Adapter(outputs=lambda model, batch: model(batch["x"]))
+    la = LinearisedLaplace(
+        model, "classification", num_samples=8, parameters="last_layer", adapter=adapter
+    ).fit(rows, progress_bar=False)
+    assert la.calibration is None and "not plain tensors" in la.messages[-1]
+    rates = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    counts = LinearisedLaplace(rates, "poisson", num_samples=8, parameters="last_layer")
+    counts.fit(x, y[:, None].float(), progress_bar=False)
+    assert counts.calibration is None and "rates" in counts.messages[-1]
+
+    def failing(*_):
+        raise ArithmeticError("at moved inputs")
+
+    monkeypatch.setattr(calibrates, "moved", failing)
+    la = fit(model, x, y, parameters="last_layer")
+    assert la.calibration is None and la.predict(x).probs.isfinite().all()
+    assert "ArithmeticError: at moved inputs" in la.messages[-1]
+    with pytest.raises(ArithmeticError):
+        la.calibrate()
+
+
+@pytest.mark.parametrize("steps", [60, 200])
+def test_heteroscedastic_networks_that_have_overfitted_are_calibrated(steps):
+    g = torch.Generator().manual_seed(0)
+    weights = torch.randn(4, 1, generator=g)
+
+    def rows(n):
+        x = torch.randn(n, 4, generator=g)
+        f = torch.sin(x @ weights)
+        return x, f + (0.3 * f.abs() + 0.1) * torch.randn(n, 1, generator=g)
+
+    (x, y), test = rows(80), rows(500)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU())
+    model.append(nn.Linear(50, 2))
+    optimiser = torch.optim.Adam(model.parameters(), 5e-3)
+    for _ in range(steps):
+        o = model(x)
+        optimiser.zero_grad()
+        nn.functional.gaussian_nll_loss(o[:, :1], y, o[:, 1:].exp()).backward()
+        optimiser.step()
+    la = LinearisedLaplace(model, "heteroscedastic", num_samples=8, parameters="last_layer")
+    as_fitted = nll(la.fit(x, y, validation=False, progress_bar=False), *test)
+    assert nll(la.calibrate(), *test) < as_fitted
+
+
+def test_training_data_that_have_changed_since_fit_are_refused(memorised):
+    model, x, y, _ = memorised
+    x = x.clone()
+    la = fit(model, x, y, parameters="last_layer")
+    x.mul_(10)
+    with pytest.raises(ValueError, match="changed since fit"):
+        la.calibrate()
+
+
 def test_inputs_without_distances_are_named():
     x, y = torch.randint(9, (40, 3)), torch.arange(40) % 2
     model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
@@ -277,18 +393,29 @@ def test_targets_and_inputs_of_other_forms(kind):
 
 def calibrated_on_a_rank(rank):
     x, y = blobs(80, noise=0.3)
-    la = fit(trained(x, y), x, y, parameters="last_layer")
-    return la.calibration, la(x)
+    data = [TensorDataset(x, y)]
+    samplers = [
+        None,
+        DistributedSampler(*data, 2, rank, shuffle=False) if ranks_are_here() else None,
+    ]
+    found = []
+    for loader in [(x, y), *((DataLoader(*data, 20, sampler=each),) for each in samplers)]:
+        la = fit(trained(x, y), *loader, parameters="last_layer")
+        found.append((la.calibration, la(x)))
+    return found
+
+
+def ranks_are_here():
+    return torch.distributed.is_initialized()
 
 
 @pytest.mark.slow
 def test_ranks_find_the_numbers_of_one_process(tmp_path):
-    (expected, probabilities), every = (
-        calibrated_on_a_rank(0),
-        ranks.run(2, calibrated_on_a_rank, tmp_path),
-    )
-    for found, own in every:
-        assert found.length == expected.length
-        assert found.after == pytest.approx(expected.after, abs=0.02)
-        assert torch.allclose(own, every[0][1])
-        assert (own - probabilities).abs().max() < 0.05
+    alone, every = calibrated_on_a_rank(0), ranks.run(2, calibrated_on_a_rank, tmp_path)
+    for expected, *each in zip(alone, *every, strict=True):
+        for calibration, probabilities in each:
+            assert calibration.length == expected[0].length
+            assert calibration.num_rows == expected[0].num_rows
+            assert calibration.after == pytest.approx(expected[0].after, abs=0.02)
+            assert torch.allclose(probabilities, each[0][1])
+            assert (probabilities - expected[1]).abs().max() < 0.05

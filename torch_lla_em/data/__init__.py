@@ -13,7 +13,15 @@ from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data, inputs_in_order
 from torch_lla_em.data.share import Share
-from torch_lla_em.data.trees import copied, is_sequence, map_tensors, merged, tensors_in, to_device
+from torch_lla_em.data.trees import (
+    copied,
+    is_sequence,
+    leaves_of,
+    map_tensors,
+    merged,
+    tensors_in,
+    to_device,
+)
 
 __all__ = [
     "Batch",
@@ -31,6 +39,7 @@ __all__ = [
     "inputs_in_order",
     "inputs_of",
     "is_sequence",
+    "leaves_of",
     "map_tensors",
     "merged",
     "paired",

@@ -18,11 +18,13 @@ from torch_lla_em.prediction.calibration import (
     reference_of,
     temperature_of,
 )
-from torch_lla_em.prediction.moved import NoDistance, moved
+from torch_lla_em.prediction.moved import NoDistance, moved, moves_of
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
 from torch_lla_em.prediction.reference import Stated
-from torch_lla_em.runtime import Group, first, group_of, report
+from torch_lla_em.prediction.summary import CALL
+from torch_lla_em.runtime import Group, group_of, report
+from torch_lla_em.runtime import first as first_of
 
 
 def calibrate(
@@ -70,7 +72,7 @@ def calibrated_on(
 def _agreed(known: Posterior | Posteriors, found: Correction, group: Group) -> Correction:
     """Return what the first rank has found, since others may round differently, with what it belongs to."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
-    calibration = group.meet(found.calibration, first)
+    calibration = group.meet(found.calibration, first_of)
     if not calibration.applied:
         table = noise = None
     room = max(member.room() for member in known.members)
@@ -85,38 +87,47 @@ def calibrated_on_moved(
     """Return a posterior as fitted, calibrated on moved training examples.
 
     Raises:
-        NoDistance: If training examples cannot be moved, or if that was not ``asked`` and inputs are not columns.
+        NoDistance: If training examples cannot be moved or have changed, or if that was not ``asked`` and inputs are
+            not columns.
     """
-    setting = posterior.setting
+    setting, likelihood = posterior.setting, posterior.likelihood
     network, group = setting.linear_model.network, group_of(setting.shard)
     with torch.inference_mode(False), torch.no_grad():
         group.agree(partial(required, posterior, surely=True))
-        data = Data(loader, network.device, setting.target_fn, weights=weights)
-        if not asked and any(t.dim() > 2 for t in tensors_in(data.first().inputs)):
+        data = Data(loader, network.device, setting.target_fn, group, weights)
+        first = group.agree(lambda: tensors_in(data.first().inputs))
+        if not asked and any(t.dim() > 2 for t in first):
             raise NoDistance("only columns of numbers are compared without being asked")
-        batches, length = group.agree(partial(moved, network, data, posterior.likelihood))
-        read = replace(posterior, setting=setting._replace(target_fn=None))
-        _, part = pushed((read,), batches)
-        if not asked and posterior.likelihood.gives_probabilities:
+        moves = moves_of(data, likelihood, network.class_dim)
+        share, compared = data.facts.shared_with(posterior.trained_on)
+        if compared and posterior.trained_on and share < 1:
+            raise NoDistance("they have changed since fit")
+
+        def calibration() -> Correction | None:
+            batches, length = moved(network, moves, likelihood)
+            read = replace(posterior, setting=setting._replace(target_fn=None))
+            _, part = pushed((read,), batches)
             # memorised labels make a network too confident; below 1 the simple model only knows more
-            T = group.meet(temperature_of(posterior.likelihood, part.f, part.y), first)
-            if T < 1:
-                return posterior
-        found, _ = calibrated([part], [posterior.tables], length)
-        return posterior.corrected(_agreed(posterior, found, group))
+            memorised = asked or not likelihood.gives_probabilities
+            if not memorised and temperature_of(likelihood, part.f, part.y) < 1:
+                return None
+            return calibrated([part], [posterior.tables], length)[0]
+
+        found = group.meet(group.agree(calibration), first_of)
+        return posterior if found is None else posterior.corrected(_agreed(posterior, found, group))
 
 
 def without_validation(posterior: Posterior, loader: Any, weights: Weights | None) -> Posterior:
-    """Return a posterior of some parameters as ``fit`` leaves it: as sure as its network, which may have memorised targets."""
+    """Return a posterior of some parameters, calibrated on moved training examples, or as fitted with a message why not."""
     if posterior.result.why == "budget":
         return posterior
     try:
         return calibrated_on_moved(posterior, loader, weights, asked=False)
-    except NoDistance as error:
-        words = (
-            "This posterior of some parameters is as confident as the network where it has overfitted. "
-            f"{error}"
-        )
+    except Exception as error:  # nobody has asked for this step, so no error of it may cost the fit
+        why = str(error)
+        if not isinstance(error, NoDistance):
+            why = f"{type(error).__name__}: {str(error)[:200]} {CALL}."
+        words = f"Predictions are as fitted, and not calibrated on the training data. {why}"
         report("log", words)
         return replace(posterior, messages=(*posterior.messages, words))
 

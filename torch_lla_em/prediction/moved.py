@@ -6,14 +6,23 @@ A network should err there as often as kernel ridge regression without the examp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import Data, map_tensors, merged, paired, tensors_in
+from torch_lla_em.data import (
+    Batch,
+    Data,
+    leaves_of,
+    map_tensors,
+    merged,
+    paired,
+    tensors_in,
+    to_device,
+)
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.arrays import aligned
@@ -71,17 +80,27 @@ class Moves(NamedTuple):
             yield map_tensors(changed, self.inputs), self.targets[rows]
 
 
-def moves_of(data: Data) -> Moves:
-    """Return how the examples of a loader can be moved; one pass."""
-    inputs, targets = _examples(data)
-    numbers = (t.flatten(1).double() for t in tensors_in(inputs) if t.is_floating_point())
+def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
+    """Return how the labelled examples of a loader can be moved, of all ranks; one pass."""
+
+    def labelled(batch: Batch) -> Tensor:
+        kept = likelihood.labelled(likelihood.align(batch.targets, class_dim))
+        if batch.weights is not None:
+            kept &= (batch.weights.to(kept.device) != 0).reshape(len(kept), -1).any(1)
+        return kept
+
+    inputs, targets = _examples(data, labelled)
+    numbers = (t.reshape(len(t), -1).double() for t in tensors_in(inputs) if t.is_floating_point())
     x = torch.cat(list(numbers), 1)
-    x -= x.mean(0)
+    if not len(x):
+        raise NoDistance("none of them has a label")
+    x -= x.median(0).values  # of which one missing value, coded as -99999999, moves none
+    norms = x.square().sum(1)
     squares = torch.cdist(x, x).square().fill_diagonal_(0)
     targets = targets.to(squares.device)
-    # equal examples count once: of these every one has a neighbour without it
-    zero = squares <= 1e-12 * squares.mean()
-    same = targets.view(len(targets), -1).unique(dim=0, return_inverse=True)[1]
+    # equal examples, up to rounding, count once: of these every one has a neighbour without it
+    zero = squares <= 1e-12 * (norms[:, None] + norms)
+    same = targets.reshape(len(targets), -1).unique(dim=0, return_inverse=True)[1]
     order = (~(zero & (same[:, None] == same)).tril(-1).any(1)).nonzero()[:, 0]
     if len(order) < _LEAST:
         raise NoDistance(f"only {len(order)} examples differ")
@@ -136,13 +155,20 @@ def _outputs(
     return f, y
 
 
+def _known(likelihood: Likelihood, y: Tensor) -> Tensor:
+    """Return which targets count, in the shape of the targets."""
+    mask = likelihood.mask(y)
+    if mask is None:
+        return torch.ones_like(y, dtype=torch.bool)
+    return (mask > 0).view(*mask.shape, *(1,) * (y.dim() - mask.dim())).expand_as(y)
+
+
 def _errors(likelihood: Likelihood, mean: Tensor, y: Tensor) -> Tensor:
     """Return whether each label is wrong, or squared errors, NaN where targets are not known."""
     wrong = (mean - y).square() if mean.shape == y.shape else mean.argmax(-1) != y
     if likelihood.gives_probabilities and likelihood.elementwise:
         wrong = (mean > 0.5) != (y > 0.5)
-    mask, wrong = likelihood.mask(y), wrong.double()
-    return wrong if mask is None else wrong.where((mask > 0).expand(wrong.shape), nan)
+    return wrong.double().where(_known(likelihood, y), nan)
 
 
 def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tensor:
@@ -152,17 +178,25 @@ def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tenso
         raise NoDistance("their targets do not have the form of the predictions")
     y = y.reshape(len(y), -1)
     y = y[:, :: -(-y.shape[1] // _COLUMNS)]
-    table = nn.functional.one_hot(y.clamp_min(0), mean.shape[-1]) if has_classes else y
-    table = table.double()
-    if not _errors(likelihood, table.mean(0).expand(table.shape), y).nanmean() > 0:
+    known, table = _known(likelihood, y), y
+    if has_classes:
+        table = nn.functional.one_hot(y.where(known, 0), mean.shape[-1])
+        known = known[..., None]
+    # a target that is not known says nothing: it is replaced by the mean of the others
+    table = table.double().where(known, 0)
+    average = table.sum(0) / known.sum(0).clamp_min(1)
+    table = table.where(known, average)
+    if not _errors(likelihood, average.expand(table.shape), y).nanmean() > 0:
         raise NoDistance("all targets are equal")
     found = without_itself(moves.squares, table.flatten(1).to(moves.squares.device))
     return _errors(likelihood, found.view(table.shape).to(y.device), y).nanmean()
 
 
-def moved(network: Network, data: Data, likelihood: Likelihood) -> tuple[Batches, float]:
+def moved(network: Network, moves: Moves, likelihood: Likelihood) -> tuple[Batches, float]:
     """Return batches of moved training examples, and the length by which they are moved."""
-    moves = moves_of(data)
+    if not (likelihood.gives_probabilities or likelihood.real_valued):
+        # of four overfitted networks for counts, moved examples made the test NLL of three worse
+        raise NoDistance("the targets are counts, whose rates, exp(f), explode between examples")
     f, y = _outputs(network, likelihood, moves.batches(0.0))
     still = _errors(likelihood, likelihood.mean(f), y).nanmean()
     # no network errs less often at new inputs than in training
@@ -210,35 +244,60 @@ def temperature_of_neighbours(
     """
     network, likelihood = Network(model, None, class_dim), Classification()
     data = Data(paired(loader, targets), network.device)
-    batches, _ = moved(network, data, likelihood)
+    batches, _ = moved(network, moves_of(data, likelihood, class_dim), likelihood)
     return temperature_of(likelihood, *_outputs(network, likelihood, batches))
 
 
-def _examples(data: Data) -> tuple[Any, Tensor]:
-    """Return the inputs and targets of a pass, or of some of its examples, spread over it evenly."""
+def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Tensor]:
+    """Return the inputs and targets of the labelled examples of all ranks, or of some, spread evenly, in their order."""
     parts: list[Any] = []
-    share = 1.0
+    share, most = 1.0, _MOST
 
     def some(part: Any) -> Any:
         chosen = part[-1] < share
         return map_tensors(lambda t: t[chosen.to(t.device)], part)
 
-    with torch.no_grad():
+    def count(parts: Iterable[Any]) -> int:
+        return sum(len(part[-1]) for part in parts)
+
+    try:
         for batch in data:
-            tensors, count = tensors_in(batch.inputs), len(batch.rows)
-            if not any(t.is_floating_point() for t in tensors):
-                raise NoDistance("inputs hold no real numbers, which distances need")
-            if any(t.layout != torch.strided or t.shape[:1] != (count,) for t in tensors):
-                raise NoDistance("inputs are not plain tensors with one row for each example")
-            size = sum(t[:1].nbytes for t in tensors)
+            _require_rows(batch)
+            size = sum(t[:1].nbytes for t in tensors_in(batch.inputs))
             most = max(_LEAST, min(_MOST, _BYTES // max(1, size)))
             keys = (batch.rows + 1).double() * 0.6180339887498949 % 1  # even among any first rows
-            parts.append(some((batch.inputs, batch.targets, keys)))
-            while sum(len(part[-1]) for part in parts) > most:
+            kept = labelled(batch).to(keys.device)
+            keys = keys.where(kept, torch.inf)
+            parts.append(some((batch.inputs, batch.targets, batch.rows, keys)))
+            while count(parts) > most:
                 share /= 2
                 parts = list(map(some, parts))
+    except NoDistance as error:
+        data.fail(error)  # the other ranks wait for this one
+        raise
+    if data.group.size > 1:
+        cpu, device = torch.device("cpu"), data.first().targets.device
+        share, most = data.group.meet((share, most), lambda each: tuple(map(min, zip(*each))))
+        every = data.group.meet([to_device(part, cpu) for part in parts], list)
+        parts = [some(to_device(part, device)) for own in every for part in own]
+        while count(parts) > most:
+            share /= 2
+            parts = list(map(some, parts))
     try:
-        inputs, targets, _ = merged(parts)
-    except RuntimeError as error:
+        inputs, targets, rows, _ = merged(parts)
+    except (RuntimeError, ValueError) as error:
         raise NoDistance("inputs differ in shape") from error
+    order = rows.argsort()
+    inputs, targets = map_tensors(lambda t: t[order.to(t.device)], (inputs, targets))
     return inputs, targets
+
+
+def _require_rows(batch: Batch) -> None:
+    """Raise an error if inputs are not tensors with a row for each example, some of them real."""
+    tensors, numbers = tensors_in(batch.inputs), (Tensor, bool, int, float, type(None))
+    if not any(t.is_floating_point() for t in tensors):
+        raise NoDistance("inputs hold no real numbers, which distances need")
+    is_plain = all(isinstance(leaf, numbers) for leaf in leaves_of(batch.inputs))
+    count = len(batch.rows)
+    if any(t.layout != torch.strided or t.shape[:1] != (count,) for t in tensors) or not is_plain:
+        raise NoDistance("inputs are not plain tensors with one row for each example")

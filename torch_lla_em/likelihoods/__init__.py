@@ -6,7 +6,11 @@ should be able to choose it by name.
 """
 
 from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
-from torch_lla_em.likelihoods.checks import compare_with_log_prob, require_labels
+from torch_lla_em.likelihoods.checks import (
+    compare_with_log_prob,
+    require_labels,
+    warn_if_mistaken,
+)
 from torch_lla_em.likelihoods.discrete import (
     Bernoulli,
     BradleyTerry,
@@ -52,4 +56,5 @@ __all__ = [
     "preferred",
     "require_labels",
     "sum_rows",
+    "warn_if_mistaken",
 ]

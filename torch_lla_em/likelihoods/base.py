@@ -184,6 +184,10 @@ class Likelihood:
     def check(self, f: Tensor, y: Tensor) -> None:
         """Raise a ValueError or TypeError with its remedy if outputs or targets do not fit. Default: no check."""
 
+    def mistaken(self, f: Tensor, y: Tensor) -> tuple[Tensor, str] | None:
+        """Return log p(y) by another meaning of the outputs, (B,), and a warning if it is higher; None: there is none."""
+        return None
+
     @property
     def observation_noise(self) -> Tensor | None:
         """σ, if y is E[y | f] with Gaussian noise and E[y | f] is linear in f; otherwise None."""

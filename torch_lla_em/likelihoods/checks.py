@@ -1,4 +1,4 @@
-"""Checks of the derivatives of custom likelihoods."""
+"""Checks of the derivatives of custom likelihoods, and of the meaning of outputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch_lla_em.runtime import normals, report, suppressed
 _EXAMPLES, _NUMBERS = 64, 1 << 16
 _TOLERANCE = 1e-3
 _DRAWS = 256
+
+_FEWEST, _CLEAR = 20, 3.0
+"""Fewest examples of which the meaning of outputs is judged, and by how many standard errors another one has to be better."""
 
 
 def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -89,6 +92,25 @@ def require_labels(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         "(..., B, labels), whose default calls log_prob with one site or output at a time. Define "
         "label_log_prob(f, y) if the likelihood has parameters for each site or output."
     )
+
+
+def warn_if_mistaken(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Report a warning if outputs f, (B, *sites, C), predict targets clearly better by another meaning than the likelihood's.
+
+    Args:
+        likelihood (Likelihood): The likelihood, whose ``mistaken`` is the other meaning.
+        f (Tensor): Outputs, classes last.
+        y (Tensor): Targets, as ``log_prob`` takes them.
+
+    Example:
+        >>> warn_if_mistaken(Classification(), model(x), y)
+    """
+    other = likelihood.mistaken(f, y) if len(f) >= _FEWEST else None
+    if other is None:
+        return
+    gain = other[0] - likelihood.log_prob(f.double(), y.double() if y.is_floating_point() else y)
+    if gain.mean() > _CLEAR * gain.std() / len(gain) ** 0.5:
+        report("log", other[1])
 
 
 def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str]:

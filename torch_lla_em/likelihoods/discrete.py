@@ -210,6 +210,16 @@ class Bernoulli(Labels, ElementwiseLikelihood):
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.bernoulli(f.sigmoid(), generator=generator)
 
+    def mistaken(self, f: Tensor, y: Tensor) -> tuple[Tensor, str] | None:
+        if not ((f >= 0) & (f <= 1)).all():
+            return None
+        p = f.double().clamp(1e-9, 1 - 1e-9)
+        return sum_rows(torch.where(y > 0.5, p, 1 - p).log(), y), (
+            "The outputs look like probabilities: all lie between 0 and 1, and read so they predict the targets better. "
+            '"bernoulli" needs logits: leave out the last sigmoid, or pass adapter=Adapter(lambda model, x: '
+            "model(x).logit(1e-6))."
+        )
+
     def check(self, f: Tensor, y: Tensor) -> None:
         super().check(f, y)
         if ((y != 0) & (y != 1)).any():
@@ -240,6 +250,15 @@ class Poisson(ElementwiseLikelihood):
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(f.exp(), generator=generator)
+
+    def mistaken(self, f: Tensor, y: Tensor) -> tuple[Tensor, str] | None:
+        if not (f >= 0).all():
+            return None
+        return Poisson.log_prob(self, f.double().clamp_min(1e-9).log(), y.double()), (
+            'The outputs look like rates: none is negative, and read so they predict the targets better. "poisson" '
+            "needs log rates: train without the last exp or softplus, or pass adapter=Adapter(lambda model, x: "
+            "model(x).log())."
+        )
 
     def check(self, f: Tensor, y: Tensor) -> None:
         super().check(f, y)

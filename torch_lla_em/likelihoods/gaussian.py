@@ -173,6 +173,15 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
     def variance(self, f: Tensor) -> Tensor:
         return f.chunk(2, -1)[1].exp()
 
+    def mistaken(self, f: Tensor, y: Tensor) -> tuple[Tensor, str] | None:
+        mu = f.chunk(2, -1)[0].double()
+        variance = (y - mu).square().flatten(0, -2).mean(0)
+        constant = torch.cat([mu, variance.log().expand(mu.shape)], -1)
+        return HeteroscedasticRegression.log_prob(self, constant, y.double()), (
+            "The log variances predict the targets worse than a constant variance: the network was probably trained by "
+            'squared error. Train it with torch.nn.GaussianNLLLoss, or pass its means alone to "regression".'
+        )
+
     def check(self, f: Tensor, y: Tensor) -> None:
         if f.dim() < 2 or f.shape[-1] % 2 or y.shape != (*f.shape[:-1], f.shape[-1] // 2):
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, Rows
-from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob
+from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, warn_if_mistaken
 from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
 from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
 from torch_lla_em.runtime import normals
@@ -253,6 +253,7 @@ class Problem:
             loss.check(f)
             if not self._is_compared:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
+                warn_if_mistaken(self.likelihood, f, batch.targets)
                 self._is_compared = True
             tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:

@@ -16,7 +16,15 @@ from tiny import draw, fitted, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import SGD, BlockCG, Compute, HeteroscedasticRegression, LinearisedLaplace
+from torch_lla_em import (
+    SGD,
+    BlockCG,
+    Compute,
+    HeteroscedasticRegression,
+    LaplaceEnsemble,
+    LinearisedLaplace,
+    compare,
+)
 
 pytestmark = pytest.mark.cuda
 GPU, K = torch.device("cuda"), 16
@@ -115,6 +123,56 @@ PREDICTIONS = [
     lambda la, x, y: la.export(x).module()(x)["probs"],
     lambda la, x, y: la.calibrate([(x, y)])(x),
 ]
+
+
+PLACES = [
+    {"vectors": "device"},
+    {"vectors": "cpu"},
+    {"vectors": "cpu", "keep_data": False},
+]
+
+
+def features(la, x, y, path):
+    """Yield numbers from every feature of a posterior, at examples on its device that are not those of the fit."""
+    ones, halves = torch.ones(len(x)), torch.arange(len(x)) % 2
+    yield la.log_marginal_likelihood().value
+    yield la.functional_samples(x)
+    yield la.predict(x, mean="linear").f_variance
+    yield la.calibrate().predict(x).f_variance
+    yield la.calibrate([(x, y)], groups=halves).predict(x, groups=halves).p_values()
+    yield la.calibrate([(x, y)], weights=ones).predict(x, weights=ones).p_values()
+    found = la.calibrate([(x, y)]).predict(x)
+    yield from (found.p_values(), found.is_ood(0.2).double(), found.epistemic, found.f_variance)
+    yield from (found.log_prob(y), found.joint_log_prob(y))
+    if la.likelihood.real_valued:
+        yield from (*found.interval(0.5), found.quantile(0.3), found.crps(y))
+    else:
+        yield found.prediction_set(0.5).double()
+    yield la.export(x, p_value=True).module()(x)["p_value"]
+    str(la), str(la.check([(x, y)])), la.report([(x, y)], path.with_suffix(".html"))
+    la.save(path)
+    yield type(la).load(path, la.model, compute=la.compute).predict(x).p_values()
+    la.load_state_dict(la.state_dict())
+    yield la.predict(x).epistemic
+    ensemble = LaplaceEnsemble([la, la]).calibrate([(x, y)])
+    yield from (ensemble.predict(x).p_values(), ensemble.predict(x).f_variance)
+    str(compare([la, ensemble], [(x, y)]))
+    student = la.distil(x, steps=2, num_inputs=10, progress_bar=False).calibrate([(x, y)])
+    yield student.predict(x).epistemic
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_feature_wherever_vectors_and_data_are(name, place, tmp_path):
+    here, there, x = both(name, compute=Compute(**place))
+    case, x = tiny(name), x + 0.1
+    every = zip(
+        features(there, x.cuda(), case.y.cuda(), tmp_path / "there.pt"),
+        features(here, x, case.y, tmp_path / "here.pt"),
+        strict=True,
+    )
+    for found, expected in every:
+        the_same(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_predictions_equal_those_of_the_cpu(tmp_path):

@@ -218,8 +218,8 @@ def ood_scores(
     columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
     units = torch.full((2,), ROUNDING, dtype=torch.float64, device=prediction.f.device)
     if distances is not None and unit is not None:
-        columns.append(distances.double())
-        units = torch.stack([units[0], torch.ones_like(units[0]), unit.double()])
+        columns.append(distances.to(columns[0]))  # training examples are stored where vectors are
+        units = torch.stack([units[0], torch.ones_like(units[0]), unit.to(units)])
     return infinite_if_nan(torch.cat(columns, 1)), units
 
 

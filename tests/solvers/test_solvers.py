@@ -147,6 +147,35 @@ def test_float32_reaches_a_certificate_of_a_thousandth(device):
     assert (error @ R.T).norm() <= 2e-3 * (truth @ R.T).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_preconditioner_saves_products_and_changes_no_solution(dtype, A):
+    """M by half of the eigenvectors, and by all of them; tolerance and certificate mean what they do without."""
+    b, tolerance = draw(K, P), 1e-9 if dtype == torch.float64 else 1e-3
+    values, vectors = torch.linalg.eigh(A.matrix + torch.eye(P).double())
+    truth, start = exact(A, b), draw(K, P, seed=5).to(dtype)
+    A.R, passes = A.R.to(dtype), []
+    for kept in (0, P // 2, P):
+        inverse = torch.ones(P).double()
+        inverse[P - kept :] = 1 / values[P - kept :]
+        M = (vectors * inverse @ vectors.T).to(dtype)
+        solver = BlockCG(tolerance, preconditioner=None if not kept else lambda r, M=M: r @ M)
+        A.passes = 0
+        solution = solver.solve(A, b.to(dtype))
+        assert solution.converged and solution.passes == A.passes
+        passes.append(solution.passes)
+        error = (solution.x.double() - truth) @ torch.cat([A.R.double(), torch.eye(P).double()]).T
+        rounding = 1e3 * torch.finfo(dtype).eps * b.norm()
+        assert (error.norm(dim=1) <= 1.01 * solution.certificate + rounding).all()
+        few = torch.cat([b[:2], b[:1], 0 * b[:1], b[1:2] - 2 * b[:1]]).to(dtype)  # dependent, and 0
+        assert solver.solve(A, few).converged and solver.solve(A, b.to(dtype), start).converged
+    assert passes[0] >= passes[1] >= passes[2] and passes[2] <= 3
+
+
+def test_a_preconditioner_that_is_not_positive_is_refused():
+    with pytest.raises(FaultyProductError, match="preconditioner is not positive definite"):
+        BlockCG(preconditioner=lambda r: -r).solve(rooted(SPECTRA["flat"]), draw(K, P))
+
+
 POSITIVE = rooted(torch.linspace(1, 50, P)).matrix
 FAULTS = {
     "not symmetric": (draw(P, P), FaultyProductError, "not symmetric.*Correct the model or the loader"),

@@ -11,10 +11,11 @@ from torch_lla_em.solvers.solution import (
     DivergenceError,
     FaultyProductError,
     Operator,
+    Product,
     Solution,
     check_positive,
 )
-from torch_lla_em.solvers.space import add_combined, gram, orthonormalise
+from torch_lla_em.solvers.space import add_combined, dots, gram, orthonormalise_by
 
 # products that may fail to reduce the residual by a tenth; longer plateaus are rounding
 _PATIENCE = 50
@@ -31,6 +32,8 @@ class BlockCG:
     The residual is stored as coefficients times an orthonormal basis (Dubrulle's QR form). Directions
     are removed from the basis when columns converge or become linearly dependent. When the
     recursion has converged, the true residual is computed; if it is larger, the iteration restarts.
+    With a preconditioner M the basis is orthonormal in the inner product ⟨a, M b⟩, and the error and
+    the certificate are what they are without.
 
     Example:
         >>> la = LinearisedLaplace(model, "classification", compute=Compute(solver=BlockCG(tolerance=1e-3)))
@@ -41,6 +44,10 @@ class BlockCG:
 
     max_passes: int = 200
     """Largest number of products with A; it stops with a warning. Default 200."""
+
+    preconditioner: Product | None = None
+    """A function from (K, P) to (K, P) that multiplies by an approximation of (A + I)⁻¹, symmetric and positive
+    definite. Default None: the identity."""
 
     def __post_init__(self) -> None:
         check_positive(type(self).__name__, tolerance=self.tolerance, max_passes=self.max_passes)
@@ -86,8 +93,8 @@ class BlockCG:
     ) -> tuple[Tensor, int]:
         """Iterate until the residual of the recursion meets the tolerance or stops decreasing."""
         x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
-        basis, coefficients = orthonormalise(residual)
-        directions, passes, best = basis, 0, (coefficients.norm(), 0)
+        basis, directions, coefficients = self._basis(residual)
+        passes, best = 0, (coefficients.norm(), 0)
         while len(basis) and passes < budget:
             image = directions + product(directions)
             passes += 1
@@ -98,9 +105,9 @@ class BlockCG:
             add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
             residual = torch.addmm(basis, step.to(basis), image, alpha=-1)
-            basis, turn = orthonormalise(residual, floor)
+            basis, images, turn = self._basis(residual, floor)
             coefficients = coefficients @ turn
-            directions = torch.addmm(basis, turn.T.to(basis), directions)
+            directions = torch.addmm(images, turn.T.to(images), directions)
             norms = coefficients.norm(dim=1)
             if norms.norm() < 0.9 * best[0]:
                 best = norms.norm(), passes
@@ -110,6 +117,18 @@ class BlockCG:
             if reached.error <= 0.9 * self.tolerance:
                 break
         return x, passes
+
+    def _basis(self, residual: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return an orthonormal basis of a residual, its product with the preconditioner, and coefficients."""
+        if self.preconditioner is None:
+            return orthonormalise_by(residual, residual, floor)
+        images = self.preconditioner(residual)
+        if (dots(residual, images) < 0).any():
+            raise FaultyProductError(
+                "The preconditioner is not positive definite: ⟨r, M r⟩ is negative for a residual r. Check that it "
+                "approximates the inverse of A + I, and that it is symmetric."
+            )
+        return orthonormalise_by(residual, images, floor)
 
 
 def _symmetric(product: Tensor, allowed: Tensor) -> Tensor:

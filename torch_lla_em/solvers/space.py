@@ -64,17 +64,33 @@ def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     Directions that are linear combinations of others up to rounding are dropped. Rounding is
     ``floor`` in every direction, or relative to each row if 0.
     """
-    norms = dots(rows, rows).sqrt()
+    basis, _, coefficients = orthonormalise_by(rows, rows, floor)
+    return basis, coefficients
+
+
+def orthonormalise_by(
+    rows: Tensor, images: Tensor, floor: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a basis (r, P) that is orthonormal in the inner product ⟨a, M b⟩, its images M b, and coefficients (m, r).
+
+    ``images`` are those of the rows, M x, with a symmetric, positive definite M.
+    """
+    plain = images is rows
+    norms = dots(rows, images).clamp_min(0).sqrt()
     live = (norms > floor).nonzero()[:, 0]
     if not len(live):
-        return rows[:0].clone(), norms.new_zeros(len(rows), 0)
-    units = norms[live] if floor == 0 else torch.ones_like(norms[live])
-    known = rows if len(live) == len(rows) else rows[live]
-    products = gram(known, known) / torch.outer(units, units)
+        return rows[:0].clone(), rows[:0].clone(), norms.new_zeros(len(rows), 0)
+    units = torch.ones_like(norms[live]) if plain and floor else norms[live]
+    rows_of = [rows] if plain else [rows, images]
+    if len(live) < len(rows):
+        rows_of = [block[live] for block in rows_of]
+    products = gram(rows_of[0], rows_of[-1]) / torch.outer(units, units)
     squares, vectors = torch.linalg.eigh(products)
     singular = squares.clamp_min(0).sqrt()
-    least = 10 * len(live) ** 0.5 * max(torch.finfo(rows.dtype).eps, _RESOLVED) * singular[-1]
-    kept = singular > max(least, floor)
+    eps = torch.finfo(rows.dtype).eps
+    least = 10 * len(live) ** 0.5 * max(eps, _RESOLVED) * singular[-1]
+    # images are rounded, by which products are no longer those of vectors
+    kept = singular > (max(least, floor) if plain else 4 * eps**0.5)
     # neither factor depends on rounding, so the basis does not depend on the number of ranks
     if kept.all():
         parts = torch.linalg.cholesky(products)
@@ -84,13 +100,14 @@ def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
         parts, turn = (vectors * singular)[:, kept], (vectors / singular)[:, kept].T
     coefficients = norms.new_zeros(len(rows), turn.shape[0])
     coefficients[live] = units[:, None] * parts
-    basis = (turn / units).to(known) @ known
+    turned = [(turn / units).to(block) @ block for block in rows_of]
     # the basis of nearly dependent vectors is orthonormal only up to rounding
-    left = torch.linalg.cholesky(overlap(basis, basis))
-    turn = torch.linalg.inv(left).to(basis)
-    for piece in _pieces(basis, basis):
-        basis[:, piece] = turn @ basis[:, piece]
-    return basis, coefficients @ left
+    left = torch.linalg.cholesky(overlap(turned[0], turned[-1]))
+    turn = torch.linalg.inv(left).to(rows)
+    for block in turned:
+        for piece in _pieces(block, block):
+            block[:, piece] = turn @ block[:, piece]
+    return turned[0], turned[-1], coefficients @ left
 
 
 def add_combined(total: Tensor, coefficients: Tensor, rows: Tensor, factor: float = 1.0) -> None:

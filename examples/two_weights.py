@@ -214,18 +214,13 @@ print(f"la's samples: bound {la.certificate.max():.1e} sd")
 # random direction instead of two dozen, so that there is something left to extend.
 
 # %%
-from torch_lla_em.data import Data  # noqa: E402
-from torch_lla_em.inference import get_sto_samples  # noqa: E402
+from torch_lla_em import Bernoulli, get_sto_samples, linear_problem  # noqa: E402
 from torch_lla_em.inference.em import e_step, m_step  # noqa: E402
 from torch_lla_em.inference.over_span import OverSpan  # noqa: E402
 from torch_lla_em.inference.span import Span  # noqa: E402
-from torch_lla_em.jacobian import LinearModel, ParameterLayout  # noqa: E402
-from torch_lla_em.jacobian import Network as Wrapped  # noqa: E402
-from torch_lla_em.likelihoods import Bernoulli  # noqa: E402
-from torch_lla_em.problem import Problem, towards  # noqa: E402
+from torch_lla_em.problem import towards  # noqa: E402
 
-linear_model = LinearModel(Wrapped(model), ParameterLayout.of(model, ["weights"]))
-problem = Problem(linear_model, Bernoulli(), Data([(x, y)], x.device))
+problem = linear_problem(model, Bernoulli(), x, y, parameters=["weights"])
 noise = get_sto_samples(problem, num_samples=64, g_prior=False)
 span = Span(problem, noise.prior, noise.xi, memory=1e8)
 span.widen(noise.xi[:1])

@@ -19,7 +19,7 @@ from torch_lla_em.inference import (
     optimise_MAP,
     optimise_samples,
 )
-from torch_lla_em.laplace import LinearisedLaplace
+from torch_lla_em.laplace import LinearisedLaplace, linear_problem
 from torch_lla_em.likelihoods import (
     Bernoulli,
     BradleyTerry,
@@ -68,6 +68,7 @@ __all__ = [
     "compare",
     "function_space_Mackay_update",
     "get_sto_samples",
+    "linear_problem",
     "optimise_MAP",
     "optimise_samples",
     "temperature_of_neighbours",

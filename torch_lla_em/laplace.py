@@ -526,6 +526,33 @@ class LinearisedLaplace(Predicts):
         return Problem(model, self._given_likelihood, data)
 
 
+def linear_problem(
+    model: nn.Module,
+    likelihood: Task | Likelihood,
+    x: Any,
+    y: Tensor | None = None,
+    parameters: Selection = None,
+) -> Problem:
+    """Return the linear model of a network with its likelihood and data, which the stages of the method take.
+
+    Args:
+        model (nn.Module): The trained network.
+        likelihood (str or Likelihood): As in ``LinearisedLaplace``.
+        x (DataLoader, Dataset, list of batches, or inputs): The training data.
+        y (Tensor, optional): The targets, if ``x`` are inputs.
+        parameters (str, list or callable, optional): As in ``LinearisedLaplace``. Default None: all.
+
+    Returns:
+        A ``Problem``, of which ``get_sto_samples`` draws the random probes.
+
+    Example:
+        >>> problem = linear_problem(model, "classification", x, y)
+        >>> noise = get_sto_samples(problem, num_samples=4)
+    """
+    la = LinearisedLaplace(model, likelihood, parameters=parameters)
+    return la._problem(paired(x, y), Group())
+
+
 def _is_partial(model: LinearModel) -> bool:
     return leaves_out(model.network.module, model.layout.names)
 

@@ -12,10 +12,13 @@ from torch_lla_em.inference.span import Span
 class Alone:
     """Nothing happens around a fit."""
 
-    def stepped(self, *_):
-        return False
+    def run(self, steps, q):
+        for step in steps:
+            q = step.following
+        return q
 
-    is_late = stepped
+    def is_late(self):
+        return False
 
 
 def begin(problem, noise):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Computed, Folder
 from torch_lla_em.data import Identity, tensors_in
-from torch_lla_em.inference import FitOptions, Progress
+from torch_lla_em.inference import FitOptions, Progress, State, Step
 from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import (
     KEPT_OUTPUTS,
@@ -160,13 +160,24 @@ class Session:
         words = time_of_fit(seconds, self.problem.linear_model.is_last_layer, only_long=True)
         if self._group.rank == 0 and words:
             logger.warning("%s", words)
-        self.stepped(None, progress)
+        self._saved_if_due(progress)  # at least one step is taken
 
-    def stepped(self, found: dict[str, Any] | None, progress: Callable[[], Progress]) -> bool:
-        """Record an EM step, save the state, and return whether the budget ends."""
-        if found is not None:
-            cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
-            self.history.append({"step": len(self.history) + 1, **found, **cost})
+    def run(self, steps: Iterable[Step], q: State) -> State:
+        """Take the steps of a fit, each of which has an entry in the history, is saved, and may be the last in time.
+
+        Return the state in which they end, that with which the budget ends them, or without steps q.
+        """
+        for step in steps:
+            q = step.following
+            if step.record is not None:
+                cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
+                self.history.append({"step": len(self.history) + 1, **step.record, **cost})
+            if self._saved_if_due(step.progress) and not step.is_last:
+                return step.posterior._replace(why="budget")
+        return q
+
+    def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:
+        """Save the state now and then, and return whether the budget ends."""
         ends = self._budget is not None and self._budget.ends()
         if self._folder is not None:
             self.problem.sweep.refuse_changes()

@@ -1,11 +1,12 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
-from torch_lla_em.inference.fit import FitOptions, Progress, learn
+from torch_lla_em.inference.fit import FitOptions, Progress, Step, learn
 from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.map import optimise_MAP
 from torch_lla_em.inference.result import Estimate, FitResult
 from torch_lla_em.inference.samples import optimise_samples
+from torch_lla_em.inference.state import State
 from torch_lla_em.inference.sto_samples import get_sto_samples
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "FitResult",
     "LinearProblem",
     "Progress",
+    "State",
+    "Step",
     "function_space_Mackay_update",
     "get_sto_samples",
     "learn",

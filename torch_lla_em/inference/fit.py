@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -75,12 +76,57 @@ class Progress(NamedTuple):
     """The directions of the span, in blocks, None: EM runs on the whole problem; and bytes that they may take."""
 
 
+class Step(NamedTuple):
+    """A step of a fit."""
+
+    posterior: State
+    """The posterior with which a fit ends here, if its time is over."""
+
+    following: State
+    """The state from which it goes on, or in which ``why`` says that it has ended."""
+
+    record: dict[str, Any] | None
+    """The entry of the history; None: it has none."""
+
+    progress: Callable[[], Progress]
+    """Returns what a checkpoint stores."""
+
+    is_last: bool
+    """Whether nothing is left to compute."""
+
+
+class Surroundings(Protocol):
+    """What a fit runs in: it shows and stores its steps, and knows when its time is over."""
+
+    def drawn(self, progress: Callable[[], Progress]) -> None:
+        """Note that the random probes are drawn."""
+
+    def run(self, steps: Iterable[Step], q: State) -> State:
+        """Take steps until they end, or the time is over, and return the last state; without steps it is q."""
+
+    def is_late(self) -> bool:
+        """Return whether the time of the fit is over."""
+
+
 def learn(
-    problem: Problem, options: FitOptions, around: Any, start: Progress | None = None
+    problem: Problem, options: FitOptions, around: Surroundings, start: Progress | None = None
 ) -> FitResult:
     """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last state of an earlier run.
 
-    ``around`` is a ``Session``, which is told of every step, stores what ``saved()`` returns, and knows when the time is over.
+    ``why`` of the result is what ended the fit:
+
+    =================================  ==============================================================================
+    accurate                           λ has converged, or had all its steps, and the errors are within the tolerance
+    all directions                     the span has all directions that the data determine; the rest is rounding
+    all steps                          by a solver: λ had all its steps before it converged
+    budget                             the time was over
+    rounding leaves no new direction   residuals are in the span up to rounding: float64 would go on
+    no memory for more directions      a span of the allowed size was restricted too often
+    rounding dominates ...             the posterior at the λ that was learnt is rounding; it is that of a larger one
+    the solver has not converged       by a solver: the last solve had all its passes
+    =================================  ==============================================================================
+
+    ``SpanFit.judged`` decides over a span, ``by_solver`` for a solver, and ``around`` when the time is over.
     """
     seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
@@ -129,7 +175,11 @@ def learn(
 
 
 def over_span(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
+    problem: Problem,
+    noise: StochasticPrior,
+    options: FitOptions,
+    around: Surroundings,
+    start: Progress,
 ) -> FitResult:
     """Return the posterior over a span of directions: EM on the restricted problem, and extensions."""
     free, known = free_for_each(problem.data.group, problem.device) / 2, start.state
@@ -149,21 +199,12 @@ def over_span(
     if not is_new:
         raise DoesNotFit("examples have several shapes, or change their order")
     over = OverSpan(problem, noise, span, moves, options.tolerance)
-    q = known = None if known is None else over.restored(known)
-    has_ended = known is not None and known.why not in ("", "budget")
+    known = None if known is None else over.restored(known)
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
-    given, number = options.prior_precision, 0 if known is None else known.number
-    for q in () if has_ended else schedule.run(known, None if given is None else float(given)):
-
-        def saved(q: State = q) -> Progress:
-            return start._replace(state=over.saved(q), basis=span.blocks, memory=span.memory)
-
-        new, number = q.number > number, q.number
-        tells = new or q.why == "budget" or (q.why and not number)
-        told = {**record(q), "columns": problem.sweep.columns} if tells else None
-        if around.stepped(told, saved) and not q.why:
-            q = q._replace(why="budget")
-            break
+    given = options.prior_precision
+    has_ended = known is not None and known.why not in ("", "budget")
+    states = () if has_ended else schedule.run(known, None if given is None else float(given))
+    q = around.run(_steps_over(over, states, start), known)
     learnt = q.precision
     while options.em_steps and given is None and q.why != "budget" and not max(q.errors) <= 10:
         if q.precision >= PRECISION_BOUNDS[1]:
@@ -190,8 +231,26 @@ def over_span(
     return found
 
 
+def _steps_over(over: OverSpan, states: Iterable[State], start: Progress) -> Iterator[Step]:
+    """Yield the extensions of a span as steps, of which those with another λ have a record."""
+
+    def saved(q: State) -> Progress:
+        return start._replace(state=over.saved(q), basis=over.span.blocks, memory=over.span.memory)
+
+    number = 0 if start.state is None else start.state.number
+    for q in states:
+        new, number = q.number > number, q.number
+        tells = new or q.why == "budget" or (q.why and not number)
+        told = {**record(q), "columns": over.problem.sweep.columns} if tells else None
+        yield Step(q, q, told, partial(saved, q), bool(q.why))
+
+
 def by_solver(
-    problem: Problem, noise: StochasticPrior, options: FitOptions, around: Any, start: Progress
+    problem: Problem,
+    noise: StochasticPrior,
+    options: FitOptions,
+    around: Surroundings,
+    start: Progress,
 ) -> FitResult:
     """Return the posterior of the loop of the paper: EM on the whole problem."""
     solver, prior = options.solver or BlockCG(), noise.prior
@@ -205,23 +264,26 @@ def by_solver(
             precision = precision.expand(len(prior.layout.names)).clone()
         q = State(precision, problem.sigma, mean=problem.w_MAP * (prior.scale > 0))
     update = partial(whole.updated, em_steps=options.em_steps)
-    every = em(model, q, update) if options.em_steps else ()
-    for found, q in every:
-
-        def saved(q: State = q) -> Progress:
-            return start._replace(state=q)
-
-        if around.stepped({**record(found), "columns": problem.sweep.columns}, saved):
-            found = found._replace(why="budget")
-            _tell(model, found, options)
-            return _result(found, noise)
+    states = em(model, q, update) if options.em_steps else ()
+    q = around.run(_steps_by_solver(problem, states, start), q)
     _tell(model, q, options)
+    if q.why == "budget":
+        return _result(q, noise)
     last = whole.Whole(model.problem, model.noise, solver, (options.tolerance, options.tolerance))
     found, why = e_step(last, q), "all steps"
     if q.converged or not options.em_steps:
         reached = is_accurate(max(found.errors), options.tolerance)
         why = "accurate" if reached else "the solver has not converged"
     return _result(found._replace(why=why), noise)
+
+
+def _steps_by_solver(
+    problem: Problem, states: Iterable[tuple[State, State]], start: Progress
+) -> Iterator[Step]:
+    """Yield the steps of EM, after which the final samples are still to be computed."""
+    for found, q in states:
+        told = {**record(found), "columns": problem.sweep.columns}
+        yield Step(found, q, told, partial(start._replace, state=q), is_last=False)
 
 
 def _result(q: State, noise: StochasticPrior) -> FitResult:

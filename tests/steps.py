@@ -22,7 +22,7 @@ class Alone:
 
 
 def begin(problem, noise):
-    return Progress(noise.eta, noise.prior.scale, (problem.sigma, None, None))
+    return Progress(noise.eta, noise.prior.scale, noise.targets)
 
 
 def posterior_at(problem, noise, precision, tolerance=1e-9, *, run=over_span, **options):

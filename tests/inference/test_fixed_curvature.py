@@ -18,7 +18,8 @@ def setting(name, num_samples=None):
     problem = tiny(name).problem(7, 18)
     if num_samples is None:
         return problem, basis_noise(problem, True, False)
-    return problem, get_sto_samples(problem, num_samples)
+    noise = get_sto_samples(problem, num_samples)
+    return problem.with_targets(noise.targets), noise
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)

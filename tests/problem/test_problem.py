@@ -17,7 +17,7 @@ from torch_lla_em.data.share import Share
 from torch_lla_em.inference.prior import g_prior_scale
 from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.likelihoods import Classification
+from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.problem import prepare, pull_back
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.group import Group
@@ -92,9 +92,9 @@ def test_the_trunk_of_a_last_layer_runs_in_one_pass():
     prepare(problem, 2, Compute())
     w = draw(1, problem.size)
     with torch.no_grad():
-        expected = other.noise_features(2, 0), other.ggn_product(w)
+        expected = other.noise_features(2, 0)[:2], other.ggn_product(w)
         handle = case.model[0].register_forward_hook(lambda *call: rows.append(len(call[2])))
-        found = problem.noise_features(2, 0), problem.ggn_product(w)
+        found = problem.noise_features(2, 0)[:2], problem.ggn_product(w)
         problem.loss_and_gradient(w[0])
         handle.remove()
     assert_close(found, expected)
@@ -130,6 +130,23 @@ def test_noise_does_not_depend_on_batches(name):
     for unknown in ("root", 0):
         with pytest.raises(ValueError, match="g_prior must be None, True or False"):
             get_sto_samples(case.problem(), 4, g_prior=unknown)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_drawing_changes_nothing_of_the_problem(name):
+    case = tiny(name)
+    likelihood = Regression() if name == "regression" else likelihood_of(name)
+    problem = problem_of(case.model, likelihood, [(case.x, case.y)])
+    first, again = (get_sto_samples(problem, 3) for _ in "ab")
+    assert_close(first.eta, again.eta, rtol=0, atol=0)
+    assert (problem.likelihood, problem.moments, problem.network_noise) == (likelihood, None, None)
+    known = problem.with_targets(first.targets)
+    if name == "regression":
+        assert_close(known.moments[0], case.y.mean(0))
+        errors = (case.model(case.x).detach() - case.y).square().mean()
+        assert_close(known.network_noise, errors.sqrt())
+        assert_close(known.likelihood.observation_noise, first.targets.sigma)
+    assert_close(known.noise_features(3, 0).eta, first.eta)
 
 
 def repeated(name):

@@ -21,7 +21,7 @@ from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.state import State
 from torch_lla_em.inference.sto_samples import get_sto_samples, with_noise
-from torch_lla_em.problem import COPIES, Problem, form_of_H, sites_of
+from torch_lla_em.problem import COPIES, Problem, TargetFacts, form_of_H, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     DoesNotFit,
@@ -65,8 +65,8 @@ class Progress(NamedTuple):
     scale: Tensor
     """η of the random probes, (K, P), and the prior standard deviation of every weight at λ = 1, (P,)."""
 
-    of_targets: tuple[Tensor | None, ...]
-    """σ at which η was drawn; mean and variance of continuous targets, (2, C) or (2,); σ of the network's residuals."""
+    targets: TargetFacts
+    """What is known of continuous targets, with the σ at which η was drawn."""
 
     state: State | None = None
     """None if only the random probes have been drawn."""
@@ -137,12 +137,11 @@ def learn(
                 f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
                 "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
             )
-        of_targets = problem.likelihood.observation_noise, problem.moments, problem.network_noise
-        start = begun = Progress(noise.eta, noise.prior.scale, of_targets)
+        start = begun = Progress(noise.eta, noise.prior.scale, noise.targets)
         around.drawn(lambda: begun)
     else:
-        problem.take(*start.of_targets)
         noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
+    problem = problem.with_targets(start.targets)
     blocks = len(noise.prior.layout.names)
     if given is not None and given.dim() and not (layerwise and given.shape == (blocks,)):
         raise ValueError(

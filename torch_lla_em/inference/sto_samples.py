@@ -27,7 +27,8 @@ def get_sto_samples(
         layerwise (bool): Whether every parameter tensor has a precision of its own. Default False.
 
     Returns:
-        A ``StochasticPrior`` with the probes ``xi`` and ``eta``, both (K, P), and the ``prior``.
+        A ``StochasticPrior`` with the probes ``xi`` and ``eta``, both (K, P), the ``prior``, and facts about continuous
+        ``targets``. The other stages take ``problem.with_targets(probes.targets)``.
 
     Raises:
         ValueError: If ``num_samples`` is less than 1, or ``g_prior`` is something else.
@@ -38,16 +39,17 @@ def get_sto_samples(
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
     require(g_prior is None or isinstance(g_prior, bool), "g_prior", g_prior, "None, True or False")
-    eta, squares = problem.noise_features(num_samples, seed, with_squares=g_prior is not False)
-    noise = problem.network_noise
+    found = problem.noise_features(num_samples, seed, with_squares=g_prior is not False)
+    squares, noise = found.squares, found.targets.network_noise
     if g_prior is not False and noise is not None and noise.dim():
         # the σ from which EM starts may be in other units than the outputs
-        in_units = problem.with_likelihood(problem.likelihood.with_noise(noise))
-        squares = in_units.noise_features(num_samples, seed)[1]
+        in_units = problem.with_targets(found.targets._replace(sigma=noise))
+        squares = in_units.noise_features(num_samples, seed).squares
     scale = torch.ones_like(squares)
     if g_prior is not False:
         scale = g_prior_scale(squares, problem.layout, problem.w_MAP, g_prior)
-    return with_noise(problem, eta, scale, seed, layerwise)
+    probes = with_noise(problem, found.eta, scale, seed, layerwise)
+    return probes._replace(targets=found.targets)
 
 
 def with_noise(

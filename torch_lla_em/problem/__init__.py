@@ -12,7 +12,7 @@ from torch_lla_em.problem.hessian import (
     root_of,
     towards,
 )
-from torch_lla_em.problem.loss import Loss
+from torch_lla_em.problem.loss import Loss, TargetFacts
 from torch_lla_em.problem.operators import gathered, pull_back
 from torch_lla_em.problem.plan import place_of_vectors, prepare, seconds_of_pass
 from torch_lla_em.problem.problem import Problem, output_noise
@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Sites",
+    "TargetFacts",
     "duration",
     "form_of_H",
     "functions",

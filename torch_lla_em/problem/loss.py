@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import report
 
+# smallest number of targets of an output from which a mean is taken
+_FEWEST = 10
 # smallest share of the variance of the targets for the first σ², and for a σ² that is not learnt
 _LEAST_SHARE = 1e-2
 _LEAST_FIXED = 1e-6
@@ -129,6 +132,34 @@ class Loss:
         return u
 
 
+class TargetFacts(NamedTuple):
+    """What the first pass finds about continuous targets; see ``Problem.with_targets``."""
+
+    sigma: Tensor | None = None
+    """σ from which EM starts, () or (C,); None: that of the likelihood."""
+
+    moments: Tensor | None = None
+    """Mean and variance of the targets, (2, C) or (2,); None: the targets are taken as they are."""
+
+    network_noise: Tensor | None = None
+    """σ of the network's residuals, in the shape of σ; None: σ is not learnt."""
+
+    @classmethod
+    def of(
+        cls, sums: Tensor, likelihood: Likelihood, is_learnt: bool, dtype: torch.dtype
+    ) -> TargetFacts:
+        """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether σ is."""
+        known = sums.cpu()
+        noise = sigma = moments = None
+        if is_learnt:
+            noise = noise_of_residuals(known, likelihood, is_start=False)
+        if likelihood.from_data:
+            sigma = noise_of_residuals(known, likelihood, is_start=is_learnt)
+        if has_offset(likelihood) and known[4].min() >= _FEWEST:
+            moments = moments_of(sums, dtype)
+        return cls(sigma, moments, noise)
+
+
 def check_weights(likelihood: Likelihood) -> None:
     """Raise an error if a likelihood cannot be weighted."""
     if likelihood.real_valued and not likelihood.elementwise:
@@ -140,6 +171,11 @@ def check_weights(likelihood: Likelihood) -> None:
         raise ValueError(
             "A weighted regression does not learn σ: pass LinearisedLaplace(model, Regression(sigma_noise))."
         )
+
+
+def has_offset(likelihood: Likelihood) -> bool:
+    """Whether the mean of continuous targets is the constant of the linear model."""
+    return likelihood.offset(*torch.ones(2, 1, device="cpu")) is not None
 
 
 def moments_of(sums: Tensor, dtype: torch.dtype) -> Tensor:

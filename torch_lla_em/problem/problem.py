@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, warn_if_mistaken
-from torch_lla_em.problem.loss import Loss, check_weights, moments_of, noise_of_residuals
+from torch_lla_em.problem.loss import Loss, TargetFacts, check_weights, has_offset
 from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
@@ -27,8 +27,19 @@ _LIKELIHOOD = (
     "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
     "targets of this batch for extreme values."
 )
-# smallest number of targets of an output from which a mean is taken
-_FEWEST = 10
+
+
+class NoiseFeatures(NamedTuple):
+    """What the first pass over the data finds."""
+
+    eta: Tensor
+    """η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), (K, P)."""
+
+    squares: Tensor
+    """The expected squared feature s², (P,)."""
+
+    targets: TargetFacts
+    """What is known of continuous targets; η and s² are those at its σ."""
 
 
 class Problem:
@@ -44,19 +55,16 @@ class Problem:
         """The parameters in the posterior, the dtype of vectors, float32 or higher, and P."""
 
         self.moments: Tensor | None = None
-        """Mean and variance of the targets, (2, C) or (2,), once the first pass has found them; None: 0."""
+        """Mean and variance of the targets, (2, C) or (2,); None: they are taken as they are."""
 
         self.network_noise: Tensor | None = None
-        """σ of the network's residuals, the shape of σ, once the first pass has found it."""
+        """σ of the network's residuals, in the shape of σ; None: not known."""
 
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data)
         self._point: Tensor | None = None
         """The w of J w at which H is evaluated, (1, P); None: at the network's own outputs."""
-
-        self._is_compared = False
-        """Whether derivatives have been compared with log_prob."""
 
     # the method
 
@@ -78,17 +86,16 @@ class Problem:
 
     def noise_features(
         self, num_samples: int, seed: int, with_squares: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Return η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), (K, P), and the expected squared feature s², (P,), from one pass.
+    ) -> NoiseFeatures:
+        """Return η, s² and facts about continuous targets, from one pass; the problem is not changed.
 
-        The noise is keyed by (seed, row). Without ``with_squares``, s² is 0. The first such pass finds the mean of
-        continuous targets and σ of the network's residuals, too, from which σ starts if the likelihood has none.
+        The noise is keyed by (seed, row). Without ``with_squares``, s² is 0.
         """
         likelihood, layout = self.likelihood, self.layout
         kinds: dict[str, Kind] = {"eta": BLOCK, **({"squares": VECTOR} if with_squares else {})}
-        has_offset = likelihood.offset(*torch.ones(2, 1, device="cpu")) is not None
+        facts = TargetFacts(None, self.moments, self.network_noise)
         is_known = self.moments is not None or self.network_noise is not None
-        if not is_known and (has_offset or likelihood.observation_noise is not None):
+        if not is_known and (has_offset(likelihood) or likelihood.observation_noise is not None):
             axis, y = self.linear_model.network.class_dim, self.data.first().targets
             kinds["targets"] = (5, *likelihood.align(y, axis).shape[1:][-1:])
 
@@ -122,16 +129,11 @@ class Problem:
         sums = self.sweep(torch.arange(num_samples, device="cpu"), kinds, add)
         eta, squares = sums["eta"], sums.get("squares", self.zeros(1)[0])
         if "targets" in kinds:
-            known, is_learnt = sums["targets"].cpu(), self.sigma is not None
-            if is_learnt:
-                self.network_noise = noise_of_residuals(known, likelihood, is_start=False)
-            if likelihood.from_data:
-                sigma = noise_of_residuals(known, likelihood, is_start=is_learnt)
-                self.likelihood = likelihood.with_noise(sigma)
-                eta, squares = eta / sigma.item(), squares / sigma.item() ** 2
-            if has_offset and known[4].min() >= num_samples * _FEWEST:
-                self.moments = moments_of(sums["targets"], self.dtype)
-        return eta, squares / (num_samples * self.data.facts.num_rows)
+            of_targets = sums["targets"] / num_samples
+            facts = TargetFacts.of(of_targets, likelihood, self.sigma is not None, self.dtype)
+        if facts.sigma is not None:
+            eta, squares = eta / facts.sigma.item(), squares / facts.sigma.item() ** 2
+        return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows), facts)
 
     def push_forward(
         self, w: Tensor | None, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
@@ -179,12 +181,6 @@ class Problem:
 
     # the constant of the linear model, and σ
 
-    def take(self, sigma: Tensor | None, *of_targets: Tensor | None) -> None:
-        """Use σ, the moments of the targets and σ of the network's residuals that a first pass has found."""
-        if sigma is not None:
-            self.likelihood = self.likelihood.with_noise(sigma)
-        self.moments, self.network_noise = of_targets
-
     @property
     def constant(self) -> Tensor | None:
         """The constant of the linear model, (C,) or (); None: 0."""
@@ -208,6 +204,13 @@ class Problem:
         return None if self.data.is_weighted else self.likelihood.observation_noise
 
     # the same problem, otherwise
+
+    def with_targets(self, facts: TargetFacts) -> Problem:
+        """Return the same problem with what ``noise_features`` has found about its targets."""
+        sigma, own = facts.sigma, self.likelihood
+        other = self.with_likelihood(own if sigma is None else own.with_noise(sigma))
+        other.moments, other.network_noise = facts.moments, facts.network_noise
+        return other
 
     def with_likelihood(self, likelihood: Likelihood) -> Problem:
         """Return the same problem under another likelihood."""
@@ -251,10 +254,9 @@ class Problem:
         loss = self.loss(batch.targets, batch.weights)
         try:
             loss.check(f)
-            if not self._is_compared:
+            if not tally:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 warn_if_mistaken(self.likelihood, f, batch.targets)
-                self._is_compared = True
             tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:
             found = type(error)(f"Batch {batch.index}: {error}")

@@ -72,7 +72,7 @@ class Session:
     ):
         """``unseen`` are the validation examples, which must not be training examples."""
         checkpoint, budget = compute.checkpoint, compute.budget
-        self._has_bar, self._unseen = has_bar, unseen
+        self._has_bar, self._unseen, self._stage = has_bar, unseen, "checking the network"
         self.problem, self._group, self._device = problem, problem.data.group, problem.device
         self._began = time.monotonic()
         self._budget = None if budget is None else Budget(budget, self._group)
@@ -94,7 +94,7 @@ class Session:
         looks["disable"] = self._group.rank > 0 or not self._has_bar
         with ExitStack() as stack:
             stack.enter_context(collected(self.messages))
-            self._bar = stack.enter_context(tqdm(desc=self.problem.sweep.stage, **looks))
+            self._bar = stack.enter_context(tqdm(desc=self._stage, **looks))
             for device in {"cpu", self._device.type}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.inference_mode(False))
@@ -118,10 +118,13 @@ class Session:
     def follow(self, plan: Plan) -> None:
         """Log the plan, and show the fit's progress from now on."""
         self._first_pass = time.monotonic(), self.problem.data.num_passes
-        if not self._bar.disable:
-            self.problem.sweep.watch(self._draw)
+        self.problem.sweep.watch(self._draw)
         self.messages.insert(0, str(plan))
         logger.info("%s", plan)
+
+    def show(self, stage: str) -> None:
+        """Show what the fit does from now on."""
+        self._stage = stage
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is of a finished fit; refuse other fits and data."""
@@ -143,7 +146,8 @@ class Session:
         self.problem.data.restore(saved["facts"])
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
-        self.problem.sweep.begin("resuming", saved["columns"])
+        self.show("resuming")
+        self.problem.sweep.resume(saved["columns"])
         self._began -= saved["seconds"]
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
         progress: Progress = saved["progress"]
@@ -168,6 +172,7 @@ class Session:
         Return the state in which they end, that with which the budget ends them, or without steps q.
         """
         for step in steps:
+            self._draw()
             q = step.following
             if step.record is not None:
                 cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
@@ -201,8 +206,10 @@ class Session:
 
     def _draw(self) -> None:
         """Show the stage, the pass, and the seconds of a pass."""
-        stage, passes = self.problem.sweep.stage, self.problem.data.num_passes
-        self._bar.set_description_str(f"{stage}, pass {passes + 1}", refresh=False)
+        if self._bar.disable:
+            return
+        passes = self.problem.data.num_passes
+        self._bar.set_description_str(f"{self._stage}, pass {passes + 1}", refresh=False)
         each = f"{duration(self._seconds() / passes)} per pass" if passes else ""
         self._bar.set_postfix_str(each, refresh=False)
         self._bar.update(0)

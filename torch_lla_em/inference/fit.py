@@ -130,7 +130,7 @@ def learn(
     """
     seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
-        problem.sweep.begin("drawing random numbers")
+        around.show("drawing random numbers")
         noise = get_sto_samples(problem, options.num_samples, seed, options.g_prior, layerwise)
         if not problem.data.facts.num_labelled:
             raise ValueError(
@@ -149,7 +149,7 @@ def learn(
             f"{f'{blocks} tensors' if layerwise else 'one precision'}: pass one number"
             f"{', or one per tensor' if layerwise else ''}."
         )
-    problem.sweep.begin("learning the prior and the posterior")
+    around.show("learning the prior and the posterior")
     found, begins = None, start.state is None or start.basis is not None
     if begins and not layerwise and options.solver is None:
         try:

@@ -61,7 +61,6 @@ class OverSpan:
 
     def at(self, q: State) -> tuple[Curved, StochasticPrior, Curved, Curved]:
         """Return the problem at H and σ of a state, its noise, its solver, and its search for the mode."""
-        self.problem.sweep.say()
         curved: Curved = q.curved
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
         noise = StochasticPrior(self.span.xi, curved.eta @ curved.vectors.T, prior)

@@ -126,8 +126,8 @@ class Sweep:
         self._factors: dict[tuple[int, int], Rows] = {}
         """Factors of J of batches that are kept; they save a CNN three quarters of the time of a fit."""
 
-        self.columns, self.stage = 0.0, "checking the network"
-        """Columns that have gone through all data, and what the fit does now."""
+        self.columns = 0.0
+        """Columns that have gone through all data."""
 
         self._checks: list[tuple[Tensor, Exception | None]] = []
         """Whether tensors of this pass are finite, read once, at its end, and the errors if they are not."""
@@ -135,8 +135,7 @@ class Sweep:
         self.begun_with = NetworkState(linear_model.network)
         """What the network was at the start, and has to be until the end."""
 
-        self.say: Callable[[], object] = bool
-        """Called after every batch, to show that the fit goes on."""
+        self._after_batch: Callable[[], None] | None = None
 
     def __call__(
         self,
@@ -170,7 +169,8 @@ class Sweep:
         try:
             for one in self.batches() if batch is None else [batch]:
                 self._add(w, add, one, sums, kinds)
-                self.say()
+                if self._after_batch is not None:
+                    self._after_batch()
         except Exception as error:
             self.data.fail(error)
             if isinstance(error, DoesNotFit):
@@ -277,13 +277,13 @@ class Sweep:
         """Keep to this plan from now on."""
         self.plan = plan
 
-    def begin(self, stage: str, columns: float | None = None) -> None:
-        """Begin another stage; ``columns`` are those of an earlier run."""
-        self.stage, self.columns = stage, self.columns if columns is None else columns
+    def resume(self, columns: float) -> None:
+        """Count on from the columns of an earlier run."""
+        self.columns = columns
 
-    def watch(self, say: Callable[[], object]) -> None:
-        """Call a function after every batch."""
-        self.say = say
+    def watch(self, after_batch: Callable[[], None]) -> None:
+        """Call a function after every batch, for example to show that the fit goes on."""
+        self._after_batch = after_batch
 
     def probe(self, batch: Batch, anew: bool = False) -> None:
         """Check the derivatives of the network, at some of the first batch, inside its guard."""

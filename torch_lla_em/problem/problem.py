@@ -207,8 +207,9 @@ class Problem:
 
     def with_targets(self, facts: TargetFacts) -> Problem:
         """Return the same problem with what ``noise_features`` has found about its targets."""
-        sigma, own = facts.sigma, self.likelihood
-        other = self.with_likelihood(own if sigma is None else own.with_noise(sigma))
+        other = copy.copy(self)
+        if facts.sigma is not None:
+            other.likelihood = self.likelihood.with_noise(facts.sigma)
         other.moments, other.network_noise = facts.moments, facts.network_noise
         return other
 

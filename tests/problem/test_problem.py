@@ -79,7 +79,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
     at = problem.with_curvature_at(w[0])
     for _ in range(4):
         Gw = at.ggn_product(w)
-    assert problem.data.cache and problem.sweep.plan.factors
+    assert problem.data.kept.batches and problem.sweep.plan.factors
     assert_close(sum(product(w) for product in at.minibatch_products()), Gw)
 
 
@@ -307,7 +307,7 @@ def test_the_host_waits_for_the_end_of_a_pass_alone(name, curved, simulated):
         with simulated.watched() as seen:
             problem.ggn_product(w)
         assert simulated.waits(seen) <= limit, seen
-    assert problem.data.cache
+    assert problem.data.kept.batches
     problem = problem.with_curvature_at(w[0]) if curved else problem
     for run in (
         lambda: problem.ggn_product(w),

@@ -11,8 +11,9 @@ from torch_lla_em.data.batch import (
 )
 from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
 from torch_lla_em.data.identity import Identity, distinct
-from torch_lla_em.data.loader import Data, inputs_in_order
+from torch_lla_em.data.loader import Data
 from torch_lla_em.data.share import Share
+from torch_lla_em.data.source import inputs_in_order
 from torch_lla_em.data.trees import (
     copied,
     is_sequence,

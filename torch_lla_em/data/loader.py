@@ -1,37 +1,19 @@
-"""Batches of a loader in a fixed order, with a check that every pass sees the same examples."""
+"""Passes over the data, with a check that every pass sees the same examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import chain, islice, repeat
-from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from torch_lla_em.data.batch import (
-    Batch,
-    Tally,
-    TargetFn,
-    as_targets,
-    default_targets,
-    form_of,
-    inputs_of,
-    joined,
-)
-from torch_lla_em.data.forms import (
-    Weights,
-    are_batches,
-    as_loader,
-    checked_weights,
-    order_of,
-    without_weights,
-)
+from torch_lla_em.data.batch import Batch, Tally, TargetFn, joined
+from torch_lla_em.data.forms import Weights
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.trees import as_tensors, is_opaque, leaves_of, tensors_in, to_device
+from torch_lla_em.data.kept import Kept
+from torch_lla_em.data.source import Source
 from torch_lla_em.runtime import Group
 
 _OTHER_COUNT = (
@@ -52,19 +34,6 @@ _OTHER_THAN_SAVED = (
     "The checkpoint belongs to other data: its fit read {} examples, and this loader yields {} "
     "examples with other content. Delete its folder, or pass another one."
 )
-# arguments of a DataLoader that it stores as attributes of the same name
-_OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
-)
-
-
-def inputs_in_order(data: Any) -> Any:
-    """Return a loader of batches that may have no targets; one that shuffles is read in the order of its dataset.
-
-    Two arrays of one form in a list are two batches; otherwise a pair of arrays is (X, y).
-    """
-    return data if are_batches(data) else Data(data, torch.device("cpu")).loader
 
 
 class Data:
@@ -83,28 +52,8 @@ class Data:
         group: Group = Group(),
         weights: Weights | None = None,
     ):
-        self.loader = loader = as_loader(loader, target_fn)
-        self.group, self._device = group, device
-        self._target_fn, self._weights, self.is_weighted = target_fn, weights, weights is not None
-        self._is_list = type(loader) in (list, tuple)
-        self._by_examples = self._is_list and len(loader) < group.size
-        """Whether ranks share the examples of each batch, and not the batches."""
-
-        self._order, self._shuffles = order_of(loader, group.size)
-        """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of them at random."""
-
-        if self._order is not None:
-            self._size, count = loader.batch_size or 1, len(self._order)
-            self._num_rows = count - (count % self._size if loader.drop_last else 0)
-            self._chosen: list[list[Any]] = []  # the batches of a pass
-            options = {name: getattr(loader, name, None) for name in _OPTIONS}
-            self.loader = DataLoader(
-                loader.dataset,
-                batch_sampler=self._chosen,
-                generator=torch.Generator(device="cpu"),
-                **{name: value for name, value in options.items() if value},
-            )
-            self._choose(0, 1)
+        self._source = Source(loader, device, target_fn, weights, group.size)
+        self.group, self._device, self.is_weighted = group, device, weights is not None
         self.facts, self._is_restored, self.num_passes = Identity(), False, 0
         """What the first pass has found about the data of all ranks, and whether only an earlier run has read them."""
 
@@ -115,27 +64,22 @@ class Data:
         """Number of batches per rank of the last pass in steps."""
 
         self._first: Batch | None = None
-        self.room, self.merge_rows = 0.0, 0
-        """Bytes in which batches may be kept, and the size up to which small ones are joined; 0: never."""
+        self._others_wait = False
+        """Whether the other ranks wait for this one at the end of the pass."""
 
-        self.cache: list[Batch] | None = None
-        """All batches, once a pass has kept them."""
-
-        self._may_keep = self._others_wait = False
-        """Whether this pass keeps its batches: those of a list, or that are the same when they are read again; and
-        whether the other ranks wait for this one at its end."""
+        self.store(0.0, 0)
 
     def store(self, room: float, merge_rows: int) -> None:
-        """Set the bytes that batches may take to be kept, and the size up to which they are joined."""
-        self.room, self.merge_rows = room, merge_rows
+        """Set the bytes that batches may take to be kept, and the size up to which small ones are joined; 0: never."""
+        self.kept, self.merge_rows = Kept(room, copies=not self._source.is_list), merge_rows
 
     def first(self) -> Batch:
         """Return the first batch, or small ones joined to it, with two examples if there are two."""
         if self._first is None:
-            for batch in islice(joined(self._read(0, 1), 2), 32):
+            for batch in islice(joined(self._source.read(0, 1), 2), 32):
                 if self._first is None or len(batch.rows) > 1:
                     # others may write to the same memory again
-                    self._first = batch if self._is_list else batch.copied()
+                    self._first = batch if self._source.is_list else batch.copied()
                 if len(batch.rows) > 1:
                     break
         if self._first is None:
@@ -148,32 +92,36 @@ class Data:
         ``in_step``: yield the loader's own batches, without joining any, and as many on every rank: a
         rank with fewer yields empty ones at the end.
         """
-        if self.cache is not None and not in_step:
-            yield from self.cache
+        if self.kept.batches is not None and not in_step:
+            yield from self.kept.batches
             self.num_passes += 1
             return
         # after the first pass each rank reads the share of another, so the sum of hashes changes
         # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-        own, kept = Identity(), list[Batch]()
+        own, order = Identity(), self.num_passes if in_step else 0
         tally: Tally | None = None if self.num_passes else {}
         self._others_wait = not in_step
-        read = self._compared(self._read(share, self.group.size, self.num_passes * in_step), own)
+        read = self._compared(self._source.read(share, self.group.size, order), own)
         try:
             if in_step:
                 yield from self._in_step(batch.on(self._device) for batch in read)
             else:
-                self._may_keep = self.group.size == 1 and (self._is_list or self.facts.num_rows > 0)
-                yield from self._kept(joined(read, self.merge_rows), kept, tally)
+                is_same = self._source.is_list or self.facts.num_rows > 0
+                self.kept.begin(self.group.size == 1 and is_same)
+                near = (batch.on(self._device) for batch in joined(read, self.merge_rows))
+                for batch in self.kept.of(near):
+                    yield batch._replace(tally=tally)
         except Exception as error:
             self.fail(error)
             raise
         self._others_wait = False
         if tally:
-            own.num_outputs, own.num_labelled = (int(sum(each)) for each in zip(*tally.values()))
+            counts = zip(*tally.values(), strict=True)
+            own.num_outputs, own.num_labelled = (int(sum(each)) for each in counts)
         self._end(self.group.meet(own, Identity.of), tally is not None)
-        if self._may_keep and not in_step:
-            self.cache = kept
+        if not in_step:
+            self.kept.end()
 
     __iter__ = batches
 
@@ -185,13 +133,12 @@ class Data:
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
-        return length_hint(self.loader) if self._order is None else -(-self._num_rows // self._size)
+        return self._source.num_batches()
 
     @property
     def largest_share(self) -> float:
-        """The largest share of the batches that a rank has."""
-        batches, size = self.num_batches(), self.group.size
-        return 1 / size if self._by_examples or not batches else -(-batches // size) / batches
+        """The largest share of the examples that a rank has."""
+        return self._source.largest_share(self.group.size)
 
     def state(self) -> dict[str, Any]:
         """Return what the passes have found as plain numbers, for ``restore``."""
@@ -214,77 +161,6 @@ class Data:
             pass
         return self.facts
 
-    def _read(self, first: int, step: int, seed: int = 0) -> Iterator[Batch]:
-        """Yield every ``step``-th batch of the loader, with its examples' numbers."""
-        seen, parts = 0, self._choose(first, step, seed)
-        for count, raw in enumerate(self.loader):
-            place = count if parts is None else first + count * step
-            is_others = parts is None and count % step != first  # another rank's
-            if is_others and not self._by_examples:
-                if self._weights == "last":
-                    raw, _ = without_weights(raw)
-                seen += len((self._target_fn or default_targets)(raw))
-                continue
-            inputs, targets, weights = self._split(raw)
-            if not targets.dim():
-                raise TypeError(
-                    f"Batch {place} of the loader is a single example: its targets are one number. Loaders yield batches: pass "
-                    "DataLoader(dataset, batch_size=256), of a list of examples too, or tensors, fit(x, y)."
-                )
-            if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
-                raise ValueError(
-                    f"Batch {place} has {len(inputs)} inputs but {len(targets)} targets: every example needs one of each."
-                )
-            numbers = torch.arange(seen, seen + len(targets), device="cpu")
-            seen += len(targets)
-            if parts is not None and len(parts[count]) != len(numbers):
-                raise ValueError(
-                    f"Batch {place} has {len(numbers)} examples, but was collated from {len(parts[count])} of the "
-                    "dataset: its collate_fn must keep their number. Pass a list of batches instead."
-                )
-            numbers = numbers if parts is None else parts[count]
-            batch = Batch(place, numbers, inputs, targets, weights=weights)
-            if self._by_examples and step > 1:
-                can_be_cut = form_of(batch) is not None
-                if not can_be_cut and is_others:
-                    continue
-                batch = batch.part(slice(first, None, step)) if can_be_cut else batch
-            if len(batch.rows):
-                yield batch
-
-    def _choose(self, first: int, step: int, seed: int = 0) -> Sequence[Tensor] | None:
-        """Choose every ``step``-th batch of a dataset from ``first`` on; return their examples' numbers.
-
-        ``seed`` selects another order, if the loader shuffles. None: all examples of the loader in its order.
-        """
-        if self._order is None:
-            return None
-        numbers = torch.arange(self._num_rows, device="cpu")
-        moved = bool(seed) and self._shuffles
-        if moved:
-            generator = torch.Generator(device="cpu").manual_seed(seed)
-            numbers = torch.randperm(self._num_rows, generator=generator, device="cpu")
-        parts = numbers.split(self._size)[first::step] if self._num_rows else ()
-        self._chosen[:] = [[self._order[number] for number in part.tolist()] for part in parts]
-        return parts if step > 1 or moved else None
-
-    def _split(self, batch: Any) -> tuple[Any, Tensor, Tensor | None]:
-        """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is called."""
-        given = weights = None
-        if self._weights == "last":
-            batch, weights = without_weights(batch)
-        if self._target_fn is None:
-            batch = as_tensors(batch)
-            targets = as_targets(default_targets(batch))
-        else:
-            batch = to_device(batch, self._device)
-            given = self._target_fn(batch)
-            targets = as_targets(given)
-        if callable(self._weights):  # which may index a tensor on the CPU
-            weights = self._weights(targets if given is None else targets.cpu())
-        inputs = inputs_of(batch, given)
-        return inputs, targets, None if weights is None else checked_weights(weights, targets)
-
     def _compared(self, batches: Iterable[Batch], own: Identity) -> Iterator[Batch]:
         """Yield batches, and add them to an identity; in the first pass, compare the first with that of ``first``."""
         for batch in batches:
@@ -294,28 +170,10 @@ class Data:
                 first = Identity()
                 first.add(known)
                 is_same = first.total == own.total  # which has this batch alone yet
-                if self._order is not None and not is_same:
+                if self._source.is_ordered and not is_same:
                     raise ValueError(_CHANGED)
-                self._may_keep = self.group.size == 1 and is_same
+                self.kept.let(self.group.size == 1 and is_same)
             yield batch
-
-    def _kept(
-        self, batches: Iterable[Batch], kept: list[Batch], tally: Tally | None
-    ) -> Iterator[Batch]:
-        """Yield batches on the device, and store them as long as they may be kept."""
-        left = self.room
-        for batch in batches:
-            batch = batch.on(self._device)
-            left -= sum(t.numel() * t.element_size() for t in tensors_in(batch.tensors()))
-            has_objects = any(map(is_opaque, leaves_of(batch.tensors())))  # of unknown size
-            self._may_keep = self._may_keep and left > 0 and not has_objects
-            if self._may_keep:
-                # a loader may write the next batch to the same memory
-                batch = (batch if self._is_list else batch.copied())._replace(is_kept=True)
-                kept.append(batch)
-            else:
-                kept.clear()
-            yield batch._replace(tally=tally)
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield as many batches on every rank, with the number of examples of all ranks."""

@@ -543,7 +543,8 @@ def linear_problem(
         parameters (str, list or callable, optional): As in ``LinearisedLaplace``. Default None: all.
 
     Returns:
-        A ``Problem``, of which ``get_sto_samples`` draws the random probes.
+        A ``Problem``, of which ``get_sto_samples`` draws the random probes. For a regression, the other stages take
+        ``problem.with_targets(probes.targets)``.
 
     Example:
         >>> problem = linear_problem(model, "classification", x, y)

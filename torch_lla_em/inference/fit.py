@@ -98,6 +98,9 @@ class Step(NamedTuple):
 class Surroundings(Protocol):
     """What a fit runs in: it shows and stores its steps, and knows when its time is over."""
 
+    def show(self, stage: str) -> None:
+        """Show what the fit does from now on."""
+
     def drawn(self, progress: Callable[[], Progress]) -> None:
         """Note that the random probes are drawn."""
 

@@ -192,12 +192,9 @@ def _cells(
     above = (n - torch.searchsorted(known, high, right=True)).T.cpu()
     at_least = (n - torch.searchsorted(known, low)).T.cpu()
     places = torch.arange(n, device="cpu")
-
-    def placed(above: Tensor, at_least: Tensor, draws: Tensor) -> Tensor:
-        tied = (above[..., None] <= places) & (places < at_least[..., None])
-        return above + (tied & (keys > draws[..., None])).sum(-1)
-
-    above = arrays.in_parts(placed, arrays.NUMBERS // known.numel(), above, at_least, draws)
+    for b in (at_least > above).any(1).nonzero()[:, 0]:
+        tied = (above[b, :, None] <= places) & (places < at_least[b, :, None])
+        above[b] += (tied & (keys > draws[b, :, None])).sum(-1)
     ends = [n + 1]
     while ends[0] > 1:
         ends.insert(0, -(-ends[0] // 2))

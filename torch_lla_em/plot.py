@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.prediction import (
+    Monitor,
     PredictedData,
     auroc,
     binned,
@@ -26,6 +27,7 @@ from torch_lla_em.prediction import (
     predicted_data,
     required,
     stated_and_right,
+    suspicious_among,
 )
 
 Axes = Any  # matplotlib's, an optional dependency
@@ -145,6 +147,59 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
         weights = np.full(len(values), 1 / len(values))
         axes.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=name)
     axes.set(xscale="log", title=f"AUROC {area:.3f}")
+    axes.legend(frameon=False)
+    return axes
+
+
+def suspicious(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
+    """Plot the twelve images with the most suspicious labels: the given label, and that of the posterior.
+
+    Args:
+        loader: Data with labels, as above. Inputs are images (B, channels, H, W).
+        axes: Matplotlib's, or None for those of a new figure.
+
+    Example:
+        >>> axes = plot.suspicious(la, train_loader)  # doctest: +SKIP
+    """
+    rows = loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
+    if rows.inputs is None or rows.inputs.dim() != 4 or rows.targets.dim() != 1:
+        raise ValueError(
+            "Pictures need images (B, channels, H, W) of one size, with one label each."
+        )
+    record, axes = suspicious_among(rows), _axes(axes, "", "")
+    chosen = record.order[:12]
+    images = rows.inputs[chosen].double()
+    images = images if images.shape[1] in (1, 3) else images.mean(1, keepdim=True)
+    images = images - images.amin((1, 2, 3), keepdim=True)
+    images = images / images.amax((1, 2, 3), keepdim=True).clamp_min(1e-12)
+    for place, (i, image) in enumerate(zip(chosen.tolist(), images)):
+        left, top = place % 4, place // 4
+        extent = left + 0.05, left + 0.95, top + 0.95, top + 0.3
+        axes.imshow(_array(image.movedim(0, -1)), "gray", extent=extent, aspect="auto")
+        words = f"{i}: {record.given[i]}, or {record.label[i]}?"
+        axes.text(left + 0.05, top + 0.22, words, fontsize=7)
+    axes.set(xlim=(0, 4), ylim=(3, 0), xticks=[], yticks=[], frame_on=False)
+    return axes
+
+
+def evidence(monitor: Monitor, axes: Axes | None = None) -> Axes:
+    """Plot the evidence of a monitor over the number of inputs, with the threshold of its alarm.
+
+    Args:
+        monitor (Monitor): As ``la.monitor`` returns it.
+        axes: Matplotlib's, or None for those of a new figure.
+
+    Example:
+        >>> axes = plot.evidence(la.calibrate(x, y).monitor())
+    """
+    axes = _axes(axes, "inputs", "log10 of the evidence")
+    seen, values = np.array(monitor.state["history"]).T
+    axes.plot(seen, values / np.log(10), color="C0")
+    limit = -np.log10(monitor.rate)
+    axes.axhline(limit, color="0.5", linestyle=":", label=f"alarm, rate {monitor.rate:g}")
+    if monitor.alarm:
+        since = monitor.state["since"]
+        axes.axvline(since, color="C3", linewidth=0.8, label=f"alarm since input {since:,}")
     axes.legend(frameon=False)
     return axes
 

@@ -24,6 +24,7 @@ from torch_lla_em.prediction import (
     mean_and_error,
     predicted_data,
     scores,
+    suspicious_among,
 )
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -56,6 +57,9 @@ def report(
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
             found = la.check(loader)
             to_do, covered = to_do + found.problems, Table(*found._table())._repr_html_()
+    with suppress(TypeError):  # a likelihood of one's own
+        found = suspicious_among(rows)
+        covered += Table("Targets that may be wrong", found.cells(12))._repr_html_()
     lines = "".join(
         f"<li>{escape(words)}</li>" for words in to_do or ["Nothing: no problem was found."]
     )
@@ -86,11 +90,14 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
 
     real = la.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
     is_line = rows.inputs is not None and rows.inputs[0].numel() == 1
+    pictures = rows.inputs is not None and rows.inputs.dim() == 4 and rows.targets.dim() == 1
+    pictures = pictures and la.likelihood.gives_probabilities
     wanted: list[tuple[bool, Any, tuple[Any, ...], str]] = [
         (la.likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
         (real and is_line, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
+        (pictures, plot.suspicious, (rows,), "Labels that may be wrong"),
     ]
     for _, draw, data, words in filter(itemgetter(0), wanted):
         figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()

@@ -5,6 +5,7 @@ import re
 from base64 import b64decode
 from dataclasses import replace
 from io import BytesIO
+from math import log
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
-from torch_lla_em import plot
+from torch_lla_em import LinearisedLaplace, plot
 from torch_lla_em.prediction import predicted_data, validation
 from torch_lla_em.report import to_do_for as advice
 
@@ -43,6 +44,9 @@ def test_a_page_is_complete(name, tmp_path):
     page = page_of(la, [(case.x, case.y)], tmp_path / "report.html", 5 * case.x)
     for tag in {*re.findall(r"</?(\w+)", page)} - {"img", "meta"}:
         assert len(re.findall(rf"<{tag}\b", page)) == page.count(f"</{tag}>"), tag
+    most = la.suspicious(case.x, case.y).order[:12].tolist()
+    listed = re.findall(r"<td>example (\d+)</td>", page)
+    assert [int(i) for i in listed] == most and "Targets that may be wrong" in page
     for words in ("NLL", "samples of all 27 parameters", "memory plan", "effective dimension γ"):
         assert words in page
     assert ("temperature scaling" in page) == la.likelihood.gives_probabilities
@@ -137,6 +141,40 @@ def test_coverage_grows_with_the_level_and_other_data_are_separated():
     assert float(far.get_title().split()[1]) > 0.5
     same = plot.out_of_distribution(la, predicted_data(la, cut(case)), cut(case))
     assert float(same.get_title().split()[1]) == pytest.approx(0.5, abs=0.02)  # ties to rounding
+
+
+def test_suspicious_images_have_their_labels(tmp_path):
+    x, y = draw(20, 1, 4, 4), torch.arange(20) % 2
+    x[:, 0, 0, 0] += 4 * y
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).double()
+    given = y.index_fill(0, torch.tensor([4]), 1)
+    la = LinearisedLaplace(net, "classification", num_samples=4)
+    la.fit(x, given, em_steps=0, prior_precision=1.0, progress_bar=False, validation=False)
+    axes, record = plot.suspicious(la, [(x, given)]), la.suspicious(x, given)
+    i = int(record.order[0])
+    words = [text.get_text() for text in axes.texts]
+    assert len(words) == len(axes.images) == 12
+    assert words[0] == f"{i}: {given[i]}, or {record.label[i]}?"
+    shown = torch.tensor(axes.images[0].get_array().data).view(4, 4)
+    low, high = x[i].min(), x[i].max()
+    assert_close(shown, (x[i, 0] - low) / (high - low))
+    page = page_of(la, [(x, given)], tmp_path / "report.html")
+    assert 'alt="Labels that may be wrong"' in page
+    with pytest.raises(ValueError, match="Pictures need images"):
+        plot.suspicious(known()[1], [(known()[0].x, known()[0].y)])
+
+
+def test_evidence_is_over_inputs_and_has_the_alarm():
+    case, la = known()
+    monitor = copy.copy(la).calibrate(draw(200, 2), torch.arange(200) % 3).monitor(0.001)
+    monitor.update(draw(50, 2, seed=1))
+    axes = plot.evidence(monitor)
+    assert labels(axes) == ["alarm, rate 0.001"]
+    assert axes.lines[0].get_xdata().tolist() == [0, 50]
+    monitor.update(30 * draw(50, 2, seed=1))
+    axes = plot.evidence(monitor)
+    assert f"alarm since input {monitor.state['since']}" in labels(axes)
+    assert axes.lines[0].get_ydata()[-1] == pytest.approx(monitor.state["evidence"] / log(10))
 
 
 def test_bands_are_over_an_input_of_one_number():

@@ -26,7 +26,7 @@ from torch_lla_em.prediction.reference import Reference, Score
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import CALL, Accuracy, Printed, Table, advice, of_examples
-from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious
+from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious, suspicious_among
 from torch_lla_em.prediction.validation import (
     Comparison,
     PredictedData,
@@ -89,6 +89,7 @@ __all__ = [
     "stored",
     "summary",
     "suspicious",
+    "suspicious_among",
     "temperature_of_neighbours",
     "warn_of_collapse",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Computed, Folder
-from torch_lla_em.data import Identity, tensors_in
+from torch_lla_em.data import Identity
 from torch_lla_em.inference import FitOptions, Progress, State, Step
 from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import (
@@ -22,7 +22,6 @@ from torch_lla_em.problem import (
     Plan,
     Problem,
     duration,
-    form_of_H,
     prepare,
     seconds_of_pass,
     time_of_fit,
@@ -36,9 +35,6 @@ _GROWTH = 1.2
 
 PASSES, LARGEST = 15.0, 5.0
 """Passes of a usual fit, and those for the upper bound relative to them: 51 fits of benchmarks/reference.py took 4 to 20."""
-
-BASE = 1.5e7
-"""Bytes of a fit apart from what grows with the network and the data."""
 
 
 class Budget:
@@ -259,34 +255,21 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
 def memory_of(
     problem: Problem, options: FitOptions, plan: Plan, rows: float
 ) -> tuple[float, float]:
-    """Return the peak memory of usual and of long fits to so many examples, beyond what is held before it.
+    """Return the bytes of the vectors and directions of usual and of long fits to so many examples.
 
-    The number of directions depends on the spectrum of the GGN, which is not known before the fit.
+    What the network takes for a batch is not counted: pieces are halved until it fits. The number of directions depends on
+    the spectrum of the GGN, which is not known before the fit.
     """
-    P, K, example, first = plan.size, plan.num_samples, plan.example, problem.data.first()
-    at_once = min(rows, max(len(first.rows), problem.data.merge_rows), plan.rows)
-    each = tensors_in(first.tensors())  # a sparse tensor has no nbytes
-    held = sum(t.numel() * t.element_size() for t in each) / len(first.rows)
-    # activations if there are no factors, else two copies of a batch's factors while they are computed
-    of_batch, kept = 4 * example.activations * at_once, 0.0
-    if example.nbytes < math.inf:
-        of_batch, kept = 2 * example.nbytes * at_once, min(plan.factors, rows * example.nbytes)
-    rest = min(plan.batches, rows * held) + kept + of_batch + BASE
-    if options.layerwise or options.solver is not None:
-        return 0.5 * plan.vectors + rest, plan.vectors + 2 * rest
-    likelihood, room = problem.likelihood, min(plan.free / 2, options.span_memory or plan.free / 2)
-    itemsize, classes, outputs = problem.dtype.itemsize, example.classes, rows * example.outputs
-    if example.outputs > classes:
+    P, example, room = plan.size, plan.example, options.span_memory or plan.free / 2
+    if options.layerwise or options.solver is not None:  # without directions
+        return plan.vectors, 2 * plan.vectors
+    outputs = rows * example.outputs
+    if example.outputs > example.classes:
         outputs = min(outputs, KEPT_OUTPUTS)
-    if options.curvature != "network" and not likelihood.is_quadratic:
-        of_H = form_of_H(likelihood, classes, outputs / classes, outputs * itemsize, room)[2]
-        rest += 3 * outputs * of_H * itemsize
-    found = []
-    for directions in (min(P, times * PASSES * (K + 1)) for times in (1, LARGEST)):
-        entries = directions * (P + 2 * outputs)  # with two copies of J V
-        if problem.linear_model.is_last_layer:
-            # weights, the products with features of a few examples, and numbers for each sample and output
-            entries = directions * 3 * P + 2 * min(directions * outputs, 1 << 24) + 6 * K * outputs
-        found.append(min(room, entries * itemsize))
-    expected = found[0] + 0.5 * plan.vectors + rest
-    return expected, max(expected, found[1] + plan.vectors + 2 * rest)
+    # as Span.bytes_of
+    of_one = P + 2 * (P if problem.linear_model.is_last_layer else outputs)
+    usual, most = (
+        min(room, min(P, times * PASSES * (plan.num_samples + 1)) * of_one * problem.dtype.itemsize)
+        for times in (1, LARGEST)
+    )
+    return usual + 0.5 * plan.vectors, most + plan.vectors

@@ -83,7 +83,7 @@ def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeyp
         la.fit([(x, y)], progress_bar=False, em_steps=3)
     assert any("8 samples of 76," in message for message in logged)
     assert "8 samples of 76," in repr(la.details())
-    assert 0.6 < allocator.peak / plan.memory[0] < 1.7
+    assert 0.5 < allocator.peak / plan.memory[0] < 2
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -46,8 +46,11 @@ def dense(model, names, forward):
     return f.detach(), torch.stack(rows).double()
 
 
-def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
-    """Compare both ways with reverse mode, one column and three; return the report, and J by factors."""
+def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7, defined=True):
+    """Compare all ways with reverse mode, one column and three; return the report, and J by factors.
+
+    ``defined``: torch.func supports all that a network with forward mode does.
+    """
     linear = linear_model(model, selection, forward_fn, class_dim)
     module, names = linear.network.module, linear.layout.names
     before, random_state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
@@ -63,7 +66,7 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7):
     u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
     with linear.network.guarded():
         ways = [model.by_autodiff(x) for model in (linear, linear.steady(x))]
-        if linear.report.forward:
+        if linear.report.forward and defined:
             ways.append(Linearised(linear.network, linear.layout, x))
         if linear.factored:
             factors = linear.at(x, inf, keep=True)

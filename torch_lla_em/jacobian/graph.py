@@ -8,28 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from torch_lla_em.jacobian.linearised import Linearised
+from torch_lla_em.jacobian.linearised import Intercepted, Linearised, as_in_training
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
 
-class Intercepted(TorchFunctionMode):
-    """Gives every torch function of a forward pass to another function, with its arguments."""
-
-    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
-
-
 def contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Copy inputs of linear layers that are not contiguous, and give padding of a table no derivative.
+    """Copy inputs of linear layers that are not contiguous, for ``as_in_training``.
 
     For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func`` takes a product, and
     a gradient of the weight's size, for each of B or L entries: four to six times as long for a ViT.
@@ -40,13 +26,7 @@ def contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
     for tensor in args[:count]:
         if tensor.dim() > 2 and not tensor.is_contiguous():
             copies.setdefault(id(tensor), tensor.contiguous())
-    z = func(*(copies.get(id(own), own) for own in args), **kwargs)
-    padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
-    if func is not F.embedding or padding is None:
-        return z
-    # the row of padding gets no gradient in training, but one by forward mode
-    ids, table = args[0], args[1]
-    return torch.where((ids == padding % len(table))[..., None], z.detach(), z)
+    return as_in_training(func, tuple(copies.get(id(arg), arg) for arg in args), kwargs)
 
 
 class ByGraph(Linearised):
@@ -72,7 +52,7 @@ class ByGraph(Linearised):
 
     def _function(self, weights: dict[str, Tensor]) -> Tensor:
         with Intercepted(contiguous):
-            return super()._function(weights)
+            return self._of_weights(weights)
 
     @property
     def f(self) -> Tensor:

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows
+
+
+class Intercepted(TorchFunctionMode):
+    """Gives every torch function of a forward pass to another function, with its arguments."""
+
+    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+def as_in_training(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Give the row of padding of a table no derivative: it gets no gradient in training, but one by forward mode."""
+    z = func(*args, **kwargs)
+    padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
+    if func is not F.embedding or padding is None:
+        return z
+    ids, table = args[0], args[1]
+    return torch.where((ids == padding % len(table))[..., None], z.detach(), z)
 
 
 class Linearised(Rows):
@@ -30,7 +56,8 @@ class Linearised(Rows):
 
     def _function(self, weights: dict[str, Tensor]) -> Tensor:
         """Return f(x; w), shape (B, ..., C)."""
-        return self._of_weights(weights)
+        with Intercepted(as_in_training):
+            return self._of_weights(weights)
 
     @property
     def f(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from torch_lla_em.jacobian.checks import nodes_of
 from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
-from torch_lla_em.jacobian.graph import Intercepted
+from torch_lla_em.jacobian.linearised import Intercepted
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Report, num_examples

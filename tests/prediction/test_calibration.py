@@ -300,14 +300,16 @@ def test_a_calibration_is_shown_beside_networks_and_temperature_scaling():
     assert kind == "calibration" and words.endswith(str(small))
     ((kind, _),) = of_calibration(small._replace(standard_error=0.004))
     assert kind == "good"
+    ((kind, words),) = of_calibration(small._replace(standard_error=0.004, num_rows=10))
+    assert kind == "calibration" and "Fewer than 38 examples" in words
     case, la = known()
     x, y = case.x + 0.1, case.y
     found, loss = copy.copy(la).calibrate(x, y).calibration, torch.nn.functional.cross_entropy
     f = case.model(x).detach()
     assert found.network == pytest.approx(loss(f, y).item())
     least = min(loss(t * f, y).item() for t in torch.linspace(0.01, 3, 300))
-    assert least - 1e-3 < found.temperature < min(found.network, least + 0.02)
-    rows = dict(of_calibration(Calibration(10, 1.01, 0.89, 0.02, True, None, 1.2, 0.95, 100.0)))
+    assert least < found.temperature < min(found.network, least + 0.02 + 1 / 30)
+    rows = dict(of_calibration(Calibration(100, 1.01, 0.89, 0.02, True, None, 1.2, 0.95, 100.0)))
     assert rows["good"].endswith("NLL per label 1.01 → 0.89 (improvement 0.12 ± 0.02)")
     assert rows["compared"].endswith("network alone 1.2, with temperature scaling 0.95")
 

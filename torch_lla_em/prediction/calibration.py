@@ -54,7 +54,7 @@ class Calibration(NamedTuple):
     """The NLL of the network alone, or of the networks of an ensemble."""
 
     temperature: float | None = None
-    """The NLL of the network with temperature scaling, fitted to the same examples."""
+    """The NLL of the network with temperature scaling, fitted to the same examples and corrected as ``after``."""
 
     labels: float = 1.0
     """The mean number of labels of an example, such as pixels, tokens or outputs, of which NLLs are means."""
@@ -152,8 +152,9 @@ def calibrated(
     network = -_log_probs(networks, posterior_alone(scale=0.0)).sum().item() / labels
     temperature, applied, rmse = None, gain > optimism, None
     if len(alone):
-        temperature = -_log_probs(networks, _scaled(alone)).sum().item() / labels
-        applied = applied or (length is None and gain > 0 and temperature + 1 / labels < nll)
+        inside = -_log_probs(networks, _scaled(alone)).sum().item() / labels
+        temperature = inside + _determined(_of_temperature(parts), alone, networks) / labels
+        applied = applied or (length is None and gain > 0 and inside + 1 / labels < nll)
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
@@ -227,9 +228,13 @@ def _scaled(theta: Tensor) -> Rows:
 
 def _temperature(parts: Sequence[Pushforward]) -> Tensor:
     """Return the θ of the networks alone at the maximum, which is empty if they have no factor."""
-    deviations = (1.0,) * parts[0].likelihood.gives_probabilities
-    numbers = Numbers(lambda theta: (_scaled(theta), None), deviations)
-    return _searched(numbers, [part.without_samples() for part in parts])
+    return _searched(_of_temperature(parts), [part.without_samples() for part in parts])
+
+
+def _of_temperature(parts: Sequence[Pushforward]) -> Numbers:
+    """Return the numbers of temperature scaling."""
+    deviations = (1.0,) if parts[0].likelihood.gives_probabilities else ()
+    return Numbers(lambda theta: (_scaled(theta), None), deviations)
 
 
 def with_temperature(data: Pushforward) -> Pushforward:

@@ -17,6 +17,9 @@ Cells = list[tuple[str, ...]]
 _SHOWN, _WIDTH = 6, 76
 """Number of examples that are printed, and of characters of a line of the last column."""
 
+_FEW = 38
+"""Number of validation examples below which a calibration is not called good: ``is_ood`` needs as many for its rate."""
+
 CALL = "Call la.calibrate(validation_loader)"
 """The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
 
@@ -222,7 +225,10 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
     per, words = "NLL per label" if found.labels > 1 else "NLL", str(found)
     if found.applied:
         words = f"calibrated on {found.num_rows:,} examples: {found.source} {per} {found}"
-    yield "good" if found.is_measurable else "calibration", words
+        if found.num_rows < _FEW:
+            words += f". Fewer than {_FEW} examples measure it badly: use more"
+    is_good = found.is_measurable and found.num_rows >= _FEW
+    yield "good" if is_good else "calibration", words
     if found.network is not None:
         words = f"network alone {found.network:.4g}"
         if found.temperature is not None:

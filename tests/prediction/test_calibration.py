@@ -314,6 +314,38 @@ def test_a_calibration_is_shown_beside_networks_and_temperature_scaling():
     assert rows["compared"].endswith("network alone 1.2, with temperature scaling 0.95")
 
 
+@pytest.mark.parametrize("unit", [0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 1e3])
+@pytest.mark.parametrize("noise", [0.01, 1.0, 100.0])
+def test_targets_in_another_unit_are_noticed(unit, noise):
+    """Whether the network has learnt much or little, or has overfitted, so that its σ is far too small."""
+    f = draw(200, 2)
+    y = f + noise * draw(200, 2, seed=1)
+    for sigma in (noise, min(noise, 0.01 + 0.01 * noise)):
+        spread = max(1.0, noise)
+        f = f if sigma == noise else spread * draw(200, 2, seed=4)
+        found = fit(
+            (Regression(sigma), f, torch.zeros(5, 200, 2).double() + f, unit * y)
+        ).calibration
+        assert ("units of the fit" in found.unlike) == (not 1 / 3 < unit < 3)
+    moved = fit((Regression(noise), f, torch.zeros(5, 200, 2).double() + f, 1e3 * y), length=1.0)
+    assert not moved.calibration.unlike
+
+
+def test_inputs_that_are_preprocessed_otherwise_are_noticed(caplog):
+    case, la = known()
+    la = copy.copy(la)
+    x, y = draw(60, 2, seed=5), case.model(draw(60, 2, seed=5)).argmax(1)
+    la.calibrate(x, y)
+    assert not la.calibration.unlike and "warning" not in dict(of_calibration(la.calibration))
+    la.calibrate(100 * x, y)
+    rows = dict(of_calibration(la.calibration))
+    assert "check that they are preprocessed" in rows["warning"] and "good" not in rows
+    assert la.calibration.unlike in caplog.text and la.calibration.unlike in " ".join(
+        repr(la).split()
+    )
+    assert len(la.calibration.unlike.split()) <= 40
+
+
 # validation sets of training examples
 
 FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}

@@ -42,7 +42,10 @@ def calibrate(
     known: Any = required(la, None).corrected(Correction())
     if loader is not None:  # all ranks check the network together
         stated = Stated(groups, weights)
-        found = known.corrected(calibrated_on(known, paired(loader, targets), stated))
+        correction = calibrated_on(known, paired(loader, targets), stated)
+        if correction.calibration is not None and correction.calibration.unlike:
+            report("log", correction.calibration.unlike)
+        found = known.corrected(correction)
     else:
         data, of_data = getattr(la, "trained_with", (None, None))
         if data is None or groups is not None or weights is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.arrays import errors_of, has_classes, mean_and_error
 from torch_lla_em.prediction.functions import MODE, NETWORK
+from torch_lla_em.prediction.neighbours import output_variance
 from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
 from torch_lla_em.prediction.reference import (
     Reference,
@@ -23,6 +24,11 @@ from torch_lla_em.prediction.targets import count_labels, label_log_prob
 _OF_FACTOR = 0.5
 """Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1. Of 1, test
 NLLs on ten tables are .5 % higher in the mean, and up to 3 %."""
+
+
+_UNLIKE, _SPREAD = 0.1, 3.0
+"""Share of inputs beyond all training examples, and relative spread of targets, from which validation data are unlike
+those of the fit."""
 
 
 class Calibration(NamedTuple):
@@ -62,6 +68,9 @@ class Calibration(NamedTuple):
     length: float | None = None
     """None for a validation set; for training examples the length by which they were moved, relative to the
     distance to their nearest neighbours."""
+
+    unlike: str = ""
+    """A warning if the validation examples do not look like those of the fit, for example in another unit; else empty."""
 
     @property
     def is_measurable(self) -> bool:
@@ -158,9 +167,55 @@ def calibrated(
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
         rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
-    compared = rmse, network, temperature, labels / count, length
+    warning = unlike(parts) if length is None else ""
+    compared = rmse, network, temperature, labels / count, length, warning
     calibration = Calibration(count, nll, nll - gain + optimism, error, applied, *compared)
     return Correction(_table(table, theta), noise, None, calibration), numbers
+
+
+def unlike(parts: Sequence[Pushforward]) -> str:
+    """Return a warning if validation examples do not look like those of the fit, an empty string otherwise.
+
+    Training examples are exceeded by a tenth of others from their distribution with probability .9^n: n are kept, 89 or
+    more below. For 24 classifiers of three tables, half of them overfitted, at most 4.5 % exceed them; with inputs times
+    16, 88 % or more. For regressions targets are compared with the network's predictions, whose spread overfitting keeps:
+    of 29 networks it was .74 to 1.31 times that of the targets, with targets times 10 or a tenth at least 3 times or less.
+    The NLL on training examples is no measure: overfitted networks exceed it as much as wrong units do.
+    """
+    if parts[0].likelihood.real_valued:
+        return _unlike_targets(parts)
+    for part in parts:
+        for training, Jw in zip(part.training, part.Jw, strict=True):
+            if training is None:
+                continue
+            variance = output_variance(training.likelihood, Jw[1:])
+            share = (variance > training.largest_variance.to(variance)).double().mean().item()
+            if share > _UNLIKE and len(variance) * _UNLIKE > 1:
+                return (
+                    f"At {share:.0%} of the validation inputs the network's outputs are more uncertain than at all "
+                    f"{len(training.deviations)} training examples that are compared: check that they are "
+                    "preprocessed as in the fit. Calibrated predictions hold for inputs like these."
+                )
+    return ""
+
+
+def _unlike_targets(parts: Sequence[Pushforward]) -> str:
+    """Return the warning for continuous targets, whose spread is compared with that of the network's predictions."""
+    for part in parts:
+        prediction, y = part.network(), part.y
+        mean, variance = prediction.expectation, prediction.predictive_variance
+        if mean.shape != y.shape or len(y) < 2:
+            continue
+        mean, variance, y = (v.double().reshape(len(y), -1) for v in (mean, variance, y))
+        expected = mean.var(0) + variance.median(0).values
+        ratio = ((y - mean.mean(0)).square().mean(0) / expected).sqrt()
+        worst = ratio[ratio.log().abs().argmax()].item()
+        if not 1 / _SPREAD < worst < _SPREAD:
+            return (
+                f"The validation targets vary {worst:.3g} times as much as the network predicts: check that targets and "
+                "inputs have the units of the fit. Calibrated predictions hold for data like these."
+            )
+    return ""
 
 
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:

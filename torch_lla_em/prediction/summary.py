@@ -227,8 +227,10 @@ def of_calibration(found: Any) -> Iterator[tuple[str, str]]:
         words = f"calibrated on {found.num_rows:,} examples: {found.source} {per} {found}"
         if found.num_rows < _FEW:
             words += f". Fewer than {_FEW} examples measure it badly: use more"
-    is_good = found.is_measurable and found.num_rows >= _FEW
+    is_good = found.is_measurable and found.num_rows >= _FEW and not found.unlike
     yield "good" if is_good else "calibration", words
+    if found.unlike:
+        yield "warning", found.unlike
     if found.network is not None:
         words = f"network alone {found.network:.4g}"
         if found.temperature is not None:

@@ -229,7 +229,7 @@ q = e_step(over, over.first(1.0))
 while True:
     for _ in range(25):  # small
         new_precision, _ = m_step(over, q)  # the rule of λ
-        new_H = over.expected.H(q.curved.loss, q.outputs, q.curved.deviations)  # the rule of H
+        new_H = over.expected.H(q.problem.loss, q.outputs, q.problem.deviations)  # the rule of H
         q = e_step(over, over.moved(q, new_precision, None, towards(q.H, new_H, 0.5)))
     q = over.measured(q)  # large
     print(
@@ -249,7 +249,7 @@ while True:
 # Each rule is one line of this loop, so try it here first:
 #
 # - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/mackay.py`.
-# - **H**: replace `new_H`; `over.first_H(q.curved.loss)` keeps it near the network's outputs. In the library it is `H` in
-#   `inference/curved.py`.
+# - **H**: replace `new_H`; `over.first_H(q.problem.loss)` keeps it near the network's outputs. In the library it is `H` in
+#   `inference/expectations.py`.
 # - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ
 #   is found anew, how far it may move over a small span, and what takes back a step that lowers the bound.

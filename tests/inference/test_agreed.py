@@ -5,7 +5,7 @@ import torch
 from tiny import tiny
 
 from torch_lla_em import LinearisedLaplace
-from torch_lla_em.inference.curved import Expectations
+from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.runtime import Group
 
 ROUNDING = 0.1

@@ -7,11 +7,11 @@ import torch
 from daily import daily
 from dense import gaussian_log_prob
 from steps import complete_span
-from tiny import basis_noise, tiny
+from tiny import basis_noise, draw, tiny
 from torch.testing import assert_close
 
-from torch_lla_em.inference.curved import log_dets
 from torch_lla_em.inference.em import e_step, m_step
+from torch_lla_em.inference.span_problem import log_dets
 
 LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "binomial"]
 P = 30
@@ -32,6 +32,29 @@ def test_any_shift_is_the_dense_one(shape, precision):
     shifted = theta.diag() + precision * torch.eye(P)
     log_det = torch.logdet(shifted / precision)
     assert_close(log_dets(theta, xi, eta, precision).sum(), log_det)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_span_is_a_linear_problem_whose_products_are_dense(name):
+    """Every method of the protocol, with H at the network's outputs, and any vectors as coordinates."""
+    case, problem = tiny(name), tiny(name).problem(7, 18)
+    noise = basis_noise(problem, True, False)
+    over, _ = complete_span(problem, noise)
+    found, V = (
+        e_step(over, over.first(2.0)).problem,
+        over.span.scaled(torch.eye(problem.size).double()),
+    )
+    exact, w = case.exact(noise.prior.scale), draw(3, problem.size)
+    of_weights = noise.prior.scale * (w @ V)
+    (product,) = found.minibatch_products()
+    for times_G in (found.ggn_product, product):
+        assert_close(times_G(w), of_weights @ exact.ggn @ (noise.prior.scale * V).T)
+    loss, gradient = found.loss_and_gradient(w[0])
+    assert loss == pytest.approx(exact.loss(of_weights[0]).item())
+    slope = torch.func.grad(exact.loss)(of_weights[0])
+    assert_close(gradient, (noise.prior.scale * V) @ slope)
+    assert found.zeros(2).shape == (2, problem.size) and found.num_steps == 1
+    assert found.dtype == torch.float64 and found.with_curvature_at(w[0]) is found
 
 
 @pytest.mark.parametrize("name", daily(*LIKELIHOODS[:2], rest=LIKELIHOODS[2:]))

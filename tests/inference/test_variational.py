@@ -15,10 +15,11 @@ from torch import nn
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.data import Share
 from torch_lla_em.inference import fit as fits
-from torch_lla_em.inference.curved import Expectations, log_dets
 from torch_lla_em.inference.em import e_step
+from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.schedule import SpanFit
+from torch_lla_em.inference.span_problem import log_dets
 from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss, root_of
@@ -419,8 +420,10 @@ def test_the_log_det_of_a_small_span_is_that_of_all_parameters(monkeypatch):
     J = J.movedim(0, -1)
     G = torch.einsum("ncp,ncd,ndq->pq", J, q.H.values, J)
     exact = torch.linalg.slogdet(torch.eye(len(G)) + G / lam)[1]
-    found = log_dets(q.curved.theta, q.curved.xi, q.curved.eta, lam)
-    of_xi = (q.curved.xi.square() * (q.curved.theta / lam).log1p()).sum(1)
+    theta, vectors = q.problem.theta, q.problem.vectors
+    xi, eta = q.problem.span.xi @ vectors, q.eta @ vectors
+    found = log_dets(theta, xi, eta, lam)
+    of_xi = (xi.square() * (theta / lam).log1p()).sum(1)
     error = 5 * of_xi.std() / len(of_xi) ** 0.5  # Monte Carlo error of the probes
     assert abs(found.mean() - exact) < min(error, 0.06 * exact)
     assert of_xi.mean() > 1.08 * exact

@@ -1,5 +1,7 @@
 """Solvers of (A + I) X = B, Newton's method and BFGS against dense algebra, and the faults they must find."""
 
+import math
+
 import pytest
 import torch
 from tiny import draw
@@ -7,9 +9,11 @@ from torch.nn.functional import softplus
 from torch.testing import assert_close
 
 from torch_lla_em.solvers import (
+    BFGS,
     SGD,
     BlockCG,
     DivergenceError,
+    Eigen,
     FaultyProductError,
     Newton,
     orthonormalise,
@@ -347,6 +351,76 @@ def test_a_quadratic_takes_one_step():
     assert_close(minimum.w, 1 / (Quadratic.A + 1))
 
 
+def by_model(H, tolerance=1e-6, **options):
+    """BFGS from a model of the loss with the Hessian H."""
+    return BFGS(*torch.linalg.eigh(H), tolerance, **options)
+
+
+def test_eigenvalues_solve_exactly(A):
+    b = draw(K, P)
+    solution = Eigen(*torch.linalg.eigh(A.matrix)).solve(A, b)
+    assert_close(solution.x, exact(A, b))
+    assert_close(solution.energy, (solution.x @ A.matrix * solution.x).sum(1))
+    assert solution.converged and not solution.certificate.any() and not A.passes
+
+
+MODELS = {
+    "at the start": lambda loss: loss.curvature(ZEROS),
+    "at the minimum": lambda loss: loss.curvature(Newton(1e-10).minimise(loss, ZEROS).w),
+    "none": lambda loss: torch.zeros(SIZE, SIZE).double(),
+    "far too steep": lambda loss: 1e4 * torch.eye(SIZE).double(),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bfgs_finds_the_minimum_whatever_its_model_is(model, loss):
+    truth, H = Newton(1e-12).minimise(loss, ZEROS).w, MODELS[model](loss)
+    for start in (ZEROS, ZEROS + 30):
+        loss.passes = 0
+        found = by_model(H).minimise(loss, start)
+        assert found.converged and found.passes == loss.passes
+        assert (found.w - truth).norm() <= 2e-6 * truth.norm()
+        gradient = loss.value_and_gradient(found.w)[1] + found.w
+        assert gradient.norm() <= 1.01e-6 * found.w.norm()
+        assert found.error == pytest.approx((gradient.norm() / found.w.norm()).item(), rel=1e-3)
+        assert found.loss == pytest.approx(loss.value_and_gradient(found.w)[0], abs=1e-10)
+    rough = by_model(H, 0.1).minimise(loss, ZEROS)
+    assert (rough.w - truth).norm() <= rough.error * rough.w.norm() <= 0.1 * rough.w.norm()
+    few = by_model(H, max_passes=2).minimise(loss, ZEROS + 30)
+    assert not few.converged and few.passes == 3
+    sure = by_model(loss.curvature(truth), roughly=0.01).minimise(loss, ZEROS)
+    assert (sure.w - truth).norm() <= 0.02 * truth.norm() and sure.passes <= found.passes
+
+
+def test_bfgs_takes_two_steps_of_a_quadratic_loss_that_is_its_model():
+    found = by_model(Quadratic.A.diag(), 0.0, is_exact=True).minimise(Quadratic(), ZEROS + 5)
+    assert found.passes <= 3 and found.converged
+    assert_close(found.w, 1 / (Quadratic.A + 1), rtol=1e-14, atol=0)
+
+
+def test_bfgs_ends_where_rounding_hides_the_loss(loss):
+    """Values are rounded to a hundred-thousandth, gradients are not: the search relies on these."""
+    truth, honest = Newton(1e-12).minimise(loss, ZEROS).w, loss.value_and_gradient
+
+    def coarse(x):
+        value, gradient = honest(x)
+        return value * (1 + 1e-5 * math.sin(1e6 * x.norm())), gradient
+
+    loss.value_and_gradient, loss.rounding = coarse, 1e-5
+    found = by_model(loss.curvature(ZEROS), 1e-9).minimise(loss, ZEROS)
+    assert (found.w - truth).norm() <= 1e-2 * truth.norm() and found.passes < 200
+
+
+def test_bfgs_does_what_the_first_rank_says(loss):
+    """A second search whose numbers are rounded otherwise, given what the first one agreed on."""
+    told, H = [], loss.curvature(ZEROS)
+    first = by_model(H, agreed=lambda t: told.append(t.clone()) or t).minimise(loss, ZEROS)
+    given, honest = iter(told), loss.value_and_gradient
+    loss.value_and_gradient = lambda x: (1.01 * honest(x)[0], 0.99 * honest(x)[1])
+    second = by_model(H, agreed=lambda t: next(given).clone()).minimise(loss, ZEROS)
+    assert next(given, None) is None and torch.equal(first.w, second.w)
+
+
 class Stiff(Quadratic):
     """A loss of which a Newton step takes hundreds of products, with its passes counted."""
 
@@ -403,5 +477,6 @@ def test_faults_of_a_loss_are_refused(loss):
         Newton().minimise(loss, ZEROS)
     loss.curvature = curvature
     loss.R[3] = float("nan")
-    with pytest.raises(DivergenceError, match="check the model's outputs and the targets"):
-        Newton().minimise(loss, ZEROS)
+    for search in (Newton(), by_model(torch.eye(SIZE).double())):
+        with pytest.raises(DivergenceError, match="check the model's outputs and the targets"):
+            search.minimise(loss, ZEROS)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_lla_em.inference.curved import Curved, Expectations, log_dets
+from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.inference.samples import PosteriorSamples
 from torch_lla_em.inference.span import Span
+from torch_lla_em.inference.span_problem import SpanProblem, log_dets
 from torch_lla_em.inference.state import State
 from torch_lla_em.problem import Hessian, Loss, Problem, form_of_H, root_of, towards
-from torch_lla_em.solvers import DivergenceError, Minimum, dots
+from torch_lla_em.solvers import BFGS, DivergenceError, Eigen, Minimum, dots
 
 START = 0.1
 """λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
@@ -59,37 +60,49 @@ class OverSpan:
 
     # EM's linear model
 
-    def at(self, q: State) -> tuple[Curved, StochasticPrior, Curved, Curved]:
-        """Return the problem at H and σ of a state, its noise, its solver, and its search for the mode."""
-        curved: Curved = q.curved
+    def at(self, q: State) -> tuple[SpanProblem, StochasticPrior, Eigen, BFGS]:
+        """Return the problem at H and σ of a state, its random probes, its solver, and its search for the mode."""
+        problem: SpanProblem = q.problem
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
-        noise = StochasticPrior(self.span.xi, curved.eta @ curved.vectors.T, prior)
+        probes = StochasticPrior(self.span.xi, q.eta, prior)
         moves = self.expected.number > 0 and not q.converged and not self.is_exact
-        solver = curved._replace(precision=q.precision)
-        return curved, noise, solver, curved._replace(roughly=ROUGHLY if moves else 0.0)
+        of_whitened = problem.theta * q.precision.rsqrt().square(), problem.vectors
+        search = BFGS(
+            *of_whitened,
+            0.0 if self._is_quadratic else self._tolerance,
+            ROUGHLY if moves else 0.0,
+            is_exact=self._is_quadratic,
+            agreed=self.share.group.from_first,
+        )
+        return problem, probes, Eigen(*of_whitened), search
 
-    def expecting(self, curved: Curved, samples: PosteriorSamples, precision: Tensor) -> Curved:
+    def expecting(
+        self, problem: SpanProblem, samples: PosteriorSamples, precision: Tensor
+    ) -> SpanProblem:
         """Return the problem with the loss in expectation over the posterior, or as it is."""
         if not self.expected.number:
-            return curved
+            return problem
         if not self.is_exact:
             pushed = self.span.push(samples.w)
         else:  # C columns for every example, whose mean square is its covariance J A⁻¹ Jᵀ
-            root = (curved.vectors * (curved.theta + precision).rsqrt()).to(self.f)
+            root = (problem.vectors * (problem.theta + precision).rsqrt()).to(self.f)
             _, *shape, C = self.f.shape
             found = [self.f.new_zeros(0, *shape, C, C)]
             for _, part in self.span.parts(self.span.stored):
                 each = (part @ root).view(-1, *shape, C, root.shape[1])
                 found.append(root_of(each @ each.mT))
             pushed = torch.cat(found) * C**0.5
-        return curved._replace(deviations=self.expected.deviations(pushed))
+        return replace(problem, deviations=self.expected.deviations(pushed))
 
-    def found(self, q: State, samples: PosteriorSamples, mode: Minimum, curved: Curved) -> State:
+    def found(
+        self, q: State, samples: PosteriorSamples, mode: Minimum, problem: SpanProblem
+    ) -> State:
         """Return the state with the posterior, and the bound on its log evidence."""
-        precision, gamma, theta = float(q.precision), samples.effective_dims, curved.theta
+        precision, gamma, theta = float(q.precision), samples.effective_dims, problem.theta
         targets = self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
-        dets = log_dets(theta, curved.xi, curved.eta, precision)
+        xi, eta = (noise @ problem.vectors for noise in (self.span.xi, q.eta))
+        dets = log_dets(theta, xi, eta, precision)
         if self.is_exact:  # the same for every sample
             gamma = (theta / (theta + precision)).sum().expand_as(gamma)
             dets = (theta / precision).log1p().sum().expand_as(dets)
@@ -99,18 +112,18 @@ class OverSpan:
             kl = kl - gamma.mean()
             if not self.is_exact:
                 # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
-                of_xi = (curved.xi.square() * (theta / precision).log1p()).sum(1)
+                of_xi = (xi.square() * (theta / precision).log1p()).sum(1)
                 kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
         q = q._replace(gamma=agreed(gamma.clone()), bounds=agreed(-loss - 0.5 * kl))
-        outputs = curved.outputs(mode.w)
-        curved = curved._replace(near=(mode.w, outputs))
-        q = q._replace(samples=samples.w, mean=mode.w, outputs=outputs, curved=curved)
+        outputs = problem.outputs(mode.w)
+        problem = replace(problem, near=(mode.w, outputs))
+        q = q._replace(samples=samples.w, mean=mode.w, outputs=outputs, problem=problem)
         return q._replace(norm=norm, loss=loss)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Any]]:
         """Yield y, E[y | J m], and of a σ per output J w_k, (K, N, C), of this rank's examples."""
         pushed = self.span.push(q.samples).movedim(-1, 0) if q.sigma.dim() else ()
-        yield q.curved.loss.targets, self.problem.likelihood.mean(q.outputs), pushed
+        yield q.problem.loss.targets, self.problem.likelihood.mean(q.outputs), pushed
 
     # to another H, σ or span
 
@@ -159,11 +172,9 @@ class OverSpan:
         if sigma.dim():
             return self.curved(q)
         ratio = (sigma / old).item()  # of one σ, G is scaled
-        last = q.curved
-        scaled = last.theta / ratio**2, last.eta / ratio, last.S_noise / ratio
-        own = dict(zip(("theta", "eta", "S_noise"), scaled))
-        curved = last._replace(loss=loss, **own)
-        return q._replace(G=q.G / ratio**2, eta=q.eta / ratio, curved=curved)
+        problem = replace(q.problem, loss=loss, theta=q.problem.theta / ratio**2)
+        q = q._replace(G=q.G / ratio**2, eta=q.eta / ratio, S_noise=q.S_noise / ratio)
+        return q._replace(problem=problem)
 
     def restarted(self, q: State) -> State:
         """Return the state over the span of its mean, its samples, ξ and η only."""
@@ -174,7 +185,7 @@ class OverSpan:
     def curved(self, q: State, widened: bool = False) -> State:
         """Return the state with G and η over the span; of a span that has ``widened``, they grow."""
         span, known = self.span, len(q.mean) if widened else 0
-        S_noise, m = q.curved.S_noise if widened else q.H.root(self.epsilon), span.size
+        S_noise, m = q.S_noise if widened else q.H.root(self.epsilon), span.size
         if widened:
             mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
             q = q._replace(mean=mean, samples=samples)
@@ -189,12 +200,8 @@ class OverSpan:
     def _with(self, q: State, S_noise: Tensor) -> State:
         """Return the state with the eigenvectors of G."""
         theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
-        rounding, likelihood = self.problem.rounding, self.problem.likelihood
-        own = rounding, likelihood, self.span, self.expected, self.loss_at(q.sigma)
-        by_vectors = theta.clamp_min(0), vectors, self.span.xi @ vectors, q.eta @ vectors
-        tolerance = 0.0 if self._is_quadratic else self._tolerance
-        curved = Curved(*own, *by_vectors, S_noise, (q.mean, q.outputs), tolerance)
-        return q._replace(curved=curved)
+        parts = self.span, self.expected, self.loss_at(q.sigma), theta.clamp_min(0), vectors
+        return q._replace(problem=SpanProblem(*parts, (q.mean, q.outputs)), S_noise=S_noise)
 
     def loss_at(self, sigma: Tensor | None) -> Loss:
         """Return the loss at another σ."""
@@ -210,7 +217,7 @@ class OverSpan:
         group, device = self.share.group, q.outputs.device
         order = group.gather(self.share.numbers.to(device)).argsort()
         H = group.gather(q.H.values)[order] if self.expected.number else None
-        return q._replace(H=H, outputs=group.gather(q.outputs)[order], curved=None)
+        return q._replace(H=H, outputs=group.gather(q.outputs)[order], problem=None, S_noise=None)
 
     def restored(self, q: State) -> State:
         """Return the state of which ``saved`` has returned a part."""
@@ -221,26 +228,26 @@ class OverSpan:
             H = H._replace(values=q.H[own])
         q = self._with(q._replace(H=H, outputs=q.outputs[own]), H.root(self.epsilon))
         samples = PosteriorSamples(q.samples, q.certificate, q.gamma, q.errors[0])
-        return q._replace(curved=self.expecting(q.curved, samples, q.precision))
+        return q._replace(problem=self.expecting(q.problem, samples, q.precision))
 
     # from the whole problem
 
     def measured(self, q: State) -> State:
         """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P), and the errors they bound."""
-        deviations, precision, span = q.curved.deviations, float(q.precision), self.span
+        deviations, precision, span = q.problem.deviations, float(q.precision), self.span
         if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
             q = self._with(q, q.H.root(self.epsilon))
-        curved = q.curved._replace(deviations=deviations)
+        problem = replace(q.problem, deviations=deviations)
         product = q.H.product(span.push(q.samples, self._is_quadratic).flatten(0, -2))
         u = self.f.new_empty(len(product), len(q.samples) + 1)
-        torch.sub(curved.S_noise.flatten(1).T, product, out=u[:, :-1])
-        u[:, -1] = -self.expected.loss_and_slope(curved.loss, q.outputs, deviations)[1].flatten()
+        torch.sub(q.S_noise.flatten(1).T, product, out=u[:, :-1])
+        u[:, -1] = -self.expected.loss_and_slope(problem.loss, q.outputs, deviations)[1].flatten()
         residuals = span.pull_weights(u)
         columns = torch.cat([q.samples, q.mean[None]])
         span.scaled(-precision * columns, residuals)
         residuals[:-1].add_(span.noise, alpha=math.sqrt(precision))
         inside = span.coordinates(residuals)
-        squares = ((inside @ curved.vectors).square() / (curved.theta + precision)).sum(1)
+        squares = ((inside @ problem.vectors).square() / (problem.theta + precision)).sum(1)
         if not span.is_complete:  # what is inside is rounding
             outside = dots(residuals, residuals) - inside.square().sum(1)
             squares += outside.clamp_min(0) / precision
@@ -248,5 +255,5 @@ class OverSpan:
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
-        own = {"certificate": of_samples.sqrt(), "residuals": residuals, "curved": curved}
+        own = {"certificate": of_samples.sqrt(), "residuals": residuals, "problem": problem}
         return q._replace(errors=errors, **own)

@@ -100,7 +100,7 @@ def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
     )
     points, scale = 0.0, 1.0
     if likelihood.gives_probabilities:
-        left = q.loss / max(expected.loss_and_slope(q.curved.loss, 0 * f, None)[0], 1e-30)
+        left = q.loss / max(expected.loss_and_slope(q.problem.loss, 0 * f, None)[0], 1e-30)
         kept = (of_mean / of_f.clamp_min(1e-30)).clamp(0, 1).item()
         points = POINTS * kept * math.exp(-left / SURE)
         scale = min(WARMEST, max(1.0, left / SURE))

@@ -105,9 +105,9 @@ class SpanFit:
 
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
         """Return the posterior at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
-        expected, curved, H = self.over.expected, q.curved, None
+        expected, problem, H = self.over.expected, q.problem, None
         if expected.number:
-            H = towards(q.H, expected.H(curved.loss, q.outputs, curved.deviations), share)
+            H = towards(q.H, expected.H(problem.loss, q.outputs, problem.deviations), share)
         new = self.over.moved(q, precision, sigma, H)
         if not new.G.isfinite().all():
             new = self.over.moved(q, precision, None, None)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torch_lla_em.inference.span_problem import SpanProblem
+
 
 class Cut(NamedTuple):
     """A solution over a span that the budget has cut, which goes on after so many blocks."""
@@ -73,5 +75,6 @@ class State(NamedTuple):
     outputs: Tensor | None = None
     """J m, (N, ..., C)."""
 
-    curved: Any = None
-    """The problem over a span at this H and σ, which follows from the rest and is not stored."""
+    problem: SpanProblem | None = None
+    S_noise: Tensor | None = None
+    """The problem over the span at this H and σ, and S ε with S Sᵀ = H, (K, N, ..., C): they follow, and are not stored."""

@@ -1,6 +1,8 @@
 """Solvers of (A + I) X = B and of convex losses, independent of networks."""
 
+from torch_lla_em.solvers.bfgs import BFGS
 from torch_lla_em.solvers.block_cg import BlockCG
+from torch_lla_em.solvers.eigen import Eigen
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
@@ -29,11 +31,13 @@ from torch_lla_em.solvers.space import (
 )
 
 __all__ = [
+    "BFGS",
     "SGD",
     "Batched",
     "BlockCG",
     "ConvexLoss",
     "DivergenceError",
+    "Eigen",
     "FaultyProductError",
     "Minimum",
     "Newton",

@@ -62,7 +62,7 @@ def calibrate(
 def calibrated_on(
     known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
 ) -> Correction:
-    """Return what ``calibrate`` finds in one pass for each network, which the ranks of a posterior share."""
+    """Fit the correction of ``calibrate`` to a validation set in one pass for each network, shared by the ranks."""
     group = group_of(known.setting.shard if isinstance(known, Posterior) else None)
     with torch.inference_mode(False), torch.no_grad():
         _, data = pushed(known.members, loader, group)
@@ -73,7 +73,7 @@ def calibrated_on(
 
 
 def _agreed(known: Posterior | Posteriors, found: Correction, group: Group) -> Correction:
-    """Return what the first rank has found, since others may round differently, with what it belongs to."""
+    """Return the correction of the first rank, since others may round differently, with the marks of its members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
     calibration = group.meet(found.calibration, first_of)
     if not calibration.applied:
@@ -138,7 +138,7 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
 def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
     """Return the record of an ensemble, calibrated on a loader of unseen examples for each member."""
     with torch.inference_mode(False), torch.no_grad():
-        parts = [pushed((own,), rows)[1] for own, rows in zip(known.members, unseen)]
+        parts = [pushed((own,), rows)[1] for own, rows in zip(known.members, unseen, strict=True)]
         found, _ = calibrated(parts, known.tables)
         reference = reference_of(parts, found.table, found.noise, folds=True)
     return known.corrected(_agreed(known, found._replace(reference=reference), Group()))

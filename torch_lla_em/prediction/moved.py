@@ -119,7 +119,7 @@ def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
 
 
 def without_itself(squares: Tensor, table: Tensor) -> Tensor:
-    """Return what kernel ridge regression of a table (n, columns) predicts for each example without it."""
+    """Return the leave-one-out predictions of kernel ridge regression for the columns of a table, (n, columns)."""
     few, best = slice(_SEARCHED), (torch.inf, 1.0, 1.0)
     some = table[few] - table[few].mean(0)
 
@@ -151,7 +151,7 @@ def _outputs(
         if not f.isfinite().all():
             raise NoDistance("outputs at moved inputs are not finite")
         each.append((f, aligned(likelihood, y, f, network.class_dim)))
-    f, y = map(torch.cat, zip(*each))
+    f, y = map(torch.cat, zip(*each, strict=True))
     return f, y
 
 
@@ -277,7 +277,9 @@ def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Ten
         raise
     if data.group.size > 1:
         cpu, device = torch.device("cpu"), data.first().targets.device
-        share, most = data.group.meet((share, most), lambda each: tuple(map(min, zip(*each))))
+        share, most = data.group.meet(
+            (share, most), lambda each: tuple(map(min, zip(*each, strict=True)))
+        )
         every = data.group.meet([to_device(part, cpu) for part in parts], list)
         parts = [some(to_device(part, device)) for own in every for part in own]
         while count(parts) > most:

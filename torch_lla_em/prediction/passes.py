@@ -58,16 +58,19 @@ def _pushed_by(
             refuse_training_data(data.facts, posterior.trained_on, posterior.num_data)
         group.agree(lambda: require_one_shape([f for _, f, *_ in each]))
         none = torch.zeros(1, 0, device=device)  # takes the form that other ranks have
-        inputs, *columns = zip(*each) if each else [(), *[(none[0],)] * 4]
+        empty = [((), none[0], none[0], none[0], none[0])]
+        inputs, *columns = zip(*(each or empty), strict=True)
+        axes = 0, 1, 0, 0  # the samples of J w come before the examples
         f, Jw, rows, y = (
-            torch.cat(c, int(c is columns[1])) if len(c) > 1 else c[0] for c in columns
+            torch.cat(c, axis) if len(c) > 1 else c[0]
+            for c, axis in zip(columns, axes, strict=True)
         )
         if group.size > 1:
             Jw = (Jw if each else none).movedim(1, 0)
             order = group.gather(rows.long()).argsort()
             f, Jw, y = (group.gather(values)[order] for values in (f, Jw, y))
             Jw = Jw.movedim(0, 1)
-        return list(inputs), posterior.of_products(f, Jw, y)
+        return list(inputs) if each else [], posterior.of_products(f, Jw, y)
 
 
 def same_targets(y: Tensor, known: Tensor) -> None:

@@ -102,7 +102,9 @@ class Reference(NamedTuple):
 
     def agree(self, inputs: Stated) -> None:
         """Raise an error if what is stated of inputs was not stated of the reference, or groups are missing."""
-        for name, own, given in zip(Stated._fields, (self.groups, self.weights), inputs):
+        for name, own, given in zip(
+            Stated._fields, (self.groups, self.weights), inputs, strict=True
+        ):
             if own is None and given is not None:
                 raise ValueError(
                     f"predict was called with {name}, but calibrate was not: call "
@@ -178,7 +180,9 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 
 
 def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -> Tensor:
-    """Return which examples are every other one of their label and of positive weight or not, from the second on, (N,).
+    """Split the examples in two halves, alternating within each label and within zero or positive weight.
+
+    Return a mask of the second half, (N,).
 
     Raise an error if fewer than two with a positive weight have a label.
     """

@@ -139,7 +139,7 @@ def crps(prediction: Any, y: Tensor) -> Tensor:
     """
     weights, means, deviations = gaussians(prediction, "crps")
     score = average(_mean_size(prediction.aligned(y) - means, deviations), weights)
-    for weight, mean, deviation in zip(weights, means, deviations):
+    for weight, mean, deviation in zip(weights, means, deviations, strict=True):
         apart = _mean_size(mean - means, (deviation**2 + deviations**2).sqrt())
         score = score - 0.5 * weight * average(apart, weights)
     found: Tensor = prediction.shaped(score)
@@ -183,8 +183,13 @@ def gaussians(prediction: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
     likelihood, mean = prediction.likelihood, prediction.likelihood.mean
     require_kind(likelihood.real_valued, prediction, name, "its targets are not continuous")
     if likelihood.observation_noise is not None:
-        noises = [own.variance(c) for own, c in zip(prediction.likelihoods, prediction.centres)]
-        variances = [mean_square(mean(d)) + v for d, v in zip(prediction.deviations, noises)]
+        noises = [
+            own.variance(c)
+            for own, c in zip(prediction.likelihoods, prediction.centres, strict=True)
+        ]
+        variances = [
+            mean_square(mean(d)) + v for d, v in zip(prediction.deviations, noises, strict=True)
+        ]
         means = torch.stack(list(map(mean, prediction.centres)))
         return prediction.weights, means, torch.stack(variances).sqrt()
     with without_autocast(prediction.f.device):

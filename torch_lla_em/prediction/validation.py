@@ -235,7 +235,9 @@ def compare(
     """
     if not isinstance(posteriors, Mapping):
         names = (type(getattr(la, "model", la)).__name__ for la in posteriors)
-        posteriors = {f"{i}: {name}": la for i, (name, la) in enumerate(zip(names, posteriors))}
+        posteriors = {
+            f"{i}: {name}": la for i, (name, la) in enumerate(zip(names, posteriors, strict=True))
+        }
     if not posteriors:
         raise ValueError("compare takes one posterior or more.")
     every = {name: required(la, surely=True) for name, la in posteriors.items()}

@@ -53,12 +53,14 @@ class Identity:
         size, w = len(batch.rows), batch.weights
         leaves = leaves_of([batch.targets, batch.inputs])
         each = [leaf for leaf in leaves if is_rows(leaf, size)]
-        examples = [*zip(*map(_bytes, each))]
+        examples = [*zip(*map(_bytes, each), strict=True)]
         hashes = [*map(_hash, examples)]
         least = (*hashes,) if len(each) == len(leaves) else ()
         if w is not None:
-            hashes = [_hash([*known, own]) for known, own in zip(examples, _bytes(w))]
-        ordered = sum(number * value for number, value in zip(batch.rows.tolist(), hashes))
+            hashes = [_hash([*known, own]) for known, own in zip(examples, _bytes(w), strict=True)]
+        ordered = sum(
+            number * value for number, value in zip(batch.rows.tolist(), hashes, strict=True)
+        )
         shapes = (str([tuple(part.shape[1:]) for part in each]),)
         entries = len(batch.inputs) if is_sequence(batch.inputs) else 1
         numbers = size, batch.targets.numel(), sum(hashes), ordered

@@ -148,7 +148,7 @@ class ByFactors(Rows):
         """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
         u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)
         names = {name for term in self.parts for name in term.names}
-        shapes = dict(zip(self.layout.names, self.layout.shapes))
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         return {name: self._squares(name, u).view(shapes[name]) for name in names}
 
     def _squares(self, name: str, u: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class ByFactors(Rows):
         K = len(u)
         u = u.reshape(K, len(self.f), self.f[0].numel()).transpose(0, 1)
         for term in self.parts:
-            for name, pulled in zip(term.names, term.pull(u)):
+            for name, pulled in zip(term.names, term.pull(u), strict=False):  # no bias
                 pulled = pulled.reshape(K, -1)
                 total[name] = pulled if name not in total else total[name].add_(pulled)
         return total

@@ -83,7 +83,7 @@ class ByGraph(Linearised):
 
         def pull(u: Tensor) -> dict[str, Tensor]:
             found = _gradients([f], [*self._leaves.values()], [u.to(f)])
-            return {n: g for n, g in zip(self._leaves, found) if g is not None}
+            return {n: g for n, g in zip(self._leaves, found, strict=True) if g is not None}
 
         return torch.vmap(pull)(u) if len(u) > 1 else {n: g[None] for n, g in pull(u[0]).items()}
 
@@ -93,7 +93,8 @@ class ByGraph(Linearised):
         if self._transposed is None:
             u = torch.zeros_like(f, requires_grad=True)
             with torch.enable_grad():
-                found = zip(self._leaves, _gradients([f], [*self._leaves.values()], [u]))
+                gradients = _gradients([f], [*self._leaves.values()], [u])
+                found = zip(self._leaves, gradients, strict=True)
             self._transposed = u, {n: g for n, g in found if g is not None and g.requires_grad}
         u, known = self._transposed
         if not known:

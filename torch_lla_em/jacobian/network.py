@@ -139,7 +139,7 @@ class Network:
                 finally:
                     self._inside = _Inside({}, {}, [], [])
                     _restore(before)
-                    for flag, value in zip(flags, values):
+                    for flag, value in zip(flags, values, strict=True):
                         setattr(*flag, value)
 
     @contextmanager

@@ -50,7 +50,7 @@ class ParameterLayout:
 
     def unflatten(self, w: Tensor) -> dict[str, Tensor]:
         """Return views (..., *shape) of vectors (..., P), by name."""
-        pieces = zip(self.names, w.split(self.sizes, dim=-1), self.shapes)
+        pieces = zip(self.names, w.split(self.sizes, dim=-1), self.shapes, strict=True)
         return {
             name: piece.unflatten(-1, shape) if shape else piece.squeeze(-1)
             for name, piece, shape in pieces

@@ -154,7 +154,7 @@ def _with_torch_func(
 ) -> Report:
     """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
     best, reasons = report._replace(adjoint_error=math.inf), list[str]()
-    for rows, name in zip(ways, ("forward mode", "two reverse passes")):
+    for rows, name in zip(ways, ("forward mode", "two reverse passes"), strict=True):
         own, failures = math.inf, list[Exception]()
         with suppressed(failures):  # operations that a direction does not support
             own = error(rows)

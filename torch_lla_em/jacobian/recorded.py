@@ -72,7 +72,7 @@ class Call(NamedTuple):
         ]
         stride, padding, dilation = each
         if padding[0] == "same":
-            totals = [d * (k - 1) for d, k in zip(dilation, kernel)]
+            totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
             a = F.pad(a, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
         padding = (0,) * n if isinstance(padding[0], str) else padding
         if n == 1:  # as images with one line
@@ -128,7 +128,7 @@ def _recorded(
     def see(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if func not in _ARGUMENTS:
             return func(*args, **kwargs)
-        given = dict(zip(_ARGUMENTS[func], args)) | kwargs
+        given = dict(zip(_ARGUMENTS[func], args, strict=False)) | kwargs
         x, W = given["input"], given["weight"]
         weight, bias = (names.get(id(given.get(part))) for part in ("weight", "bias"))
         if weight is None or (func in _CONVS and x.dim() != W.dim()):
@@ -143,7 +143,7 @@ def _recorded(
         if z.requires_grad:  # not under no_grad
             conv = None
             if func in _CONVS:
-                options = zip(_OF_CONV[3:], (1, 0, 1, 1))
+                options = zip(_OF_CONV[3:], (1, 0, 1, 1), strict=True)
                 conv = tuple(given.get(name, usual) for name, usual in options)
             padding = given.get("padding_idx")
             padding = None if padding is None else padding % len(W)
@@ -177,7 +177,7 @@ def find(
     u[0] = torch.randn(f[0].shape, generator=generator, device="cpu").to(f)
     grads = torch.autograd.grad(f, [call.edge for call in calls], u, allow_unused=True)
     multiplications = 0
-    for call, z in zip(calls, grads):
+    for call, z in zip(calls, grads, strict=True):
         W, size = call.weight_shape, call.shape.numel()
         multiplications += size + W.numel() if call.is_lookup else size * W[1:].numel()
         # gradients of the first row's outputs are 0 at all other rows
@@ -212,7 +212,7 @@ def by_factors(
     B, D, best = len(f), f[0].numel(), known.columns(x, at_once)
     given = [call.inputs(B) for call in calls]
     ends = [call.is_output(f) for call in calls]  # which need no backward pass
-    dense = [not e and call.is_dense(a, D) for call, a, e in zip(calls, given, ends)]
+    dense = [not e and call.is_dense(a, D) for call, a, e in zip(calls, given, ends, strict=True)]
     pieces: list[list[Tensor]] = [[] for _ in calls]
     inner = [i for i, end in enumerate(ends) if not end]
 
@@ -220,7 +220,7 @@ def by_factors(
         """Return the gradients at the calls that have an influence."""
         edges = [calls[i].edge for i in inner]
         grads = torch.autograd.grad(f, edges, u, retain_graph=True, allow_unused=True)
-        return {i: z for i, z in zip(inner, grads) if z is not None}
+        return {i: z for i, z in zip(inner, grads, strict=True) if z is not None}
 
     if inner:
         one = torch.eye(D, dtype=f.dtype, device=f.device).view(D, 1, *f.shape[1:])
@@ -232,7 +232,7 @@ def by_factors(
                 z = z[None] if few else z
                 pieces[i].append(calls[i].columns(z, given[i], dense[i]))
     parts: list[Term] = []
-    for call, a, is_dense, end, own in zip(calls, given, dense, ends, pieces):
+    for call, a, is_dense, end, own in zip(calls, given, dense, ends, pieces, strict=True):
         if not own and not end:  # no influence
             continue
         b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)

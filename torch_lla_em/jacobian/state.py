@@ -59,8 +59,9 @@ class NetworkState:
     def _is_cast(self, now: dict[str, Tensor]) -> bool:
         """Whether tensors are those of before in another dtype; a cast leaves those as they were."""
         known = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
-        pairs = zip(self._tensors.values(), now.values())
-        return known and all(torch.equal(before.to(own), own) for before, own in pairs)
+        if not known or self._tensors.keys() != now.keys():
+            return False
+        return all(torch.equal(self._tensors[name].to(own), own) for name, own in now.items())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this network; ``holds`` notes that of a copy."""

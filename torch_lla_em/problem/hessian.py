@@ -188,5 +188,5 @@ def root_of(blocks: Tensor) -> Tensor:
         failed &= exact.isfinite().all(-1).all(-1)
         values, vectors = torch.linalg.eigh(exact[failed])
         root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    found: Tensor = (root - is_softmax * root.mean(-2, keepdim=True)).to(blocks)
+    found: Tensor = torch.where(is_softmax, root - root.mean(-2, keepdim=True), root).to(blocks)
     return found

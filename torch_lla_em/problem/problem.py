@@ -120,7 +120,7 @@ class Problem:
                     units = torch.cat([eye[k : k + 1] for k in samples.tolist()])
                     u = loss.root(at, units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape))
                 exact, each = rows.row_squares(u), product.square().sum(0).split(layout.sizes)
-                named = zip(layout.names, each)
+                named = zip(layout.names, each, strict=True)
                 found["squares"] = torch.cat([exact.get(n, own).flatten() for n, own in named])
             if "targets" in kinds:  # a batch is processed once for each group of samples
                 found["targets"] = len(samples) * loss.sums_of_targets(at)

@@ -66,7 +66,7 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7, de
     u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
     with linear.network.guarded():
         ways = [model.by_autodiff(x) for model in (linear, linear.steady(x))]
-        if linear.report.forward and defined:
+        if linear.ways.forward and defined:
             ways.append(Linearised(linear.network, linear.layout, x))
         if linear.factored:
             factors = linear.at(x, inf, keep=True)
@@ -90,8 +90,8 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7, de
     assert [p.requires_grad for p in module.parameters()] == flags
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert linear.report.adjoint_error < rtol
-    return linear.report, factors
+    assert linear.ways.adjoint_error < rtol
+    return linear.ways, factors
 
 
 def mlp(*extra):

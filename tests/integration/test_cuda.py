@@ -271,7 +271,7 @@ def test_tf32_is_off_unless_requested():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert exact.report.adjoint_error < 1e-5 and exact.rounding < 1e-6 < 1e-4 < low.rounding
+    assert exact.ways.adjoint_error < 1e-5 and exact.rounding < 1e-6 < 1e-4 < low.rounding
     w, x, each = torch.ones(1, exact.layout.size, device=GPU), draw(50, 20).float().cuda(), []
     for own in (exact, low):
         with own.network.guarded():

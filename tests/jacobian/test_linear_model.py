@@ -29,7 +29,7 @@ def test_large_batches_take_few_columns_at_once():
     """By either way; programs take all columns for any batch, and leave the model as it was."""
     linear, x = linear_model(net(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 2))), draw(5_000, 3)
     linear.probe(x[:5])
-    known, w, u = linear.report, draw(7, linear.layout.size), draw(7, len(x), 2)
+    known, w, u = linear.ways, draw(7, linear.layout.size), draw(7, len(x), 2)
     expected, steady = products(linear.steady(x), x, w, u), linear.steady(x)
     for _ in range(2):
         assert_close(products(linear, x, w, u), expected)
@@ -39,7 +39,7 @@ def test_large_batches_take_few_columns_at_once():
             for some in (x, x[:1]):
                 at = steady.at(some, 4)
                 assert type(at) is ByGraph and at.columns is None
-        assert linear.report == known
+        assert linear.ways == known
         linear.leave_factors()
         known = known._replace(names=())
 
@@ -47,8 +47,8 @@ def test_large_batches_take_few_columns_at_once():
 def test_a_first_batch_of_zeros_is_no_verdict():
     layers = {"layer": nn.Linear(2, 3, bias=False), "head": nn.Linear(3, 2, bias=False)}
     linear = linear_model(prepared(Calls(lambda m, x: m.head(F.relu(m.layer(x))), **layers)))
-    assert linear.probe(torch.zeros(4, 2).double()) is None and linear.report is None
-    assert linear.probe(draw(4, 2)).names and linear.report is not None
+    assert linear.probe(torch.zeros(4, 2).double()) is None and linear.ways is None
+    assert linear.probe(draw(4, 2)).names and linear.ways is not None
 
 
 def test_weights_are_never_kept():

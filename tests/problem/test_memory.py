@@ -126,7 +126,7 @@ def test_nothing_is_added_twice_and_no_shortage_is_a_property_of_the_network():
     with EndsOnce(0) as operations:
         expected = product(first)
     count = -operations.left
-    assert first.linear_model.report.names and count > 100
+    assert first.linear_model.ways.names and count > 100
     errors = []
     for refused in range(1, count, count // 8):
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_nothing_is_added_twice_and_no_shortage_is_a_property_of_the_network():
             ) as error:  # in checks of a pass, in the probe
                 errors.append(error)
                 found = product(small)
-                assert small.linear_model.report.names == first.linear_model.report.names
+                assert small.linear_model.ways.names == first.linear_model.ways.names
         assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert any('vectors="cpu"' in str(error) for error in errors if isinstance(error, DoesNotFit))
 

@@ -9,7 +9,7 @@ from torch_lla_em.jacobian.parameters import (
     leaves_out,
     select_parameters,
 )
-from torch_lla_em.jacobian.rows import Pulled, Report, Rows
+from torch_lla_em.jacobian.rows import Pulled, Rows, Ways
 from torch_lla_em.jacobian.state import NetworkState
 
 __all__ = [
@@ -19,9 +19,9 @@ __all__ = [
     "NetworkState",
     "ParameterLayout",
     "Pulled",
-    "Report",
     "Rows",
     "Selection",
+    "Ways",
     "last_layers",
     "leaves_out",
     "require_rows",

@@ -16,7 +16,7 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.probe import probe
 from torch_lla_em.jacobian.recorded import by_factors
-from torch_lla_em.jacobian.rows import Report, Rows
+from torch_lla_em.jacobian.rows import Rows, Ways
 from torch_lla_em.runtime import report
 
 logger = logging.getLogger("torch_lla_em")
@@ -34,13 +34,13 @@ class LinearModel:
 
     def __init__(self, network: Network, layout: ParameterLayout):
         self.network, self.layout = network, layout
-        self.report: Report | None = None
+        self.ways: Ways | None = None
         """The result of the probe."""
 
     @property
     def factored(self) -> tuple[str, ...]:
         """The parameters whose Jacobian is computed by factors: all that have an influence, or none."""
-        return self.report.names if self.report else ()
+        return self.ways.names if self.ways else ()
 
     @property
     def is_last_layer(self) -> bool:
@@ -66,7 +66,7 @@ class LinearModel:
         lower = {"bfloat16": torch.bfloat16, "tf32": torch.float16}.get(self.network.precision)
         return max(torch.finfo(dtype).eps for dtype in dtypes | ({lower} if lower else set()))
 
-    def probe(self, x: Any) -> Report | None:
+    def probe(self, x: Any) -> Ways | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
 
         Raises an error with a remedy if no way is exact; returns None if J is zero, so that other inputs are needed.
@@ -74,7 +74,7 @@ class LinearModel:
         with self.network.guarded(), self.network.computing("float32"), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-            self.report = found = probe(self.network, self.layout, x)
+            self.ways = found = probe(self.network, self.layout, x)
         if found is None:
             logger.info("J is zero for these examples; derivatives are checked on later ones.")
             return None
@@ -99,7 +99,7 @@ class LinearModel:
         ``columns`` is the total number of columns, of which ``at_once`` fit into memory (None: all); ``keep`` is whether
         the result should be stored between passes, if possible.
         """
-        known = self.report
+        known = self.ways
         may = known is not None and bool(known.names) and not torch.is_grad_enabled()
         if may and (keep or columns >= known.least_columns):
             rows = by_factors(self.network, self.layout, x, known, keep, at_once)
@@ -109,7 +109,7 @@ class LinearModel:
 
     def by_autodiff(self, x: Any, at_once: int | None = None) -> Rows:
         """Return the linear model at a batch by ``torch.func`` and a recorded graph, for ``at_once`` columns."""
-        known = self.report or Report()
+        known = self.ways or Ways()
         if known.fault:
             raise NotImplementedError(known.fault)
         columns = known.columns(x, at_once)
@@ -117,7 +117,7 @@ class LinearModel:
 
     def steady(self, x: Any) -> LinearModel:
         """Return the same model for programs: by ``torch.func``, all columns at once for batches of any size."""
-        if self.report is None:
+        if self.ways is None:
             self.probe(x)
         other = copy(self)
         other._change(names=(), example_bytes=None)
@@ -129,4 +129,4 @@ class LinearModel:
         self._change(names=())
 
     def _change(self, **values: Any) -> None:
-        self.report = self.report and self.report._replace(**values)
+        self.ways = self.ways and self.ways._replace(**values)

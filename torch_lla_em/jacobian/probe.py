@@ -19,7 +19,7 @@ from torch_lla_em.jacobian.linearised import Linearised
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.recorded import by_factors, find
-from torch_lla_em.jacobian.rows import Pulled, Report, Rows, num_examples
+from torch_lla_em.jacobian.rows import Pulled, Rows, Ways, num_examples
 from torch_lla_em.runtime import suppressed
 
 # largest error by rounding, of deep networks in float32 or with TF32; wrong derivatives have more
@@ -39,7 +39,7 @@ _FAULT = (
 )
 
 
-def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
+def probe(network: Network, layout: ParameterLayout, x: Any) -> Ways | None:
     """Return the ways of computing J that agree with its definition; raise an error if none does.
 
     Returns None if J is zero at these inputs. The module, its buffers and the random state are not changed.
@@ -47,7 +47,7 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
         plain = ByGraph(network, layout, x)
-        report, generator = _measured(network, plain, x), torch.Generator("cpu").manual_seed(0)
+        chosen, generator = _measured(network, plain, x), torch.Generator("cpu").manual_seed(0)
         f, values = plain.f, network.weights(layout.names)
         w = layout.flatten(values)
         draw = partial(torch.randn, generator=generator, device="cpu")
@@ -59,25 +59,25 @@ def probe(network: Network, layout: ParameterLayout, x: Any) -> Report | None:
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
         error = partial(_error, truth, (u, v, JTu), eps)
         ways = [ByGraph(network, layout, x, None, way) for way in (True, False)]
-        report = _with_torch_func(ways, report, error, eps**0.5)
+        chosen = _with_torch_func(ways, chosen, error, eps**0.5)
         if network.precision != "bfloat16":
             with suppressed(), warnings.catch_warnings():  # operations that have no factors
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
                 # one example is not enough to decide whether examples have factors of their own
-                found = find(network, layout, x if len(f) > 1 else _twice(x), report)
+                found = find(network, layout, x if len(f) > 1 else _twice(x), chosen)
                 rows = None if found is None else by_factors(network, layout, x, found[0])
                 last = [term[-1] for term in rows.parts] if rows else []  # by backward passes
                 count = sum(b.numel() for b in last if isinstance(b, Tensor))
                 is_fast = rows is not None and count <= _MOST_GRADIENTS * found[1]
                 if is_fast and (own := error(rows)) <= eps**0.5:
-                    least, nbytes = report.outputs if count else 1, rows.nbytes / len(f)
-                    report = found[0]._replace(
+                    least, nbytes = chosen.outputs if count else 1, rows.nbytes / len(f)
+                    chosen = found[0]._replace(
                         adjoint_error=own, least_columns=least, nbytes=nbytes
                     )
-    if report.fault and not report.names:
-        raise NotImplementedError(report.fault)
-    return report
+    if chosen.fault and not chosen.names:
+        raise NotImplementedError(chosen.fault)
+    return chosen
 
 
 def _by_definition(
@@ -99,7 +99,7 @@ def _twice(x: Any) -> Any:
     return map_tensors(lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, x)
 
 
-def _measured(network: Network, plain: ByGraph, x: Any) -> Report:
+def _measured(network: Network, plain: ByGraph, x: Any) -> Ways:
     """Check the outputs, and return their sizes and those of what a forward pass keeps of an example."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
 
@@ -116,7 +116,7 @@ def _measured(network: Network, plain: ByGraph, x: Any) -> Report:
         if parameter.layout == torch.strided:
             sizes.pop(parameter.untyped_storage().data_ptr(), None)
     count, is_near = num_examples(x), network.device.type == "cpu"
-    return Report(
+    return Ways(
         example_bytes=-(-max([f.nbytes, *sizes.values()]) // count) if is_near else None,
         outputs=f[0].numel(),
         classes=f.shape[-1] if f.dim() > 1 else 1,
@@ -150,20 +150,20 @@ def _error(plain: Rows, known: tuple[Tensor, Tensor, Tensor], eps: float, rows: 
 
 
 def _with_torch_func(
-    ways: list[ByGraph], report: Report, error: Callable[[Rows], float], tolerance: float
-) -> Report:
+    ways: list[ByGraph], chosen: Ways, error: Callable[[Rows], float], tolerance: float
+) -> Ways:
     """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
-    best, reasons = report._replace(adjoint_error=math.inf), list[str]()
+    best, reasons = chosen._replace(adjoint_error=math.inf), list[str]()
     for rows, name in zip(ways, ("forward mode", "two reverse passes"), strict=True):
         own, failures = math.inf, list[Exception]()
         with suppressed(failures):  # operations that a direction does not support
             own = error(rows)
         if own < best.adjoint_error:
-            best = report._replace(forward=rows is ways[0], adjoint_error=own)
+            best = chosen._replace(forward=rows is ways[0], adjoint_error=own)
         if own <= tolerance:
             return best
         reason = str(failures[0]).strip().split("\n")[0] if failures else f"error {own:.1e}"
         reasons.append(f"{name}: {reason}")
     if best.adjoint_error <= max(tolerance, _ROUNDING):
         return best
-    return report._replace(fault=_FAULT.format("; ".join(reasons)))
+    return chosen._replace(fault=_FAULT.format("; ".join(reasons)))

@@ -16,7 +16,7 @@ from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
 from torch_lla_em.jacobian.linearised import Intercepted
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-from torch_lla_em.jacobian.rows import Report, num_examples
+from torch_lla_em.jacobian.rows import Ways, num_examples
 
 # number of outputs per example above which the backward passes cost more than they save
 _MOST_OUTPUTS = 512
@@ -159,9 +159,7 @@ def _recorded(
     return f, calls, not reached.isdisjoint(names)
 
 
-def find(
-    network: Network, layout: ParameterLayout, x: Any, known: Report
-) -> tuple[Report, int] | None:
+def find(network: Network, layout: ParameterLayout, x: Any, known: Ways) -> tuple[Ways, int] | None:
     """Return a report of the weights with influence and the shared tables, if all weights act by products at x.
 
     The number is that of multiplications by weights, for a table its gradient's size. One example is not enough to
@@ -194,7 +192,7 @@ def by_factors(
     network: Network,
     layout: ParameterLayout,
     x: Any,
-    known: Report,
+    known: Ways,
     keep: bool = False,
     at_once: int | None = None,
 ) -> ByFactors | None:

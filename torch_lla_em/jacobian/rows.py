@@ -16,14 +16,14 @@ from torch_lla_em.jacobian.parameters import ParameterLayout
 _FETCHED_BYTES = 1.6e7
 
 
-class Report(NamedTuple):
+class Ways(NamedTuple):
     """The result of the probe: how J is computed, and what an example takes."""
 
     names: tuple[str, ...] = ()  # weights with factors: all that have an influence, or none
     shared: tuple[str, ...] = ()  # tables of which one lookup is used for all examples
     forward: bool = False  # whether J w is by forward mode, or by two reverse passes
     fault: str = ""  # if there are only factors, the error message of the other ways
-    adjoint_error: float = 0.0  # relative error of J w and Jᵀu compared with ``backward``
+    adjoint_error: float = 0.0  # relative error of J w and Jᵀu compared with the definition
     least_columns: int = 1  # from which factors are worth computing even if they are not kept
 
     outputs: int = 1

@@ -159,7 +159,7 @@ class Posterior:
         is_empty = bool(tensors) and tensors[0].dim() > 0 and not len(tensors[0])
         try:
             with network.guarded():
-                if model.report is None and not is_empty:
+                if model.ways is None and not is_empty:
                     model.probe(map_tensors(Tensor.detach, x))
                 with torch.enable_grad() if differentiate else nullcontext():
                     if is_empty:

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from torch_lla_em.jacobian import Report
+from torch_lla_em.jacobian import Ways
 from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import Plan
 from torch_lla_em.runtime import Compute, free_for_each
@@ -33,7 +33,7 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
         # anew: of the inputs of a prediction it may not be known whether weights have factors
         sweep.probe(first, anew=True)
         splits = sweep.stand_alone(first)
-    example = model.report or Report()  # where J is zero, nothing is known of an example
+    example = model.ways or Ways()  # where J is zero, nothing is known of an example
     free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near, group = place.type == device.type, None

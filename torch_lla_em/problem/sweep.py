@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, NetworkState, Pulled, Report, Rows
+from torch_lla_em.jacobian import LinearModel, NetworkState, Pulled, Rows, Ways
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
     free: float = 0.0
     """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are stored."""
 
-    example: Report = Report()
+    example: Ways = Ways()
     """What an example takes."""
 
     memory: tuple[float, float] | None = None
@@ -287,7 +287,7 @@ class Sweep:
 
     def probe(self, batch: Batch, anew: bool = False) -> None:
         """Check the derivatives of the network, at some of the first batch, inside its guard."""
-        if self.linear_model.report is not None and not anew:
+        if self.linear_model.ways is not None and not anew:
             return
         few = next(batch.split(FEW)) if self.stand_alone(batch) else batch
         try:

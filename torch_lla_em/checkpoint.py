@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from torch_lla_em.inference import FitOptions
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import FEW, Problem
 from torch_lla_em.runtime import Group, files, first, report
@@ -151,7 +152,7 @@ class Folder:
             )
 
 
-def header_of(problem: Problem, options: Any, likelihood: Likelihood) -> dict[str, Any]:
+def header_of(problem: Problem, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
     """Return what a checkpoint is compared with, by name."""
     layout, network = problem.layout, problem.linear_model.network
     settings = {name: files.plain(value) for name, value in vars(options).items()}

@@ -412,11 +412,17 @@ class LinearisedLaplace(Predicts):
             around.follow(around.plan(options, compute))
             learnt = learn(problem, options, around, around.begin())
             around.end(learnt.why)
-            facts: dict[str, Any] = {"history": tuple(around.history)}
-            facts |= {"tolerance": options.tolerance}
-            facts |= dict(zip(("trained_on", "num_data"), around.trained_on()))
-            facts["num_inputs"] = problem.data.facts.num_inputs
-            found = Posterior.of_fit(learnt, setting, self._given_likelihood, **facts)
+            facts = problem.data.facts
+            found = Posterior.of_fit(
+                learnt,
+                setting,
+                self._given_likelihood,
+                tolerance=options.tolerance,
+                history=tuple(around.history),
+                trained_on=facts.least,
+                num_data=facts.num_labelled,
+                num_inputs=facts.num_inputs,
+            )
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state

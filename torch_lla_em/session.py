@@ -154,7 +154,8 @@ class Session:
     def drawn(self, progress: Callable[[], Progress]) -> None:
         """Refuse training data in the validation set, and say how long a fit with such passes takes if it is long."""
         if self._unseen is not None:
-            refuse_training_data(self._unseen, *self.trained_on())
+            facts = self.problem.data.facts
+            refuse_training_data(self._unseen, facts.least, facts.num_labelled)
         began, passes = self._first_pass
         seconds = (time.monotonic() - began) / max(1, self.problem.data.num_passes - passes)
         words = time_of_fit(seconds, self.problem.linear_model.is_last_layer, only_long=True)
@@ -211,11 +212,6 @@ class Session:
         self._bar.update(0)
 
     # the end
-
-    def trained_on(self) -> tuple[tuple[int, ...], int]:
-        """Return hashes of some training examples, none if they are not known, and the number of all."""
-        facts = self.problem.data.facts
-        return facts.least, facts.num_labelled
 
     def end(self, why: str) -> None:
         """Note why the fit ended; raise an error if the data are not those of the checkpoint, or the weights have changed."""

@@ -1,5 +1,6 @@
 """The callback in a real Trainer: what it fits, what it logs, and what can monitor it."""
 
+import copy
 import csv
 import warnings
 
@@ -14,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning")
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from torch_lla_em import LinearisedLaplace, compare
@@ -47,8 +49,9 @@ def data(n, seed):
 
 def trained(callback, tmp_path, epochs=2, module=Small, **options):
     torch.manual_seed(0)
-    options |= OFF | {"max_epochs": epochs, "logger": CSVLogger(tmp_path)}
-    trainer, module = lightning.Trainer(callbacks=[callback], **options), module()
+    others = options.pop("callbacks", [])
+    options = OFF | {"max_epochs": epochs, "logger": CSVLogger(tmp_path)} | options
+    trainer, module = lightning.Trainer(callbacks=[callback, *others], **options), module()
     validation = DataLoader(data(40, 1), 16)
     trainer.fit(module, DataLoader(data(60, 0), 20, shuffle=True), validation)
     return trainer, module, validation
@@ -86,6 +89,37 @@ def test_other_modules_and_loaders(tmp_path):
     assert other.la.num_data == 20 and "posterior/NLL" not in other.metrics
     with pytest.raises(TypeError, match='Small has no forward.*network="net"'):
         trained(LaplaceCallback("classification"), tmp_path, 1)
+
+
+@pytest.mark.parametrize("module, name", [(Small, "net"), (Whole, None)])
+def test_the_posterior_is_that_of_the_best_checkpoint(tmp_path, caplog, module, name):
+    """Also of a network that was trained for too long; the module keeps its weights."""
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", mode="max")  # the first epoch
+    callback = LaplaceCallback("classification", name, num_samples=K)
+    how = {"callbacks": [best], "enable_checkpointing": True}
+    _, last, validation = trained(callback, tmp_path, 3, module, **how)
+    assert "epoch=0" in best.best_model_path and best.best_model_path in caplog.text
+    saved = copy.deepcopy(last)
+    saved.load_state_dict(torch.load(best.best_model_path, weights_only=False)["state_dict"])
+    due = saved.get_submodule(name or "")
+    for key, value in callback.la.model.state_dict().items():
+        assert torch.equal(value, due.state_dict()[key])
+    assert not torch.equal(
+        callback.la.model.state_dict()[key], last.get_submodule(name or "").state_dict()[key]
+    )
+    own = LinearisedLaplace(due, "classification", num_samples=K)
+    own.fit(DataLoader(data(60, 0), 20), progress_bar=False)
+    assert_close(callback.la.w_samples, own.w_samples)
+
+
+@pytest.mark.parametrize("kind", ["none", "without monitor"])
+def test_without_a_best_checkpoint_a_message_says_so(tmp_path, caplog, kind):
+    callback = LaplaceCallback("classification", "net", num_samples=K)
+    saved = [ModelCheckpoint(tmp_path)] if kind == "without monitor" else []
+    how = {"callbacks": saved, "enable_checkpointing": bool(saved)}
+    _, module, _ = trained(callback, tmp_path, 1, **how)
+    assert callback.la.model is module.net
+    assert "weights of the last step: no ModelCheckpoint with `monitor`" in caplog.text
 
 
 SEVERAL = """

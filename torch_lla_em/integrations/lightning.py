@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from torch_lla_em import LinearisedLaplace, compare
+from torch_lla_em.runtime import report
 
 __all__ = ["LaplaceCallback"]
 
@@ -18,6 +21,10 @@ _SCORES |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
 
 class LaplaceCallback(Callback):
     """Fit a posterior to the network when training ends, and log its scores on the validation set.
+
+    If a ``ModelCheckpoint`` with ``monitor`` has saved a best checkpoint, the posterior is that of a copy of
+    the network with its weights, ``la.model``; the module keeps those of the last step. Otherwise it is
+    that of the last step. A message says which.
 
     Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
     coverage), prior precision λ and effective dimension γ; "calibrated_NLL" after ``calibrate`` on the validation set.
@@ -67,6 +74,7 @@ class LaplaceCallback(Callback):
                 f"{type(pl_module).__name__} has no forward method, which the posterior needs: define "
                 'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'
             )
+        network = self._at_best(trainer, pl_module, network)
         self.la = LinearisedLaplace(network, self.likelihood, **self.options)
         self.la.fit(loader, progress_bar=False)
         self.metrics = {
@@ -83,6 +91,32 @@ class LaplaceCallback(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()
+
+    def _at_best(self, trainer: Trainer, module: LightningModule, network: nn.Module) -> nn.Module:
+        """Return a copy of the network with the weights of the best checkpoint, or itself if there is none."""
+        for saved in trainer.checkpoint_callbacks:
+            if isinstance(saved, ModelCheckpoint) and saved.monitor and saved.best_model_path:
+                break
+        else:
+            report(
+                "log",
+                "The posterior is that of the weights of the last step: no ModelCheckpoint with "
+                "`monitor` has saved a best checkpoint.",
+            )
+            return network
+        trainer.strategy.barrier()  # one rank has written it
+        path, start = saved.best_model_path, f"{self.network}." if self.network else ""
+        state = trainer.strategy.checkpoint_io.load_checkpoint(path)["state_dict"]
+        own = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
+        network = copy.deepcopy(network)
+        network.load_state_dict(own, strict=module.strict_loading)
+        score = "" if saved.best_model_score is None else f" {saved.best_model_score:.4g}"
+        report(
+            "log",
+            f"The posterior is that of the best checkpoint ({saved.monitor}{score}), {path}. Its network is "
+            "`la.model`; the module keeps the weights of the last step.",
+        )
+        return network
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move the posterior to the CPU, where the trainer leaves the network."""

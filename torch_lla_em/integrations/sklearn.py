@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em import LinearisedLaplace, Prediction, Regression
 from torch_lla_em.runtime import check_whole, first, group_of, report, require
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
@@ -92,12 +92,15 @@ class _Estimator(BaseEstimator):
         self.validation_fraction = validation_fraction
         self.num_samples, self.random_state = num_samples, random_state
 
-    def fit(self, X: Any, y: Any) -> Any:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Train the network, fit its posterior and calibrate it; return the estimator itself.
 
         Args:
             X (array): Inputs, shape (N, D).
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
+            sample_weight (array, optional): Weights, shape (N,), of the network's loss and of the posterior: an
+                example of weight 2 counts twice, and one of weight 0 is left out. Examples that are held
+                out for calibration count equally. Default None: all are 1.
         """
         for width in np.atleast_1d(self.hidden):
             check_whole(1, hidden=width)
@@ -105,6 +108,10 @@ class _Estimator(BaseEstimator):
         share = self.validation_fraction
         require(0 <= share < 1, "validation_fraction", share, "at least 0 and below 1")
         X, y = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
+        weights = None
+        if sample_weight is not None:
+            known = _weights(sample_weight, len(X))
+            X, y, weights = X[known > 0], y[known > 0], torch.tensor(known[known > 0])
         x = torch.tensor(X)
         targets, outputs = self._targets(y, x)
         own = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -120,13 +127,19 @@ class _Estimator(BaseEstimator):
             torch.manual_seed(seed)
             out, kept = torch.randperm(len(x)).tensor_split([count])
             some, y = x[kept], targets[kept]
+            weights = None if weights is None else weights[kept]
             standard = _Standardise(some)
             network = (self.module or self._perceptron)(x.shape[1], outputs)
             network = network.to(x.dtype)
-            self._train(network, standard(some), y)
+            self._train(network, standard(some), y, weights)
             network = nn.Sequential(standard, network).eval()
-            self.laplace_ = LinearisedLaplace(network, self._likelihood, **how)
-            self.laplace_.fit(some, y, progress_bar=False)
+            likelihood = self._likelihood
+            if weights is not None and likelihood == "regression":  # which does not learn σ then
+                with torch.no_grad():
+                    errors = (network(some) - y).square().mean(1).to(weights)
+                likelihood = Regression((weights @ errors / weights.sum()).sqrt().item())
+            self.laplace_ = LinearisedLaplace(network, likelihood, **how)
+            self.laplace_.fit(some, y, weights=weights, progress_bar=False)
             if count:
                 self.laplace_.calibrate(x[out], targets[out])
         return self
@@ -136,18 +149,21 @@ class _Estimator(BaseEstimator):
         layers = [(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(widths)]
         return nn.Sequential(*chain(*layers))[:-1]
 
-    def _train(self, network: nn.Module, x: Tensor, y: Tensor) -> None:
+    def _train(self, network: nn.Module, x: Tensor, y: Tensor, weights: Tensor | None) -> None:
         classes = self._likelihood == "classification"
         loss = nn.functional.cross_entropy if classes else nn.functional.mse_loss
+        weights = torch.ones(len(x)) if weights is None else weights
+        relative, total = (weights / weights.mean()).to(x), weights.sum().item()
         batches = -(-len(x) // _BATCH)
         epochs = self.epochs or max(100, -(-1000 // batches))
-        decay = min(1.0, _DECAY / len(x)) if self.weight_decay is None else self.weight_decay
+        decay = min(1.0, _DECAY / total) if self.weight_decay is None else self.weight_decay
         optimiser = torch.optim.AdamW(network.parameters(), self.learning_rate, weight_decay=decay)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * batches)
         for _ in range(epochs):
             for rows in torch.randperm(len(x)).tensor_split(batches):
                 optimiser.zero_grad()
-                loss(network(x[rows]), y[rows]).backward()
+                each = loss(network(x[rows]), y[rows], reduction="none").view(len(rows), -1).mean(1)
+                (relative[rows] * each).mean().backward()
                 optimiser.step()
                 schedule.step()
 
@@ -258,6 +274,18 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
     def _in_units(self, values: Tensor, start: Tensor | int) -> np.ndarray:
         return np.asarray((start + self._width * values).view(len(values), *self._shape))
+
+
+def _weights(given: Any, count: int) -> np.ndarray:
+    """Return one weight for each example, or raise an error that says what is wrong."""
+    how = {"dtype": np.float64, "ensure_2d": False, "ensure_non_negative": True}
+    known: np.ndarray = check_array(given, input_name="sample_weight", **how)
+    if known.shape != (count,) or not known.any():
+        raise ValueError(
+            f"sample_weight must be {count} numbers, one for each example, and not all 0; its shape is "
+            f"{known.shape}."
+        )
+    return known
 
 
 def _width(values: Tensor) -> Tensor:

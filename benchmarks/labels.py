@@ -126,15 +126,19 @@ def measured(case: str, seed: int, rate: float) -> Iterator[dict]:
             yield record
 
 
-def summary(lines: list[dict]) -> str:
-    """Return the table of labels that are wrong, and that of labels that are right."""
-    rows = {"kind": "data", "row": "method"}
-    wrong = [line for line in lines if line["rate"]]
-    clean = [line for line in lines if not line["rate"]]
-    parts = [of_means(wrong, rows, SHOWN)]
-    if clean:
-        parts.append(of_means(clean, rows, {"estimated": "labels in the mask, none wrong"}))
-    return "\n\n".join(parts)
+ROWS = {"kind": "data", "row": "method"}
+
+
+def wrong(lines: list[dict]) -> str:
+    """Return the table of data with wrong labels."""
+    return of_means([line for line in lines if line["rate"]], ROWS, SHOWN)
+
+
+def right(lines: list[dict]) -> str:
+    """Return the table of data whose labels are right."""
+    return of_means(
+        [line for line in lines if not line["rate"]], ROWS, {"estimated": "labels in the mask"}
+    )
 
 
 def of_means(lines: list[dict], rows: dict[str, str], columns: dict[str, str]) -> str:
@@ -161,7 +165,8 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.cases
     ]
     origin = provenance(("torch", "cleanlab", "scikit-learn"))
-    print(summary(markdown.resume(args.out, [] if args.report else cases, measured, origin)))
+    lines = markdown.resume(args.out, [] if args.report else cases, measured, origin)
+    print(wrong(lines), right(lines), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -159,21 +159,24 @@ def delays(case: str, seed: int) -> Iterator[dict]:
                 yield {"part": "delay", "shift": shift, "rate": rate} | record
 
 
-def summary(lines: list[dict]) -> str:
-    """Return both tables: the share of alarms, and false alarms and delays at a rate of .01."""
-    columns = {"ours": "ours", "uniform": "against uniform p-values"}
+def of_alarms(lines: list[dict]) -> str:
+    """Return the table of the share of alarms without a change."""
+    columns = {"ours": "ours", "uniform": "bets against uniform p-values"}
     rows = {"examples": "validation examples", "rate": "rate"}
-    parts = [markdown.table([x for x in lines if x["part"] == "alarms"], rows, columns, decimals=4)]
+    return markdown.table([x for x in lines if x["part"] == "alarms"], rows, columns, decimals=4)
+
+
+def of_delays(lines: list[dict]) -> str:
+    """Return the table of median delays and the share of false alarms."""
     found: dict[tuple, dict] = {}
+    lines = [line for line in lines if line["part"] == "delay"]
     for x in lines:
-        if x["part"] == "delay":
-            line = found.setdefault((x["case"], x["shift"], x["rate"]), {})
-            line |= {"case": x["case"], "shift": x["shift"], "rate": x["rate"]}
-            words = "none" if x["delay"] is None else f"{x['delay']:.0f}"
-            line[x["row"]] = f"{words} ({x['false']:.2f})"
-    names = [*dict.fromkeys(x["row"] for x in lines if x["part"] == "delay")]
-    title = {"case": "median delay (share of false alarms)", "shift": "change", "rate": "rate"}
-    return "\n\n".join([*parts, markdown.table(found.values(), title, names)])
+        line = found.setdefault((x["case"], x["shift"], x["rate"]), {})
+        line |= {"case": x["case"], "shift": x["shift"], "rate": str(x["rate"])}
+        words = "none" if x["delay"] is None else f"{x['delay']:.0f}"
+        line[x["row"]] = f"{words} ({x['false']:.2f})"
+    title = {"case": "median delay (false alarms)", "shift": "change", "rate": "rate"}
+    return markdown.table(found.values(), title, [*dict.fromkeys(x["row"] for x in lines)])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -187,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         markdown.resume(args.out, [{"examples": examples}], run, origin)
     cases = [{"case": name, "seed": 0} for name in args.cases]
     measured = markdown.resume(args.out, [] if args.report else cases, delays, origin)
-    print(summary(measured))
+    print(of_alarms(measured), of_delays(measured), sep="\n\n")
 
 
 if __name__ == "__main__":

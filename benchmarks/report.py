@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import distil
 import images
+import labels
+import monitor
 import tables
 import testbed
 import uci
@@ -212,6 +214,10 @@ TEXTS = {
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
+    "labels": ("docs/wrong_labels.md", "labels", labels.wrong),
+    "labels, none wrong": ("docs/wrong_labels.md", "labels", labels.right),
+    "monitor, alarms": ("docs/out_of_distribution.md", "monitor", monitor.of_alarms),
+    "monitor": (BENCHMARKS, "monitor", monitor.of_delays),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
 
@@ -230,7 +236,7 @@ def kept(path: Path) -> list[dict]:
     lines = markdown.read(path)
     if path.stem == "tables":
         return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
-    if path.stem not in ("uci", "images", "large"):
+    if path.stem not in ("uci", "images", "large", "labels", "monitor"):
         return lines
     left_out = "machine", "versions", "command"  # many short lines, of one run
     return [

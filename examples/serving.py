@@ -42,11 +42,14 @@ la.save("posterior.pt")  # a server loads it together with the network's checkpo
 #
 # After `calibrate`, `is_ood` flags out-of-distribution inputs with at most 5 % false alarms.
 # FastAPI runs endpoints that are not `async` in a thread pool; a posterior can be called from any
-# number of threads.
+# number of threads. The monitor sees every prediction, and raises an alarm once the inputs no longer are as the
+# validation set; false alarms have a probability of at most 0.001, however long the service runs. A
+# [student](../serving.md#distillation) has the same methods.
 
 # %%
 posterior = LinearisedLaplace.load("posterior.pt", model)
 os.remove("posterior.pt")
+monitor = posterior.monitor(rate=0.001)
 app = FastAPI()
 
 
@@ -61,12 +64,13 @@ def of_network(images: Images) -> dict[str, list]:
 
 
 @app.post("/posterior")
-def of_posterior(images: Images) -> dict[str, list]:
+def of_posterior(images: Images) -> dict[str, list | bool]:
     with torch.no_grad():
         prediction = posterior.predict(torch.tensor(images.pixels))
         return {
             "probabilities": prediction.probs.tolist(),
             "out_of_distribution": prediction.is_ood(rate=0.05).tolist(),
+            "alarm": monitor.update(prediction),
         }
 
 
@@ -82,7 +86,11 @@ client = httpx.Client(base_url=f"http://127.0.0.1:{port.getsockname()[1]}", time
 usual, rotated = x[1300:1304], x[1300:1304].view(-1, 8, 8).rot90(1, (-2, -1)).flatten(1)
 for name, images in {"digits": usual, "rotated digits": rotated}.items():
     answer = client.post("/posterior", json={"pixels": images.tolist()}).json()
-    print(f"{name:16}out of distribution: {answer['out_of_distribution']}")
+    print(
+        f"{name:16}out of distribution: {answer['out_of_distribution']}, alarm: {answer['alarm']}"
+    )
+print(monitor)
+monitor.reset()
 
 # %% [markdown]
 # ## Throughput

@@ -26,6 +26,7 @@ SIZES = {
     },
     "serving": {"range(150)": "range(10)", "[path] * 80": "[path] * 8", ", 400\n": ", 16\n"},
     "several_machines": {"range(100)": "range(10)"},
+    "wrong_labels": {"given, 400)": "given, 20)"},
     "text_and_lora": {"K = 16": "K = 4", "min(300,": "min(60,", "=epochs,": "=1,"},
 }
 

@@ -178,7 +178,8 @@ def suspicious(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
         axes.imshow(_array(image.movedim(0, -1)), "gray", extent=extent, aspect="auto")
         words = f"{i}: {record.given[i]}, or {record.label[i]}?"
         axes.text(left + 0.05, top + 0.22, words, fontsize=7)
-    axes.set(xlim=(0, 4), ylim=(3, 0), xticks=[], yticks=[], frame_on=False)
+    title = "Number: given label, or that of the posterior?"
+    axes.set(xlim=(0, 4), ylim=(3, 0), xticks=[], yticks=[], frame_on=False, title=title)
     return axes
 
 
@@ -200,6 +201,7 @@ def evidence(monitor: Monitor, axes: Axes | None = None) -> Axes:
     if monitor.alarm:
         since = monitor.state["since"]
         axes.axvline(since, color="C3", linewidth=0.8, label=f"alarm since input {since:,}")
+    axes.set(title="Evidence of a change")
     axes.legend(frameon=False)
     return axes
 

@@ -130,8 +130,9 @@ def test_the_loop_of_the_paper_finds_the_prior_precision_of_a_fit():
 PAGES = {
     "index": (lambda: run_page("index"), lambda n: n["probs"].shape == (200, 3) and Path("posterior.pt").exists()),
     "calibration": (
-        lambda: run_page("out_of_distribution", **run_page("calibration")),
+        lambda: run_page("wrong_labels", **run_page("out_of_distribution", **run_page("calibration"))),
         lambda n: n["prediction"].prediction_set(0.9).shape == (len(n["X"]) - 1000, 10)
+        and n["record"].score.shape == (600,) and n["monitor"].state["seen"] == len(n["X"]) - 1000
         and n["la"].is_ood(n["X"][1000:]).float().mean() < 0.15 < 0.5 < n["la"].is_ood(3 * n["X"][1000:]).float().mean(),
     ),
     "mixtures": (run_mixtures, lambda n: n["posterior"].parameters.expected().weights.topk(3).values.sum() > 0.85),

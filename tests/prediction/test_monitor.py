@@ -185,6 +185,9 @@ def test_posteriors_ensembles_and_students_have_monitors():
         assert not one.update(x[200:400], y[200:400])
         p = own.predict(x[200:400])
         assert one.state["flags"] == (p.p_value <= 0.05).tolist()
+        other = own.monitor(rate=0.01)
+        other.update(p, y[200:400])
+        assert other.state == one.state
         inside = p.prediction_set(0.9).gather(1, y[200:400, None])[:, 0]
         assert one.state["inside"] == inside.tolist()
         assert "flagged" in repr(one) and "coverage" in repr(one)

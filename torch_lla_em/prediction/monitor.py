@@ -68,7 +68,8 @@ class Monitor(Printed):
         """Return whether the alarm is raised, after a batch of new inputs.
 
         Args:
-            x: Inputs, as the model takes them. Those with NaN count as the most unusual ones.
+            x: Inputs, as the model takes them, or their prediction by ``la.predict``. Inputs with NaN count as the most
+                unusual ones.
             y (Tensor, optional): Targets, if they are known, of which the coverage is measured.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
 
@@ -76,7 +77,8 @@ class Monitor(Printed):
             ValueError: If there are no inputs, or targets do not fit the outputs. The batch does not count then.
         """
         with torch.no_grad():
-            prediction = self._la.predict(x, **({} if groups is None else {"groups": groups}))
+            stated = {} if groups is None else {"groups": groups}
+            prediction: Any = x if isinstance(x, Printed) else self._la.predict(x, **stated)
             found = prediction.compared()
             if _mark_of(found.reference) != self._mark:
                 raise ValueError(

@@ -10,6 +10,8 @@ import cost
 import distil
 import gpu
 import images
+import labels
+import monitor
 import numpy as np
 import pytest
 import report
@@ -206,6 +208,10 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
     lines = run(uci, f"--data {data} --methods {' '.join(uci.METHODS)}")
     assert len(lines) == 2 * 13
     assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)
+    lines = run(labels, "--cases SwissLabor --seeds 0")
+    assert len({line["row"] for line in lines}) == 7 and all(0 < x["auroc"] <= 1 for x in lines)
+    lines = run(monitor, "--cases segment --streams 20")
+    assert {line["part"] for line in lines} == {"alarms", "delay"}
     lines = run(testbed, "--inputs 2 --ratios 1 --temperatures .1")
     assert {line["agent"] for line in lines} == set(testbed.AGENTS)
 

@@ -59,7 +59,7 @@ axes.set(
 axes.legend()
 
 # %% [markdown]
-# Calibrated once, the coverage of 90 % intervals differs between spans of twelve years from 76 to 92 %,
+# Calibrated once, the coverage of 90 % intervals differs between spans of twelve years from 77 to 94 %,
 # because the cycles of the sun differ. Calibrating anew helps from 1977 on, and does not help from 1953
 # to 1964, whose cycle was stronger than those before: what has not been seen cannot be calibrated for.
 # For your own series:

@@ -96,6 +96,15 @@ def test_links_and_lists_are_complete():
     assert all(f"tutorials/{path.stem}.md" in contents for path in EXAMPLES)
 
 
+def test_continuous_integration_runs_the_second_command_of_the_readme():
+    """And its last one, the demonstration."""
+    shell = re.search(r"```bash\n(.*?)```", README, re.DOTALL)[1]
+    commands = [line.split("#")[0].strip() for line in shell.splitlines()]
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert commands[1] == 'pip install -e ".[test]" && pytest' and commands[1] in script
+    assert commands[-1].split(" && ")[1] == script[-1]
+
+
 def run_mixtures():
     labels = torch.arange(300) % 3
     x = 3 * torch.eye(3)[labels] + torch.randn(300, 3, generator=torch.Generator().manual_seed(0))

@@ -229,16 +229,18 @@ q = e_step(over, over.first(1.0))
 while True:
     for _ in range(25):  # small
         new_precision, _ = m_step(over, q)  # the rule of λ
-        new_H = over.expected.H(q.problem.loss, q.outputs, q.problem.deviations)  # the rule of H
-        q = e_step(over, over.moved(q, new_precision, None, towards(q.H, new_H, 0.5)))
+        new_H = over.expected.H(
+            q.span.problem.loss, q.span.outputs, q.span.problem.deviations
+        )  # the rule of H
+        q = e_step(over, over.moved(q, new_precision, None, towards(q.span.H, new_H, 0.5)))
     q = over.measured(q)  # large
     print(
         f"{span.size} of 2 directions: λ = {q.precision:.3f}, bound {q.bounds.mean():.2f}, ", end=""
     )
     print(f"error of samples {q.errors[0]:.1e} and mean {q.errors[1]:.1e}")
-    if max(q.errors) < 0.03 or not span.widen(q.residuals):  # the end
+    if max(q.errors) < 0.03 or not span.widen(q.span.residuals):  # the end
         break
-    q = e_step(over, over.curved(q, widened=True))  # extend
+    q = e_step(over, over.widened(q))  # extend
 
 # %% [markdown]
 # The restricted problem has another λ and a lower bound on the evidence, and the residuals say that it is wrong. Over both
@@ -249,7 +251,7 @@ while True:
 # Each rule is one line of this loop, so try it here first:
 #
 # - **λ**: replace `m_step(over, q)`. In the library it is `function_space_Mackay_update` in `inference/mackay.py`.
-# - **H**: replace `new_H`; `over.first_H(q.problem.loss)` keeps it near the network's outputs. In the library it is `H` in
+# - **H**: replace `new_H`; `over.first_H(q.span.problem.loss)` keeps it near the network's outputs. In the library it is `H` in
 #   `inference/expectations.py`.
 # - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ
 #   is found anew, how far it may move over a small span, and what takes back a step that lowers the bound.

@@ -17,7 +17,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import FEW, Problem
 from torch_lla_em.runtime import Group, files, first, report
 
-FORMAT = 16
+FORMAT = 17
 """Version of the files in a checkpoint folder."""
 
 SHARE = 0.05

@@ -175,7 +175,8 @@ class Session:
                 cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
                 self.history.append({"step": len(self.history) + 1, **step.record, **cost})
             if self._saved_if_due(step.progress) and not step.is_last:
-                return step.posterior._replace(why="budget")
+                fate = step.posterior.fate._replace(why="budget")
+                return step.posterior._replace(fate=fate)
         return q
 
     def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:

@@ -41,7 +41,7 @@ def test_a_span_is_a_linear_problem_whose_products_are_dense(name):
     noise = basis_noise(problem, True, False)
     over, _ = complete_span(problem, noise)
     found, V = (
-        e_step(over, over.first(2.0)).problem,
+        e_step(over, over.first(2.0)).span.problem,
         over.span.scaled(torch.eye(problem.size).double()),
     )
     exact, w = case.exact(noise.prior.scale), draw(3, problem.size)

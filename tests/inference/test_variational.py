@@ -20,6 +20,7 @@ from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span_problem import log_dets
+from torch_lla_em.inference.state import Fate
 from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss, root_of
@@ -100,13 +101,13 @@ def settled(over, schedule, precision):
     q = e_step(over, over.first(precision))
     for _ in range(6):
         q = schedule.solved(q)
-    return e_step(over, q._replace(converged=True))
+    return e_step(over, q._replace(fate=Fate(converged=True)))
 
 
 @pytest.mark.parametrize("name", KINDS[:3])
 def test_the_mean_is_exact_whatever_h_the_search_begins_with(name, monkeypatch):
     _, _, over, _ = with_basis(name, 100, monkeypatch)
-    q = e_step(over, over.first(0.03)._replace(converged=True))
+    q = e_step(over, over.first(0.03)._replace(fate=Fate(converged=True)))
     assert over.measured(q).errors[1] < 1e-7
 
 
@@ -138,7 +139,7 @@ def test_it_is_the_dense_variational_posterior(name, many, monkeypatch):
     assert best - 2 * 0.05 < ours <= best + 1e-6
     # with the noise as a basis the samples are exact at their own curvature
     J = dense.J
-    H = q.H.values.diag_embed() if problem.likelihood.elementwise else q.H.values
+    H = q.span.H.values.diag_embed() if problem.likelihood.elementwise else q.span.H.values
     if many:
         H = H.sum(1).mul(H.sum(2).mean(1, keepdim=True)).diag_embed() - H.mT @ H
     G = torch.einsum("ncp,ncd,ndq->pq", J, H, J)
@@ -418,10 +419,10 @@ def test_the_log_det_of_a_small_span_is_that_of_all_parameters(monkeypatch):
     assert len(q.mean) < problem.size / 5
     J = torch.cat([Jw for _, _, Jw in problem.push_forward(torch.diag(noise.prior.scale))], 1)
     J = J.movedim(0, -1)
-    G = torch.einsum("ncp,ncd,ndq->pq", J, q.H.values, J)
+    G = torch.einsum("ncp,ncd,ndq->pq", J, q.span.H.values, J)
     exact = torch.linalg.slogdet(torch.eye(len(G)) + G / lam)[1]
-    theta, vectors = q.problem.theta, q.problem.vectors
-    xi, eta = q.problem.span.xi @ vectors, q.eta @ vectors
+    theta, vectors = q.span.problem.theta, q.span.problem.vectors
+    xi, eta = q.span.problem.span.xi @ vectors, q.span.eta @ vectors
     found = log_dets(theta, xi, eta, lam)
     of_xi = (xi.square() * (theta / lam).log1p()).sum(1)
     error = 5 * of_xi.std() / len(of_xi) ** 0.5  # Monte Carlo error of the probes

@@ -164,7 +164,8 @@ def test_em_converges_to_the_dense_fixed_point(name, g_prior, solver):
         model = Whole(problem, noise, BlockCG(), (0.01, 0.03))
         last = State(precision, problem.sigma)
         for _ in range(8):  # a basis has no Monte Carlo error, by which a fit says that λ rests
-            again = last._replace(why="", number=0, converged=False)
+            fate = last.fate._replace(why="", number=0, converged=False)
+            again = last._replace(fate=fate)
             *_, (_, last) = em(model, again, partial(updated, em_steps=60))
     aside = last.precision * 1.5, problem.sigma  # from aside, to save steps
     expected, sigma, gamma = dense_fixed_point(exact, *aside, noise.prior.layout, False)

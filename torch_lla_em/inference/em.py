@@ -49,7 +49,7 @@ def em(
     engine: Engine[Problems], q: State, update: Callable[[Engine[Problems], State], State]
 ) -> Iterator[tuple[State, State]]:
     """Yield the posterior at λ and σ, and the state with the next ones by ``update``, until that says why EM ended."""
-    while not q.why:
+    while not q.fate.why:
         posterior = e_step(engine, q)
         q = update(engine, posterior)
         yield posterior, q

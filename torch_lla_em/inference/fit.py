@@ -19,7 +19,7 @@ from torch_lla_em.inference.result import Estimate, FitResult, at_examples, aver
 from torch_lla_em.inference.samples import refuse_noise
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.state import State
+from torch_lla_em.inference.state import State, Stored
 from torch_lla_em.inference.sto_samples import get_sto_samples, with_noise
 from torch_lla_em.problem import COPIES, Problem, TargetFacts, form_of_H, sites_of
 from torch_lla_em.runtime import (
@@ -69,7 +69,8 @@ class Progress(NamedTuple):
     """What is known of continuous targets, with the σ at which η was drawn."""
 
     state: State | None = None
-    """None if only the random probes have been drawn."""
+    span: Stored | None = None
+    """None if only the random probes have been drawn; and what the span adds."""
 
     basis: list[Tensor] | None = None
     memory: float | None = None
@@ -159,7 +160,7 @@ def learn(
             found = over_span(problem, noise, options, around, start)
         except DoesNotFit as error:
             release()  # what the failed attempt held
-            start = start._replace(state=None, basis=None)
+            start = start._replace(state=None, span=None, basis=None)
             report(
                 "log",
                 f"Directions cannot be stored: {error}. The fit takes a solver and H at the network's outputs, "
@@ -201,27 +202,29 @@ def over_span(
     if not is_new:
         raise DoesNotFit("examples have several shapes, or change their order")
     over = OverSpan(problem, noise, span, moves, options.tolerance)
-    known = None if known is None else over.restored(known)
+    if known is not None and start.span is not None:
+        known = over.restored(known, start.span)
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
     given = options.prior_precision
-    has_ended = known is not None and known.why not in ("", "budget")
+    has_ended = known is not None and known.fate.why not in ("", "budget")
     states = () if has_ended else schedule.run(known, None if given is None else float(given))
     q = around.run(_steps_over(over, states, start), known)
     learnt = q.precision
-    while options.em_steps and given is None and q.why != "budget" and not max(q.errors) <= 10:
+    while options.em_steps and given is None and q.fate.why != "budget" and not max(q.errors) <= 10:
         if q.precision >= PRECISION_BOUNDS[1]:
             break
         # at the first of larger λ at which rounding does not dominate, with H as it is
         q = over.measured(e_step(over, over.moved(q, 10 * q.precision, None, None)))
-        q = q._replace(why=f"rounding dominates at the prior precision of {learnt:.1e}")
+        why = f"rounding dominates at the prior precision of {learnt:.1e}"
+        q = q._replace(fate=q.fate._replace(why=why))
     _tell(over, q, options)
     error, tolerance = max(q.errors), options.tolerance
-    if q.why != "budget" and not is_accurate(error, tolerance):
+    if q.fate.why != "budget" and not is_accurate(error, tolerance):
         refuse_noise(error, q.precision, problem.dtype, 10.0)
         report(
             "warn",
             f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
-            f"{tolerance:.2g}: {q.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
+            f"{tolerance:.2g}: {q.fate.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
         )
     columns = noise.prior.scale * span.scaled(torch.cat([q.mean[None], q.samples]))
     found = _result(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
@@ -237,14 +240,16 @@ def _steps_over(over: OverSpan, states: Iterable[State], start: Progress) -> Ite
     """Yield the extensions of a span as steps, of which those with another λ have a record."""
 
     def saved(q: State) -> Progress:
-        return start._replace(state=over.saved(q), basis=over.span.blocks, memory=over.span.memory)
+        state, stored = over.saved(q)
+        own = start._replace(state=state, span=stored)
+        return own._replace(basis=over.span.blocks, memory=over.span.memory)
 
-    number = 0 if start.state is None else start.state.number
+    number = 0 if start.state is None else start.state.fate.number
     for q in states:
-        new, number = q.number > number, q.number
-        tells = new or q.why == "budget" or (q.why and not number)
+        new, number = q.fate.number > number, q.fate.number
+        tells = new or q.fate.why == "budget" or (q.fate.why and not number)
         told = {**record(q), "columns": over.problem.sweep.columns} if tells else None
-        yield Step(q, q, told, partial(saved, q), bool(q.why))
+        yield Step(q, q, told, partial(saved, q), bool(q.fate.why))
 
 
 def by_solver(
@@ -269,14 +274,14 @@ def by_solver(
     states = em(model, q, update) if options.em_steps else ()
     q = around.run(_steps_by_solver(problem, states, start), q)
     _tell(model, q, options)
-    if q.why == "budget":
+    if q.fate.why == "budget":
         return _result(q, noise)
     last = whole.Whole(model.problem, model.noise, solver, (options.tolerance, options.tolerance))
     found, why = e_step(last, q), "all steps"
-    if q.converged or not options.em_steps:
+    if q.fate.converged or not options.em_steps:
         reached = is_accurate(max(found.errors), options.tolerance)
         why = "accurate" if reached else "the solver has not converged"
-    return _result(found._replace(why=why), noise)
+    return _result(found._replace(fate=found.fate._replace(why=why)), noise)
 
 
 def _steps_by_solver(
@@ -292,7 +297,7 @@ def _result(q: State, noise: StochasticPrior) -> FitResult:
     """Return the posterior of a state."""
     own = q.precision, q.sigma, q.mean, q.samples, noise.prior.scale
     gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
-    return FitResult(*own, gamma, q.certificate, evidence, mode_error=q.errors[1], why=q.why)
+    return FitResult(*own, gamma, q.certificate, evidence, mode_error=q.errors[1], why=q.fate.why)
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
@@ -318,16 +323,16 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
 
 def _tell(model: Engine[Any], q: State, options: FitOptions) -> None:
     """Warn of a fit out of time, of a λ that still moves or is at a bound, and of a σ lost to rounding."""
-    if q.why == "budget":
-        rests = "" if q.converged else ", and the prior precision has not converged"
+    if q.fate.why == "budget":
+        rests = "" if q.fate.converged else ", and the prior precision has not converged"
         report(
             "log",
             f"The budget is spent. The numerical error is {max(q.errors):.2g} posterior standard deviations (tolerance "
             f"{options.tolerance:.2g}){rests}. With Compute(checkpoint=folder), the same fit continues from here.",
         )
-    if q.why == "budget" or not options.em_steps:
+    if q.fate.why == "budget" or not options.em_steps:
         return
-    if q.number >= options.em_steps and not q.converged:
+    if q.fate.number >= options.em_steps and not q.fate.converged:
         report(
             "log",
             f"The prior precision has not converged after {options.em_steps} EM steps. Increase em_steps, or pass a "

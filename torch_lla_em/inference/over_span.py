@@ -16,7 +16,7 @@ from torch_lla_em.inference.prior import Prior, StochasticPrior
 from torch_lla_em.inference.samples import PosteriorSamples
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.span_problem import SpanProblem, log_dets
-from torch_lla_em.inference.state import State
+from torch_lla_em.inference.state import OfSpan, State, Stored
 from torch_lla_em.problem import Hessian, Loss, Problem, form_of_H, root_of, towards
 from torch_lla_em.solvers import BFGS, DivergenceError, Eigen, Minimum, dots
 
@@ -62,10 +62,10 @@ class OverSpan:
 
     def at(self, q: State) -> tuple[SpanProblem, StochasticPrior, Eigen, BFGS]:
         """Return the problem at H and σ of a state, its random probes, its solver, and its search for the mode."""
-        problem: SpanProblem = q.problem
+        problem = q.span.problem
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
-        probes = StochasticPrior(self.span.xi, q.eta, prior)
-        moves = self.expected.number > 0 and not q.converged and not self.is_exact
+        probes = StochasticPrior(self.span.xi, q.span.eta, prior)
+        moves = self.expected.number > 0 and not q.fate.converged and not self.is_exact
         of_whitened = problem.theta * q.precision.rsqrt().square(), problem.vectors
         search = BFGS(
             *of_whitened,
@@ -101,7 +101,7 @@ class OverSpan:
         precision, gamma, theta = float(q.precision), samples.effective_dims, problem.theta
         targets = self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
-        xi, eta = (noise @ problem.vectors for noise in (self.span.xi, q.eta))
+        xi, eta = (noise @ problem.vectors for noise in (self.span.xi, q.span.eta))
         dets = log_dets(theta, xi, eta, precision)
         if self.is_exact:  # the same for every sample
             gamma = (theta / (theta + precision)).sum().expand_as(gamma)
@@ -117,13 +117,13 @@ class OverSpan:
         q = q._replace(gamma=agreed(gamma.clone()), bounds=agreed(-loss - 0.5 * kl))
         outputs = problem.outputs(mode.w)
         problem = replace(problem, near=(mode.w, outputs))
-        q = q._replace(samples=samples.w, mean=mode.w, outputs=outputs, problem=problem)
-        return q._replace(norm=norm, loss=loss)
+        q = q._replace(span=q.span._replace(outputs=outputs, problem=problem))
+        return q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Any]]:
         """Yield y, E[y | J m], and of a σ per output J w_k, (K, N, C), of this rank's examples."""
         pushed = self.span.push(q.samples).movedim(-1, 0) if q.sigma.dim() else ()
-        yield q.problem.loss.targets, self.problem.likelihood.mean(q.outputs), pushed
+        yield q.span.problem.loss.targets, self.problem.likelihood.mean(q.span.outputs), pushed
 
     # to another H, σ or span
 
@@ -133,10 +133,10 @@ class OverSpan:
         H, like = self.first_H(loss), span.xi
         if precision is None:
             precision = START * self._variance_of_prior()
-        q = State(like.new_tensor(precision), self.problem.sigma, H, torch.zeros_like(like[0]))
-        q = self.curved(q)
+        q = State(like.new_tensor(precision), self.problem.sigma, torch.zeros_like(like[0]))
+        q = self.curved(q, H)
         slope = self.expected.loss_and_slope(loss, torch.zeros_like(self.f), None)[1]
-        if not q.G.any() and self.share.group.sum(slope.count_nonzero()):
+        if not q.span.G.any() and self.share.group.sum(slope.count_nonzero()):
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
@@ -163,45 +163,56 @@ class OverSpan:
         """Return the state at another λ, σ and H (None: the same)."""
         q, old = q._replace(precision=self.share.group.from_first(precision)), q.sigma
         if H is not None:
-            return self.curved(q._replace(H=H))
+            return self.curved(q, H)
         if sigma is None or torch.equal(sigma, old):
             return q
         sigma = self.share.group.from_first(sigma)
         loss = self.loss_at(sigma)
-        q = q._replace(sigma=sigma, H=self.first_H(loss))
+        q, H = q._replace(sigma=sigma), self.first_H(loss)
         if sigma.dim():
-            return self.curved(q)
+            return self.curved(q, H)
         ratio = (sigma / old).item()  # of one σ, G is scaled
-        problem = replace(q.problem, loss=loss, theta=q.problem.theta / ratio**2)
-        q = q._replace(G=q.G / ratio**2, eta=q.eta / ratio, S_noise=q.S_noise / ratio)
-        return q._replace(problem=problem)
+        last = q.span
+        problem = replace(last.problem, loss=loss, theta=last.problem.theta / ratio**2)
+        scaled = last._replace(
+            G=last.G / ratio**2, eta=last.eta / ratio, S_noise=last.S_noise / ratio
+        )
+        return q._replace(span=scaled._replace(H=H, problem=problem))
 
     def restarted(self, q: State) -> State:
         """Return the state over the span of its mean, its samples, ξ and η only."""
-        turn = self.span.restart(torch.cat([q.mean[None], q.samples, q.eta]))
-        q = q._replace(mean=q.mean @ turn, samples=q.samples @ turn, restarts=q.restarts + 1)
-        return self.curved(q)
+        turn = self.span.restart(torch.cat([q.mean[None], q.samples, q.span.eta]))
+        fate = q.fate._replace(restarts=q.fate.restarts + 1)
+        q = q._replace(mean=q.mean @ turn, samples=q.samples @ turn, fate=fate)
+        return self.curved(q, q.span.H)
 
-    def curved(self, q: State, widened: bool = False) -> State:
-        """Return the state with G and η over the span; of a span that has ``widened``, they grow."""
-        span, known = self.span, len(q.mean) if widened else 0
-        S_noise, m = q.S_noise if widened else q.H.root(self.epsilon), span.size
-        if widened:
-            mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
-            q = q._replace(mean=mean, samples=samples)
-        eta = span.pull(S_noise.flatten(1).T.to(self._dtype), known).double()
-        G = span.ggn(q.H, known, self._dtype)
-        if known:
-            G = torch.cat([torch.cat([q.G, G[:known].T]), G], dim=1)
-            eta = torch.cat([q.eta, eta], dim=1)
-        outputs = span.push(q.mean[None], self._is_quadratic)[..., 0]
-        return self._with(q._replace(G=G, eta=eta, outputs=outputs), S_noise)
+    def curved(self, q: State, H: Hessian) -> State:
+        """Return the state with G and η of this H over the span."""
+        S_noise = H.root(self.epsilon)
+        eta = self.span.pull(S_noise.flatten(1).T.to(self._dtype)).double()
+        return self._with(q, H, self.span.ggn(H, 0, self._dtype), eta, S_noise)
 
-    def _with(self, q: State, S_noise: Tensor) -> State:
-        """Return the state with the eigenvectors of G."""
-        theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (q.G + q.G.T)))
+    def widened(self, q: State) -> State:
+        """Return the state over the span that has grown, with G and η of the new directions, too."""
+        known, m, last = len(q.mean), self.span.size, q.span
+        mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
+        of_new = last.S_noise.flatten(1).T.to(self._dtype)
+        eta = torch.cat([last.eta, self.span.pull(of_new, known).double()], dim=1)
+        G = self.span.ggn(last.H, known, self._dtype)
+        G = torch.cat([torch.cat([last.G, G[:known].T]), G], dim=1)
+        return self._with(q._replace(mean=mean, samples=samples), last.H, G, eta, last.S_noise)
+
+    def _with(self, q: State, H: Hessian, G: Tensor, eta: Tensor, S_noise: Tensor) -> State:
+        """Return the state with these, the outputs of its mean, and the eigenvectors of G."""
+        outputs = self.span.push(q.mean[None], self._is_quadratic)[..., 0]
+        problem = self._dense(q, G, outputs)
+        return q._replace(span=OfSpan(H, G, eta, outputs, problem, S_noise))
+
+    def _dense(self, q: State, G: Tensor, outputs: Tensor) -> SpanProblem:
+        """Return the problem over the span with this G, and J m."""
+        theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (G + G.T)))
         parts = self.span, self.expected, self.loss_at(q.sigma), theta.clamp_min(0), vectors
-        return q._replace(problem=SpanProblem(*parts, (q.mean, q.outputs)), S_noise=S_noise)
+        return SpanProblem(*parts, (q.mean, outputs))
 
     def loss_at(self, sigma: Tensor | None) -> Loss:
         """Return the loss at another σ."""
@@ -212,36 +223,43 @@ class OverSpan:
 
     # checkpoints
 
-    def saved(self, q: State) -> State:
-        """Return what determines a state, with J m and, if it has moved, H for the examples of all ranks."""
-        group, device = self.share.group, q.outputs.device
-        order = group.gather(self.share.numbers.to(device)).argsort()
-        H = group.gather(q.H.values)[order] if self.expected.number else None
-        return q._replace(H=H, outputs=group.gather(q.outputs)[order], problem=None, S_noise=None)
+    def saved(self, q: State) -> tuple[State, Stored]:
+        """Return a state with what determines the part of its span: J m and, if it has moved, H, are those of all ranks."""
+        group, last = self.share.group, q.span
+        order = group.gather(self.share.numbers.to(last.outputs.device)).argsort()
+        H = group.gather(last.H.values)[order] if self.expected.number else None
+        outputs = group.gather(last.outputs)[order]
+        return q._replace(span=None), Stored(H, last.G, last.eta, outputs, last.residuals)
 
-    def restored(self, q: State) -> State:
-        """Return the state of which ``saved`` has returned a part."""
+    def restored(self, q: State, stored: Stored) -> State:
+        """Return the state of which ``saved`` has returned the parts."""
         H, here = self.first_H(self.loss_at(q.sigma)), self.share.numbers
-        every = self.share.group.gather(here.to(q.outputs.device)).sort()[0]
+        every = self.share.group.gather(here.to(stored.outputs.device)).sort()[0]
         own = torch.searchsorted(every, here.to(every))
-        if q.H is not None:
-            H = H._replace(values=q.H[own])
-        q = self._with(q._replace(H=H, outputs=q.outputs[own]), H.root(self.epsilon))
+        if stored.H is not None:
+            H = H._replace(values=stored.H[own])
+        outputs = stored.outputs[own]
         samples = PosteriorSamples(q.samples, q.certificate, q.gamma, q.errors[0])
-        return q._replace(problem=self.expecting(q.problem, samples, q.precision))
+        problem = self.expecting(self._dense(q, stored.G, outputs), samples, q.precision)
+        parts = H, stored.G, stored.eta, outputs, problem, H.root(self.epsilon)
+        return q._replace(span=OfSpan(*parts, stored.residuals))
 
     # from the whole problem
 
     def measured(self, q: State) -> State:
         """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P), and the errors they bound."""
-        deviations, precision, span = q.problem.deviations, float(q.precision), self.span
+        problem, S_noise = q.span.problem, q.span.S_noise
+        precision, span = float(q.precision), self.span
+        deviations, H = problem.deviations, q.span.H
         if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
-            q = self._with(q, q.H.root(self.epsilon))
-        problem = replace(q.problem, deviations=deviations)
-        product = q.H.product(span.push(q.samples, self._is_quadratic).flatten(0, -2))
+            S_noise = H.root(self.epsilon)
+            problem = replace(self._dense(q, q.span.G, q.span.outputs), deviations=deviations)
+        product = H.product(span.push(q.samples, self._is_quadratic).flatten(0, -2))
         u = self.f.new_empty(len(product), len(q.samples) + 1)
-        torch.sub(q.S_noise.flatten(1).T, product, out=u[:, :-1])
-        u[:, -1] = -self.expected.loss_and_slope(problem.loss, q.outputs, deviations)[1].flatten()
+        torch.sub(S_noise.flatten(1).T, product, out=u[:, :-1])
+        u[:, -1] = -self.expected.loss_and_slope(problem.loss, q.span.outputs, deviations)[
+            1
+        ].flatten()
         residuals = span.pull_weights(u)
         columns = torch.cat([q.samples, q.mean[None]])
         span.scaled(-precision * columns, residuals)
@@ -255,5 +273,5 @@ class OverSpan:
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
-        own = {"certificate": of_samples.sqrt(), "residuals": residuals, "problem": problem}
-        return q._replace(errors=errors, **own)
+        own = q.span._replace(residuals=residuals, problem=problem, S_noise=S_noise)
+        return q._replace(errors=errors, certificate=of_samples.sqrt(), span=own)

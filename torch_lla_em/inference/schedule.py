@@ -65,16 +65,16 @@ class SpanFit:
         if known is None:
             q = self._posterior(over.first(precision))
         else:
-            q = known if known.cut else self._extended(known)[0]
+            q = known if known.fate.cut else self._extended(known)[0]
         while True:
             # λ, σ and H are found anew over a span that has grown enough
-            due = span.size >= GROWTH * q.solved or not over.expected.number
+            due = span.size >= GROWTH * q.fate.solved or not over.expected.number
             due = due or max(q.errors) < LEARNT or span.is_complete or not grew
-            if q.cut or (due and not q.converged and q.number < self._most):
+            if q.fate.cut or (due and not q.fate.converged and q.fate.number < self._most):
                 q = self.solved(q)
             q = self.judged(over.measured(q), grew)
             yield q
-            if q.why:
+            if q.fate.why:
                 return
             q, grew = self._extended(q)
 
@@ -82,11 +82,12 @@ class SpanFit:
         """Return the state over the span with the residuals of mean and samples, and whether any was new."""
         over, span, grew = self.over, self.span, True
         if not span.is_complete:
-            if span.bytes_of(span.size + len(q.residuals)) > span.memory:
+            residuals = q.span.residuals
+            if span.bytes_of(span.size + len(residuals)) > span.memory:
                 q = over.restarted(q)
-            grew = span.widen(q.residuals)
-            q = over.curved(q, widened=True)
-        fixed = q.converged or q.number >= self._most
+            grew = span.widen(residuals)
+            q = over.widened(q)
+        fixed = q.fate.converged or q.fate.number >= self._most
         return self._precise(q) if fixed else self._posterior(q), grew
 
     def _posterior(self, q: State) -> State:
@@ -101,26 +102,31 @@ class SpanFit:
 
     def _precise(self, q: State) -> State:
         """Return the posterior with a mode as accurate as at the end of a fit: H does not move any more."""
-        return self._posterior(q._replace(converged=True))._replace(converged=q.converged)
+        return self._posterior(q._replace(fate=q.fate._replace(converged=True)))._replace(
+            fate=q.fate
+        )
 
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
         """Return the posterior at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
-        expected, problem, H = self.over.expected, q.problem, None
+        expected, problem, H = self.over.expected, q.span.problem, None
         if expected.number:
-            H = towards(q.H, expected.H(problem.loss, q.outputs, problem.deviations), share)
+            H = towards(
+                q.span.H, expected.H(problem.loss, q.span.outputs, problem.deviations), share
+            )
         new = self.over.moved(q, precision, sigma, H)
-        if not new.G.isfinite().all():
+        if not new.span.G.isfinite().all():
             new = self.over.moved(q, precision, None, None)
         return self._posterior(new)
 
     def solved(self, start: State) -> State:
         """Return the state with λ, σ, H and m at rest over the present span; or cut after a block, if time is over."""
-        q, last, moved = start, start.last, math.inf
-        began = start.cut or Cut(0, start.precision, start.sigma, start.errors[0])
+        q, last, moved = start, start.fate.last, math.inf
+        began = start.fate.cut or Cut(0, start.precision, start.sigma, start.errors[0])
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(began.precision) / FALL
         for number in range(began.blocks, MOST):
             if number > began.blocks and self._is_late():
-                return q._replace(last=last, moved=math.inf, cut=began._replace(blocks=number))
+                cut = began._replace(blocks=number)
+                return q._replace(fate=q.fate._replace(last=last, moved=math.inf, cut=cut))
             new, last = self._block(q, last, least)
             change = abs(math.log(new.precision / q.precision))
             spread = Estimate.of(new.bounds).standard_error.nan_to_num(0.0).item()
@@ -143,8 +149,8 @@ class SpanFit:
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
             q = self._precise(q)
         moved /= self.allowed(q, rises=bool(q.precision > began.precision))
-        q = q._replace(number=start.number + 1, solved=self.span.size, cut=None)
-        return q._replace(last=last, moved=moved)
+        fate = q.fate._replace(number=start.fate.number + 1, solved=self.span.size, cut=None)
+        return q._replace(fate=fate._replace(last=last, moved=moved))
 
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float
@@ -159,12 +165,13 @@ class SpanFit:
 
     def judged(self, q: State, grew: bool) -> State:
         """Return the state with whether λ has converged, and why the fit ends, unless its budget does."""
+        fate = q.fate
         # where H follows its own noise, solutions do not come to rest
-        rests = q.moved < max(RESTS, q.number / 2)
-        if q.solved == self.span.size and max(q.errors) < LEARNT and rests:
-            q = q._replace(converged=True)
-        fixed, why = q.converged or q.number >= self._most, ""
-        if q.cut:
+        rests = fate.moved < max(RESTS, fate.number / 2)
+        if fate.solved == self.span.size and max(q.errors) < LEARNT and rests:
+            fate = fate._replace(converged=True)
+        fixed, why = fate.converged or fate.number >= self._most, ""
+        if fate.cut:
             why = "budget"
         elif fixed and max(q.errors) <= self._tolerance:
             why = "accurate"
@@ -172,11 +179,11 @@ class SpanFit:
             why = "all directions"
         elif not grew:
             why = "rounding leaves no new direction"
-        elif q.restarts > 3:
+        elif fate.restarts > 3:
             why = "no memory for more directions"
         elif self._is_late():
             why = "budget"
-        return q._replace(why=why)
+        return q._replace(fate=fate._replace(why=why))
 
     def allowed(self, q: State, rises: bool = False) -> float:
         """Return the Monte Carlo error of log λ, which counts as 1 % or more; 0.3 % where it is computed without samples.

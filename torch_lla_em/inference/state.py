@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import inf, nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_lla_em.inference.span_problem import SpanProblem
+from torch_lla_em.problem import Hessian
 
 
 class Cut(NamedTuple):
@@ -20,32 +21,8 @@ class Cut(NamedTuple):
     """λ, σ, and the error of the samples, at the beginning of the solution."""
 
 
-class State(NamedTuple):
-    """Where a fit stands: λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior; and its fate.
-
-    A span has coordinates in float64. H is that of this rank's examples; None: at the network's outputs, in every pass.
-    """
-
-    precision: Tensor
-    sigma: Tensor | None = None
-    H: Any = None
-    mean: Tensor | None = None
-    samples: Tensor | None = None
-    """The mode m, (P,), and w_k, (K, P); or their coordinates in the span, (m,) and (K, m)."""
-
-    loss: float = nan
-    """E[-log p(y | J w)] under q; without draws that at the mode."""
-
-    gamma: Tensor | None = None
-    bounds: Tensor | None = None
-    certificate: Tensor | None = None
-    """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ also (K, blocks)."""
-
-    norm: Tensor | None = None
-    """‖m‖² in scaled parameters, () or (blocks,)."""
-
-    errors: tuple[float, float] = (inf, inf)
-    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
+class Fate(NamedTuple):
+    """How far a fit has come, and why it has ended."""
 
     number: int = 0
     solved: int = 0
@@ -65,16 +42,61 @@ class State(NamedTuple):
     why: str = ""
     """Whether λ, σ and H stay fixed; and what ended the fit: empty, it goes on."""
 
-    G: Tensor | None = None
-    eta: Tensor | None = None
+
+class OfSpan(NamedTuple):
+    """What a span adds to a state: H, and what follows from it, for this rank's examples, or over the span in float64."""
+
+    H: Hessian
+    G: Tensor
+    eta: Tensor
     """G over the span, (m, m), and coordinates of η ~ N(0, G), (K, m)."""
+
+    outputs: Tensor
+    """J m, (N, ..., C)."""
+
+    problem: SpanProblem
+    S_noise: Tensor
+    """The problem over the span at this H and σ, and S ε with S Sᵀ = H, (K, N, ..., C)."""
 
     residuals: Tensor | None = None
     """Residuals of samples and mean, (K + 1, P): the next directions."""
 
-    outputs: Tensor | None = None
-    """J m, (N, ..., C)."""
 
-    problem: SpanProblem | None = None
-    S_noise: Tensor | None = None
-    """The problem over the span at this H and σ, and S ε with S Sᵀ = H, (K, N, ..., C): they follow, and are not stored."""
+class Stored(NamedTuple):
+    """What a checkpoint stores of ``OfSpan``, from which the rest follows, for the examples of all ranks."""
+
+    H: Tensor | None
+    """The values of H; None: it is that at the network's outputs."""
+
+    G: Tensor
+    eta: Tensor
+    outputs: Tensor
+    residuals: Tensor | None
+
+
+class State(NamedTuple):
+    """λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior at these; and how far the fit has come."""
+
+    precision: Tensor
+    sigma: Tensor | None = None
+    mean: Tensor | None = None
+    samples: Tensor | None = None
+    """The mode m, (P,), and w_k, (K, P); or their coordinates in the span, (m,) and (K, m)."""
+
+    loss: float = nan
+    """E[-log p(y | J w)] under the posterior; without draws that at the mode."""
+
+    gamma: Tensor | None = None
+    bounds: Tensor | None = None
+    certificate: Tensor | None = None
+    """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ also (K, blocks)."""
+
+    norm: Tensor | None = None
+    """‖m‖² in scaled parameters, () or (blocks,)."""
+
+    errors: tuple[float, float] = (inf, inf)
+    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
+
+    fate: Fate = Fate()
+    span: OfSpan | None = None
+    """None: H is at the network's outputs, in every pass."""

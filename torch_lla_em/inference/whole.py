@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, nan
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.samples import PosteriorSamples
 from torch_lla_em.inference.state import State
 from torch_lla_em.problem import Problem
-from torch_lla_em.solvers import Minimum, Newton, dot, dots, norm
+from torch_lla_em.solvers import SGD, BlockCG, Minimum, Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
 """Errors of samples and mean while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
@@ -31,12 +30,12 @@ class Whole:
         self,
         problem: Problem,
         noise: StochasticPrior,
-        solver: Any,
+        solver: BlockCG | SGD,
         errors: tuple[float, float] = (OF_SAMPLES, OF_MODE),
     ):
         self.problem, self.noise, self._solver, self._errors = problem, noise, solver, errors
 
-    def at(self, q: State) -> tuple[Problem, StochasticPrior, Any, Newton]:
+    def at(self, q: State) -> tuple[Problem, StochasticPrior, BlockCG | SGD, Newton]:
         """Return the problem at λ and σ of a state, its noise, and the solvers; η is drawn again if there is a σ per output."""
         problem, noise, (of_samples, of_mode) = self.problem, self.noise, self._errors
         if q.sigma is not None and not torch.equal(q.sigma, problem.sigma):
@@ -92,13 +91,13 @@ def updated(whole: Whole, q: State, em_steps: int) -> State:
     elif not precision.dim():
         here, there = last = math.log(q.precision), math.log(precision)
         most = max(math.log(2), abs(there - here))  # MacKay's update may be larger
-        precision = q.precision * math.exp(accelerated(here, there, q.last, most))
-    ratio = changes / torch.as_tensor(q.moved, device=changes.device).clamp_min(1e-300)
+        precision = q.precision * math.exp(accelerated(here, there, q.fate.last, most))
+    ratio = changes / torch.as_tensor(q.fate.moved, device=changes.device).clamp_min(1e-300)
     left = changes * torch.where(ratio < 1, (ratio / (1 - ratio)).clamp_min(1), 1)
-    number, rests = q.number + 1, q.number > 1 and left.max() < 1
+    number, rests = q.fate.number + 1, q.fate.number > 1 and left.max() < 1
     why = "converged" if rests else "all steps" if number >= em_steps else ""
-    q = q._replace(precision=precision, sigma=sigma, last=last)
-    return q._replace(number=number, moved=changes, converged=bool(rests), why=why)
+    fate = q.fate._replace(number=number, last=last, moved=changes, converged=bool(rests), why=why)
+    return q._replace(precision=precision, sigma=sigma, fate=fate)
 
 
 def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:

@@ -80,9 +80,21 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the version, and keep ± and its two numbers on one line in tables."""
+    """Insert the version, link pages of the site, and keep ± and its two numbers on one line in tables."""
     markdown = markdown.replace("{{ version }}", version())
+    markdown = of_site(markdown)
     return re.sub(r"(?m)^\|.* ± .*", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), markdown)
+
+
+def of_site(markdown: str) -> str:
+    """Return text whose links to notebooks and modules, which the repository has, are to their pages."""
+    markdown = markdown.replace("](../examples/notebooks)", "](tutorials/index.md)")
+    markdown = re.sub(r"\]\(\.\./examples/notebooks/(\w+)\.ipynb", r"](tutorials/\1.md", markdown)
+    return re.sub(
+        r"\]\(\.\./torch_lla_em/([\w/]+)\.py\)",
+        lambda link: f"](api/{link[1].replace('/', '.')}.md)",
+        markdown,
+    )
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -87,6 +87,9 @@ def test_figures_of_pages_are_those_of_the_results():
 def test_links_and_lists_are_complete():
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / path).exists(), path
+    for path in (ROOT / "docs").glob("*.md"):  # also where the site is not built, as on GitHub
+        for link in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", path.read_text()):
+            assert (path.parent / link).exists(), (path.name, link)
     faces = sorted(path.parent.name for path in (ROOT / "torch_lla_em").glob("*/__init__.py"))
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert sorted(re.findall(r"^\| `([a-z]+)` \|", contributing, re.MULTILINE)) == faces

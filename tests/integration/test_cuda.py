@@ -294,7 +294,7 @@ def test_a_small_share_of_the_memory_suffices(caplog):
     model = wide(width).cuda()
     total = torch.cuda.get_device_properties(0).total_memory
     # plus the granularity of the allocator
-    share = (torch.cuda.memory_reserved() + 30 * K * 4 * 73 * width + 5e6) / total
+    share = (torch.cuda.memory_allocated() + 30 * K * 4 * 73 * width + 5e6) / total
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         small = fixed(model, 1000, **options)

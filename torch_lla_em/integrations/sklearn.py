@@ -282,7 +282,7 @@ def _weights(given: Any, count: int) -> np.ndarray:
     known: np.ndarray = check_array(given, input_name="sample_weight", **how)
     if known.shape != (count,) or not known.any():
         raise ValueError(
-            f"sample_weight must be {count} numbers, one for each example, and not all 0; its shape is "
+            f"sample_weight must be {count} numbers, one for each example, and not all zero; its shape is "
             f"{known.shape}."
         )
     return known

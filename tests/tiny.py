@@ -16,6 +16,7 @@ from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
+from torch_lla_em.prediction.functions import Component
 from torch_lla_em.problem.problem import Problem
 
 
@@ -143,8 +144,7 @@ def prediction_of(
     likelihood: Likelihood, centre: Tensor, deviations: Tensor, class_dim: int = -1
 ) -> Prediction:
     """The prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C)."""
-    parts = (likelihood,), (centre,), (deviations,)
-    return Prediction(*parts, centre.new_ones(1), class_dim=class_dim)
+    return Prediction((Component(likelihood, centre, deviations),), class_dim)
 
 
 class Basis(StochasticPrior):
@@ -175,11 +175,11 @@ def label_log_prob(prediction, y, column=None):
         each = [label_log_prob(prediction, y, c) for c in range(y.shape[-1])]
         return torch.stack(each, -1).mean(-1)
     columns = slice(column, None, y.shape[-1])  # with μ the log variance
-    alone = prediction.map(lambda values: values[..., columns])
-    own = [
-        one.with_noise(one.sigma_noise.expand(y.shape[-1])[columns])
-        if one.observation_noise is not None
-        else one
-        for one in prediction.likelihoods
-    ]
-    return replace(alone, likelihoods=tuple(own)).log_prob(y[..., column : column + 1])
+    alone = prediction._map(lambda values: values[..., columns])
+    own = []
+    for part in alone._components:
+        if part.likelihood.observation_noise is not None:
+            sigma = part.likelihood.sigma_noise.expand(y.shape[-1])[columns]
+            part = part._replace(likelihood=part.likelihood.with_noise(sigma))
+        own.append(part)
+    return replace(alone, _components=tuple(own)).log_prob(y[..., column : column + 1])

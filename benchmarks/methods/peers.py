@@ -249,7 +249,7 @@ class Ours(Classes):
         return -self.found.p_value if self.calibrated else self.found.epistemic
 
     def joint(self, y: Tensor, groups: Tensor) -> float:
-        parts = ((self.found.map(lambda t: t, r), y[r]) for r in groups)
+        parts = ((self.found._map(lambda t: t, r), y[r]) for r in groups)
         values = [part.joint_log_prob(labels).item() for part, labels in parts]
         return -mean(values) / groups.shape[-1]
 

@@ -20,14 +20,14 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.prediction import targets
 from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
-from torch_lla_em.prediction.pushforward import Pushforward, posterior_alone
+from torch_lla_em.prediction.pushforward import Member, Pushforward, posterior_alone
 from torch_lla_em.prediction.summary import of_calibration
 
 PLAIN = posterior_alone()
 
 
 def parts(likelihood, f, Jw, y):
-    return [Pushforward(y, (likelihood,), (f,), (Jw,))]
+    return [Pushforward((Member(likelihood, f, Jw),), y)]
 
 
 def drawn(likelihood=None, count=2000, temperature=1.0, deviation=1.0):
@@ -39,7 +39,7 @@ def drawn(likelihood=None, count=2000, temperature=1.0, deviation=1.0):
 
 
 def predicted(likelihood, f, Jw, table):
-    return Pushforward(f, (likelihood,), (f,), (Jw,)).prediction(table)
+    return Pushforward((Member(likelihood, f, Jw),)).prediction(table)
 
 
 def fit(problem, before=PLAIN, **options):
@@ -119,15 +119,8 @@ def test_labels_are_judged_one_at_a_time(kind, members):
     likelihood, sites, target = DENSE[kind]
     f, Jw = draw(5, *sites), draw(7, 5, *sites, seed=1)
     y, likelihood = target(draw(5, *sites, seed=2)), copy.copy(likelihood)
-    outputs, products = [f, f + 1][:members], [Jw, 0.5 * Jw][:members]
-    data = Pushforward(
-        y,
-        (likelihood,) * members,
-        tuple(outputs),
-        tuple(products),
-        (None,) * members,
-        (None,) * members,
-    )
+    every = Member(likelihood, f, Jw), Member(likelihood, f + 1, 0.5 * Jw)
+    data = Pushforward(every[:members], y)
     table = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
     prediction = data.prediction(PLAIN if isinstance(likelihood, Regression) else table)
     each = targets.label_log_prob(prediction, y)
@@ -207,7 +200,7 @@ def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
     assert fitted.calibration is None
     la.fit(case.x, y, em_steps=1, validation=False, progress_bar=False)
     assert la.posterior_scale == fitted.posterior_scale and la.calibration is None
-    components = (len(each.predict(x).centres) for each in (la, fitted))
+    components = (len(each.predict(x)._components) for each in (la, fitted))
     assert len({*components}) == 1
 
 
@@ -219,11 +212,11 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert la.calibrate(unseen) is la and torch.equal(function(case.x), drawn)
     assert la.calibration.before == pytest.approx(-before.item()) and la.calibration.num_rows == 30
     p = la.predict(case.x)
-    assert len(p.centres) == 3 and len(p.members) == 1
+    assert len(p._components) == 3 and len(p.members) == 1
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
     alone = la.predict(case.x, mean="network")
-    assert len(alone.centres) == 1
+    assert len(alone._components) == 1
     assert_close(alone.f_mean, case.model(case.x).detach())
     # so do fits that are given the validation set; the second comes from the finished checkpoint
     for _ in range(2):

@@ -122,12 +122,12 @@ def test_sets_grow_with_the_level_and_scores_can_be_chosen(blobs):
     prediction = la.calibrate(x[:400], y[:400]).predict(x[400:500])
     sizes = torch.stack([prediction.prediction_set(level).sum(1) for level in (0.5, 0.9, 0.99)])
     assert (sizes[0] >= 1).all() and (sizes.diff(dim=0) >= 0).all()
-    reference, own = prediction.judged("p_value")
-    scores, units = own.scored
+    reference, own = prediction._judged("p_value")
+    scores, units = own._scored
     assert_close(own.epistemic.double(), scores[:, 0], rtol=1e-4, atol=1e-6)
     for score, columns in (("all", [0, 1, 2]), ("epistemic", [0]), ("distance", [1, 2])):
         among = reference.unusual[:, columns], scores[:, columns]
-        due = p_values(*among, prediction.ties, units[columns])
+        due = p_values(*among, prediction._ties, units[columns])
         assert_close(prediction.p_values(score), due)
         assert torch.equal(la.is_ood(x[400:500], score=score), due <= 0.05)
     assert torch.equal(prediction.p_value, prediction.p_values())
@@ -139,9 +139,9 @@ def test_a_fit_keeps_products_and_the_largest_variance_of_its_training_examples(
     x, y = draw(20, 4), torch.arange(20) % 3
     la = LinearisedLaplace(nn.Linear(4, 3).double(), "classification", num_samples=64)
     la.fit(x, y, em_steps=0, prior_precision=100.0, progress_bar=False)
-    training, (Jw,) = la.posterior.training, la.posterior.at(x).Jw
+    training, Jw = la.posterior.training, la.posterior.at(x).members[0].Jw
     assert_close(training.deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
-    p = functions_at(la.predict(x, mean="linear"))[0].softmax(-1)
+    p = functions_at(la.predict(x, mean="linear")._components)[0].softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 64
     due, without = (
@@ -155,13 +155,13 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
     la, x, _ = fit
     x = x[:60]
     for at, is_far in ((x, False), (50 * x, True)):
-        f, Jw = (each[0] for each in la.posterior.at(at)[2:4])
-        plain = Pushforward(f, (la.likelihood,), (f,), (Jw,)).prediction(la.mixture)
-        found, variance = la.predict(at), output_variance(la.likelihood, Jw[1:])
+        (member,) = la.posterior.at(at).members
+        plain = Pushforward((member._replace(training=None),)).prediction(la.mixture)
+        found, variance = la.predict(at), output_variance(la.likelihood, member.Jw[1:])
         share = (la.posterior.training.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
         assert_close(found.f_mean, share[:, None] * plain.f_mean)
-        own, other = (p.deviations[0] for p in (found, plain))
+        own, other = (p._components[0].deviations for p in (found, plain))
         assert_close(own, other)
 
 
@@ -176,7 +176,7 @@ def test_intervals_cover_each_output_or_all_at_once(several):
     error = 5 * (0.16 / 502 + 0.16 / 5900) ** 0.5
     for share in (*inside.double().mean(0), all_inside.all(1).double().mean()):
         assert abs(share - 0.8) < error
-    reference, own = prediction.judged("interval")
+    reference, own = prediction._judged("interval")
     size = 2 * own.predictive_variance.sqrt()
     due = quantiles(reference.errors, 0.8), quantiles(reference.errors.amax(1, keepdim=True), 0.8)
     assert_close((upper - lower) / size, due[0].expand(size.shape))
@@ -203,7 +203,7 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
     la.calibrate(x[:500], y[:500], groups=groups[:500].numpy())
     mixed = groups[500:]
     prediction = la.predict(x[500:600], groups=mixed)
-    reference, own = prediction.judged("p_value")
+    reference, own = prediction._judged("p_value")
     both = prediction.prediction_set(0.9)
     assert torch.equal(la.is_ood(x[500:600], groups=mixed), prediction.is_ood())
     for g in (-2, 5):
@@ -213,14 +213,14 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         bound = errors[-(-(len(errors) + 1) * 9 // 10) - 1]
         of_all = errors_of(own, torch.zeros(100).long())
         sets = mine.prediction_set(0.9)
-        assert torch.equal(sets[:, 0], (of_all <= bound + prediction.ties)[:, 0])
+        assert torch.equal(sets[:, 0], (of_all <= bound + prediction._ties)[:, 0])
         assert torch.equal(both[mixed == g], sets[mixed == g])
-        ties = own.scored[0], prediction.ties, own.scored[1]
+        ties = own._scored[0], prediction._ties, own._scored[1]
         assert_close(mine.p_value, p_values(reference.unusual[reference.groups == g], *ties))
     # of classes it is the largest among the examples of each
     prediction = la.calibrate(x[:500], y[:500], groups="classes").predict(x[500:520])
-    reference, own = prediction.judged("p_value")
-    ties = own.scored[0], prediction.ties, own.scored[1]
+    reference, own = prediction._judged("p_value")
+    ties = own._scored[0], prediction._ties, own._scored[1]
     each = [p_values(reference.unusual[reference.classes == c], *ties) for c in range(3)]
     assert_close(prediction.p_value, torch.stack(each).amax(0))
 
@@ -275,12 +275,12 @@ def test_weights_reach_the_ranks_and_files_keep_what_was_stated(blobs, tmp_path)
     la, x, y = blobs
     groups, weights, own = (x[:, 0] > 1).long(), x[:300, 1].exp(), x[300:400, 1].exp()
     prediction = la.calibrate(x[:300], y[:300], weights=weights).predict(x[300:400], weights=own)
-    (reference, judged), given = prediction.judged("p_value"), {"own": own}
+    (reference, judged), given = prediction._judged("p_value"), {"own": own}
     given["weights"] = reference.weights
-    ties = judged.scored[0], prediction.ties, judged.scored[1]
+    ties = judged._scored[0], prediction._ties, judged._scored[1]
     assert_close(prediction.p_value, p_values(reference.unusual, *ties, **given))
     bounds = quantiles(reference.errors, 0.8, **given)
-    inside = errors_of(judged, torch.zeros(100).long()) <= bounds + prediction.ties
+    inside = errors_of(judged, torch.zeros(100).long()) <= bounds + prediction._ties
     assert torch.equal(prediction.prediction_set(0.8)[:, 0], inside[:, 0])
     safe = la.predict(x[300:400]).prediction_set(0.8)  # inputs without a weight have the largest
     assert (safe >= la.predict(x[300:400], weights=[weights.min()] * 100).prediction_set(0.8)).all()

@@ -250,7 +250,7 @@ def test_guarantees_use_the_ranks_and_errors_of_all_folds(folds, level=0.9):
 
     for k, mask in enumerate(masks):
         own, labels = ensemble.predict(x[mask]).members[k], y[mask]
-        theirs, mine = own.scored[0], predicted.members[k].scored[0]
+        theirs, mine = own._scored[0], predicted.members[k]._scored[0]
         count += (theirs[:, :1] >= mine[:, 0]).sum(0)
         if y.dim() == 1:
             errors.append(above(own.probs).gather(1, labels[:, None]))

@@ -142,7 +142,7 @@ def test_one_batch_is_in_memory_at_a_time(monkeypatch):
 
     def at(*args, own=posterior.Posterior.at):
         pushed = own(*args)
-        alive.append(weakref.ref(pushed.Jw[0]))
+        alive.append(weakref.ref(pushed.members[0].Jw))
         assert sum(each() is not None for each in alive) <= 2
         return pushed
 

@@ -18,7 +18,13 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.prediction import Prediction
-from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, functions_of
+from torch_lla_em.prediction.functions import (
+    FUNCTIONS,
+    JOINT,
+    Component,
+    functions_of,
+    weights_of,
+)
 from torch_lla_em.prediction.targets import gaussians
 
 K, B, C = 9, 4, 3
@@ -30,36 +36,32 @@ def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
     return prediction_of(likelihood, draw(B, *sites, outputs), deviations, class_dim)
 
 
-def parts_of(p):
-    return p.likelihoods, p.centres, p.deviations
-
-
 def mixture(likelihood, *sites, outputs=C, class_dim=-1, weights=(0.5, 0.2, 0.3), samples=10):
     """A mixture of a posterior and of functions without uncertainty."""
     plain = prediction(likelihood, *sites, outputs=outputs, class_dim=class_dim, samples=samples)
-    (kinds, centres, (deviations,)), functions = (
-        parts_of(plain),
-        draw(2, *plain.centre.shape, seed=7),
-    )
-    parts = kinds * 3, (*centres, *functions), (deviations, deviations[:0], deviations[:0])
-    return Prediction(*parts, torch.tensor(weights).double(), (0,) * 3, class_dim)
+    (first,), functions = plain._components, draw(2, *plain._centre.shape, seed=7)
+    none = first.deviations[:0]
+    parts = [first._replace(weight=weights[0])]
+    for f, weight in zip(functions, weights[1:], strict=True):
+        parts.append(Component(likelihood, f, none, weight))
+    return Prediction(tuple(parts), class_dim)
 
 
 def together(*predictions):
     """The mixture of several posteriors, as an ensemble has it."""
-    parts = (sum(each, ()) for each in zip(*map(parts_of, predictions)))
-    owners = tuple(i for i, p in enumerate(predictions) for _ in p.centres)
-    weights = torch.cat([p.weights for p in predictions]) / len(predictions)
-    return Prediction(*parts, weights, owners, predictions[0].class_dim)
+    parts = (
+        part._replace(weight=part.weight / len(predictions), owner=i)
+        for i, p in enumerate(predictions)
+        for part in p._components
+    )
+    return Prediction(tuple(parts), predictions[0]._class_dim)
 
 
 def functions_and_mean(p, at_least=FUNCTIONS):
     """The functions of all components, and the mean over them by the components' weights."""
-    each = [
-        c + functions_of(d, at_least) if len(d) else c[None]
-        for c, d in zip(p.centres, p.deviations)
-    ]
-    weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in zip(p.weights, each)])
+    each = [c + functions_of(d, at_least) if len(d) else c[None] for _, c, d, *_ in p._components]
+    pairs = zip(weights_of(p._components), each, strict=True)
+    weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in pairs])
     return torch.cat(each), lambda values: torch.tensordot(weights, values, 1)
 
 
@@ -117,7 +119,7 @@ def test_members_are_averages_over_functions(likelihood, class_dim, make):
     targets = y if is_class else y.movedim(-1, class_dim)
     assert_close(p.log_prob(targets), mean(each(given).exp()).log())
     together = 0.0
-    for weight, centre, deviations in zip(p.weights, *parts_of(p)[1:]):
+    for _, centre, deviations, weight, _ in p._components:
         f = centre + functions_of(deviations, JOINT) if len(deviations) else centre[None]
         together = together + weight * each(of(f)).sum(1).exp().mean()
     assert_close(p.joint_log_prob(targets), together.log())
@@ -161,10 +163,10 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
 
 def test_single_functions_are_certain_and_others_have_their_error():
     m = mixture(Classification())
-    first = prediction_of(*(each[0] for each in parts_of(m)))
+    first = prediction_of(*m._components[0][:3])
     assert_close(m.standard_error, 0.5 * first.standard_error)
-    sure = prediction_of(Classification(), m.f, torch.zeros(1, B, C).double())
-    each = m.f.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
+    sure = prediction_of(Classification(), m._f, torch.zeros(1, B, C).double())
+    each = m._f.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
     assert_close(sure.log_prob(LABELS), each)
     assert_close(sure.joint_log_prob(LABELS), each.sum())
     p = prediction(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
@@ -212,7 +214,9 @@ def test_functions_keep_covariance_and_mean(count):
 def test_samples_of_mixtures_come_in_its_shares():
     p, other = mixture(Classification(), samples=200), mixture(Classification(), samples=50)
     for first in (20, 200):
-        counts = [(p.samples[:first] == f).all(-1).all(-1).sum().item() for f in p.centres[1:]]
+        counts = [
+            (p.samples[:first] == f).all(-1).all(-1).sum().item() for _, f, *_ in p._components[1:]
+        ]
         assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
     both = together(p, other)
     assert_close(both.probs, (p.probs + other.probs) / 2)
@@ -275,7 +279,7 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     """Against numerical integration of the density, which is that of log_prob."""
     p = prediction(likelihood, outputs=2)
     if several:  # of which the second has another σ
-        (kind,), (centre,), (deviations,) = parts_of(p)
+        kind, centre, deviations = p._components[0][:3]
         kind = kind if kind.observation_noise is None else Regression(0.2)
         p = together(p, prediction_of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
@@ -329,6 +333,10 @@ def test_mean_is_that_of_targets():
     assert_close(p.log_variance, log_variance)
     with pytest.warns(DeprecationWarning, match="f_variance, or .predictive_variance"):
         assert_close(p.variance, p.f_variance)
+
+
+def test_a_prediction_has_few_public_names():
+    assert len([name for name in dir(Prediction) if name[0] != "_"]) <= 28
 
 
 def test_samples_are_joint_over_inputs_and_labels_of_classes():

@@ -25,7 +25,7 @@ from torch_lla_em import (
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Poisson, Regression
 from torch_lla_em.prediction import predicted_data, scores, summary, validation
-from torch_lla_em.prediction.pushforward import Pushforward
+from torch_lla_em.prediction.pushforward import Member, Pushforward
 from torch_lla_em.prediction.validation import Comparison
 
 
@@ -111,7 +111,7 @@ def test_a_posterior_without_data_is_noticed(changed, words):
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
     result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
     f, posterior = torch.zeros(9, 3), SimpleNamespace(result=result, num_data=200)
-    given = [*validation.warnings_of(posterior, Pushforward(f, (Poisson(),), (f,), (f[None],)))]
+    given = [*validation.warnings_of(posterior, Pushforward((Member(Poisson(), f, f[None]),), f))]
     assert len(given) == (words is not None) and all(len(w.split()) <= 40 for w in given)
     assert words is None or words in given[0]
 
@@ -237,7 +237,7 @@ def test_temperature_scaling_is_fitted_to_the_other_half():
     """By a grid search on each half; a network that is too sure gains by it."""
     case, la = known()
     rows = predicted_data(la, [(case.x, case.y)])
-    f, y = rows.network.f, case.y
+    f, y = rows.network._f, case.y
     temperatures = torch.logspace(-2, 1, 3001, dtype=torch.float64)
     due = torch.empty(len(y)).double()
     for start in (0, 1):

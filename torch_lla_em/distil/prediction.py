@@ -32,7 +32,7 @@ class StudentPrediction(Printed):
     """
 
     likelihood: Likelihood
-    f: Tensor
+    _f: Tensor
     """The outputs of the network, classes last, (B, *sites, C)."""
 
     log_uncertainty: Tensor
@@ -41,13 +41,13 @@ class StudentPrediction(Printed):
     log_scores: Tensor
     """Logarithms of the out-of-distribution scores, (B, S)."""
 
-    class_dim: int = -1
+    _class_dim: int = -1
     reference: Scores | None = None
 
     @property
     def expectation(self) -> Tensor:
         """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        return self._out(self.likelihood.mean(self.f))
+        return self._out(self.likelihood.mean(self._f))
 
     @property
     def mean(self) -> Tensor:
@@ -64,7 +64,7 @@ class StudentPrediction(Printed):
     def log_probs(self) -> Tensor:
         """The logarithm of ``probs``."""
         self._require(self.likelihood.gives_probabilities, "log_probs", "expectation")
-        return self._out(self.likelihood.log_mean(self.f))
+        return self._out(self.likelihood.log_mean(self._f))
 
     @property
     def predictive_variance(self) -> Tensor:
@@ -79,7 +79,7 @@ class StudentPrediction(Printed):
         if self.likelihood.real_valued:
             return arrays.gaussian_entropy(self.predictive_variance)
         self._require(self.likelihood.gives_probabilities, "entropy", "predictive_variance")
-        return self._out(self.likelihood.entropy(self.f[None]))
+        return self._out(self.likelihood.entropy(self._f[None]))
 
     @property
     def aleatoric(self) -> Tensor:
@@ -94,7 +94,7 @@ class StudentPrediction(Printed):
         uncertainty = self.log_uncertainty.exp()
         if not self.likelihood.gives_probabilities:
             return self._out(uncertainty.chunk(2, -1)[0])
-        entropy = self.likelihood.entropy(self.f[None])
+        entropy = self.likelihood.entropy(self._f[None])
         return self._out(torch.minimum(uncertainty.reshape(entropy.shape), entropy))
 
     @property
@@ -105,7 +105,7 @@ class StudentPrediction(Printed):
     @property
     def _room(self) -> float:
         """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
-        return max(arrays.rounding(self.f.dtype), arrays.rounding(torch.float32))
+        return max(arrays.rounding(self._f.dtype), arrays.rounding(torch.float32))
 
     @property
     def p_value(self) -> Tensor:
@@ -113,7 +113,7 @@ class StudentPrediction(Printed):
         unusual, _ = self._compared("p_value")
         return arrays.p_values(unusual, self.ood_score, self._room)
 
-    def compared(self) -> arrays.Compared:
+    def _compared_scores(self) -> arrays.Compared:
         """Return the scores of inputs and of validation examples, which p-values combine."""
         scores = self.ood_score
         return arrays.Compared(scores, self._room * scores, self._compared("a monitor").unusual)
@@ -127,13 +127,13 @@ class StudentPrediction(Printed):
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
         other = "interval, or RiskControl(la, validation_loader) for labels of pixels or tokens"
-        self._require(arrays.has_classes(self.likelihood, self.f), "prediction_set", other)
+        self._require(arrays.has_classes(self.likelihood, self._f), "prediction_set", other)
         _, errors = self._compared("prediction_set")
         return arrays.conformal_set(self.expectation, arrays.quantiles(errors, level), self._room)
 
     def interval(self, level: float = 0.9) -> Interval:
         """Return intervals that contain each output with probability ``level`` or more, (B, C)."""
-        self._require(arrays.has_values(self.likelihood, self.f), "interval", "prediction_set")
+        self._require(arrays.has_values(self.likelihood, self._f), "interval", "prediction_set")
         _, errors = self._compared("interval")
         size = arrays.quantiles(errors, level)
         return arrays.conformal_interval(
@@ -146,32 +146,32 @@ class StudentPrediction(Printed):
         Continuous targets are Gaussian. Counts have a mean and a variance, but no density.
         """
         likelihood = self.likelihood
-        y = arrays.aligned(likelihood, y, self.f, self.class_dim)
+        y = arrays.aligned(likelihood, y, self._f, self._class_dim)
         if likelihood.gives_probabilities:
-            return likelihood.log_prob(self.f, y)
+            return likelihood.log_prob(self._f, y)
         self._require(likelihood.real_valued, "log_prob", "expectation")
         variance, error = self.predictive_variance, self._out(y) - self.expectation
         return sum_rows(-0.5 * (error.square() / variance + (2 * pi * variance).log()), y)
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
-        y = arrays.aligned(self.likelihood, y, self.f, self.class_dim)
+        y = arrays.aligned(self.likelihood, y, self._f, self._class_dim)
         kept = self.likelihood.labelled(y)
-        own = self.map(Tensor.detach, kept)
+        own = self._map(Tensor.detach, kept)
         return own.ood_score, arrays.errors_of(own, y[kept]).double()
 
-    def map(self, change: Callable[[Tensor], Tensor], rows: slice | Tensor) -> StudentPrediction:
+    def _map(self, change: Callable[[Tensor], Tensor], rows: slice | Tensor) -> StudentPrediction:
         """Return the prediction of some inputs, with every tensor changed."""
-        each = self.f, self.log_uncertainty, self.log_scores
+        each = self._f, self.log_uncertainty, self.log_scores
         f, uncertainty, scores = (change(values[rows]) for values in each)
-        return replace(self, f=f, log_uncertainty=uncertainty, log_scores=scores)
+        return replace(self, _f=f, log_uncertainty=uncertainty, log_scores=scores)
 
     def _compared(self, name: str) -> Scores:
         """Return the scores of the validation set."""
         if self.reference is None:
             words = "needs the student's own scores of a validation set, not those of la.calibrate"
             raise ValueError(f"{name} {words}: call student.calibrate(validation_loader).")
-        return Scores(*(part.to(self.f.device) for part in self.reference))
+        return Scores(*(part.to(self._f.device) for part in self.reference))
 
     def _require(self, holds: bool, name: str, other: str) -> None:
         if not holds:
@@ -180,8 +180,8 @@ class StudentPrediction(Printed):
 
     def _out(self, values: Tensor) -> Tensor:
         """Move the classes, if values have them, back to their axis in the model's outputs."""
-        same = values.dim() == self.f.dim()
-        return values.movedim(-1, self.class_dim) if same else values
+        same = values.dim() == self._f.dim()
+        return values.movedim(-1, self._class_dim) if same else values
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         return of_examples("Prediction of a student", self)

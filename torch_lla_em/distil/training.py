@@ -60,12 +60,12 @@ class Known(NamedTuple):
 
         def last(values: Tensor) -> Tensor:
             has_classes = values.dim() == expectation.dim()
-            return values.movedim(prediction.class_dim, -1) if has_classes else values[..., None]
+            return values.movedim(prediction._class_dim, -1) if has_classes else values[..., None]
 
         uncertainty = last(prediction.epistemic)
         if not prediction.likelihood.gives_probabilities:
             uncertainty = torch.cat([uncertainty, last(prediction.aleatoric)], -1)
-        return cls(x, last(expectation), uncertainty, prediction.scored[0].to(expectation))
+        return cls(x, last(expectation), uncertainty, prediction._scored[0].to(expectation))
 
     def logarithms(self) -> tuple[Tensor, Tensor]:
         """Return what the head learns: logarithms of uncertainties and of scores, NaN if not finite.
@@ -196,7 +196,7 @@ def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) ->
         some = rows_of(known, rows)
         own = student.predict(some.x)
         uncertainty = own.log_uncertainty * size[:n] + mean[:n]
-        loss = some.divergence(likelihood, own.f, uncertainty).mean()
+        loss = some.divergence(likelihood, own._f, uncertainty).mean()
         for z, goal in zip((own.log_uncertainty, own.log_scores), goals):
             due = goal[rows]
             loss = loss + _OF_HEAD * (z - due).where(due.isfinite(), 0).square().mean()
@@ -226,7 +226,7 @@ def _error(student: Student, known: Known) -> tuple[float, float, float]:
     columns, parts = [], 1 if student.likelihood.gives_probabilities else 2
     for due in pieces(known):
         found = student.predict(due.x)
-        kl = due.divergence(student.likelihood, found.f, found.log_uncertainty)
+        kl = due.divergence(student.likelihood, found._f, found.log_uncertainty)
         columns.append((kl.double(), found.log_uncertainty, found.log_scores))
     kl, *own = map(torch.cat, zip(*columns))
     uncertainty, scores = zip(own, known.logarithms())

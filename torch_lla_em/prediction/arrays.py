@@ -239,9 +239,9 @@ def errors_of(prediction: Any, y: Tensor) -> Tensor:
     standard deviations.
     """
     likelihood, mean = prediction.likelihood, prediction.expectation
-    if has_classes(likelihood, prediction.f):
+    if has_classes(likelihood, prediction._f):
         return mass_above(mean, rounding(mean.dtype)).gather(1, y.long()[:, None])
-    if has_values(likelihood, prediction.f):
+    if has_values(likelihood, prediction._f):
         errors: Tensor = (y - mean).abs() / prediction.predictive_variance.sqrt()
         return errors.double().reshape(len(y), -1)
     return y.new_zeros(len(y), 0, dtype=torch.float64)

@@ -12,7 +12,13 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.arrays import errors_of, has_classes, mean_and_error
 from torch_lla_em.prediction.functions import MODE, NETWORK
 from torch_lla_em.prediction.neighbours import output_variance
-from torch_lla_em.prediction.pushforward import Pushforward, Rows, Tables, posterior_alone
+from torch_lla_em.prediction.pushforward import (
+    Member,
+    Pushforward,
+    Rows,
+    Tables,
+    posterior_alone,
+)
 from torch_lla_em.prediction.reference import (
     Reference,
     Stated,
@@ -186,10 +192,11 @@ def unlike(parts: Sequence[Pushforward]) -> str:
     if parts[0].likelihood.real_valued:
         return _unlike_targets(parts)
     for part in parts:
-        for training, Jw in zip(part.training, part.Jw, strict=True):
+        for member in part.members:
+            training = member.training
             if training is None:
                 continue
-            variance = output_variance(training.likelihood, Jw[1:])
+            variance = output_variance(training.likelihood, member.Jw[1:])
             share = (variance > training.largest_variance.to(variance)).double().mean().item()
             if share > _UNLIKE and len(variance) * _UNLIKE > 1:
                 return (
@@ -221,7 +228,7 @@ def _unlike_targets(parts: Sequence[Pushforward]) -> str:
 
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
     """Return the temperature that fits outputs, classes last, best."""
-    part = Pushforward(y, (likelihood,), (f,), (f.new_zeros(1, *f.shape),))
+    part = Pushforward((Member(likelihood, f, f.new_zeros(1, *f.shape)),), y)
     return (-_temperature([part]).sum()).exp().item()
 
 
@@ -301,8 +308,9 @@ def with_temperature(data: Pushforward) -> Pushforward:
     is_second = torch.arange(len(labelled), device=labelled.device) % 2 == 1
     for half in (is_second, ~is_second):
         factors[half] = _temperature([data.part(~half & labelled)]).sum().exp().to(factors)
-    outputs = (f * factors.view(-1, *(1,) * (f.dim() - 1)) for f in data.outputs)
-    return data._replace(outputs=tuple(outputs))
+    factors = factors.view(-1, *(1,) * (data.f.dim() - 1))
+    members = (member._replace(f=factors * member.f) for member in data.members)
+    return data._replace(members=tuple(members))
 
 
 def _table(rows: Rows, like: Tensor) -> Tensor:

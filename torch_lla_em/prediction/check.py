@@ -111,7 +111,7 @@ class Check(Printed):
 
     def _remedy(self, low: list[str]) -> str:
         """Return what can raise the coverage of these groups and has not been done."""
-        kinds, by = {name.split(" ")[0] for name in low}, self.prediction.judged("check")[0]
+        kinds, by = {name.split(" ")[0] for name in low}, self.prediction._judged("check")[0]
         own = {"all": True, "group": by.groups is not None, "class": by.classes is not None}
         if any(own.get(kind) for kind in kinds):
             return (
@@ -163,9 +163,9 @@ def check(
         prediction, shifted, flagged = predicted(record, data), {}, {}
         reference = record.correction.reference
         if reference is not None and reference.groups is not None:
-            prediction = replace(prediction, stated=stated)
-        known_by, _ = prediction.judged("check")
-        likelihood, f, found = prediction.likelihood, prediction.f, []
+            prediction = replace(prediction, _stated=stated)
+        known_by, _ = prediction._judged("check")
+        likelihood, f, found = prediction.likelihood, prediction._f, []
         if has_classes(likelihood, f) or has_values(likelihood, f):
             found = list(_groups(prediction, data.y, stated.groups, level))
         if x is not None and x.is_floating_point() and x.dim() == 4:
@@ -180,7 +180,7 @@ def _groups(
     prediction: Prediction, y: Tensor, labels: Tensor | None, level: float
 ) -> Iterator[GroupCoverage]:
     """Yield the coverage within each group."""
-    reference, is_real = prediction.judged("check")[0], prediction.likelihood.real_valued
+    reference, is_real = prediction._judged("check")[0], prediction.likelihood.real_valued
     if is_real:
         lower, upper = prediction.interval(level)
         values = (lower <= y) & (y <= upper), upper - lower, prediction.aleatoric
@@ -227,6 +227,6 @@ def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[s
     for name, other in copies.items():
         if not torch.equal(other, x):  # such as a blur of small images
             parts = torch.arange(len(x), device=x.device).split(_AT_ONCE)
-            stated = (prediction.stated.part(rows).groups for rows in parts)
+            stated = (prediction._stated.part(rows).groups for rows in parts)
             each = [predict(record, other[i], groups=g).p_value for i, g in zip(parts, stated)]
             yield name, torch.cat(each)

@@ -35,20 +35,20 @@ def p_values(prediction: Any, score: Score = "all") -> Tensor:
     Example:
         >>> by_distance = la.predict(x).p_values("distance")
     """
-    reference, own = prediction.judged("p_value")
+    reference, own = prediction._judged("p_value")
     members, parts = (own,), (reference.unusual,)
     if reference.folds is not None:
         members = own.members
         parts = reference.unusual.split(reference.folds.tolist())
     found = []
     for member, known in zip(members, parts):
-        values, units = member.scored
+        values, units = member._scored
         # references of 0.4 have the last scores only
         computed = values.shape[1]
         some = chosen(score, computed, known.shape[1])
         among = reference._replace(unusual=known[:, [i - computed for i in some]])
-        ties = prediction.ties, units[some]
-        found.append(among.p_values(values[:, some], prediction.stated, *ties))
+        ties = prediction._ties, units[some]
+        found.append(among.p_values(values[:, some], prediction._stated, *ties))
     return found[0] if reference.folds is None else crossed(torch.stack(found), reference.folds)
 
 
@@ -58,11 +58,11 @@ def compared(prediction: Any) -> Compared:
     Args:
         prediction: The prediction, which has this as a method.
     """
-    reference, own = prediction.judged("a monitor")
-    known, (values, units) = reference.unusual, own.scored
+    reference, own = prediction._judged("a monitor")
+    known, (values, units) = reference.unusual, own._scored
     values, unit = values[:, -known.shape[1] :], units[-known.shape[1] :]
-    both = prediction.stated.groups, reference.groups
-    room = prediction.ties * (values + unit)
+    both = prediction._stated.groups, reference.groups
+    room = prediction._ties * (values + unit)
     return Compared(values, room, known.to(values), None if reference.groups is None else both)
 
 
@@ -82,8 +82,8 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
         >>> suspicious = la.predict(x).is_ood(rate=0.1)
     """
     require_share(rate, "rate")
-    reference, _ = prediction.judged("is_ood")
-    reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", prediction.stated)
+    reference, _ = prediction._judged("is_ood")
+    reference.require(ceil(1 / rate - 1 - ROUNDING), f"rate={rate}", prediction._stated)
     flagged: Tensor = prediction.p_values(score) <= rate
     return flagged
 
@@ -105,15 +105,15 @@ def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
     Example:
         >>> sizes = la.predict(x).prediction_set(level=0.8).sum(1)
     """
-    if not has_classes(prediction.likelihood, prediction.f):
+    if not has_classes(prediction.likelihood, prediction._f):
         raise TypeError(
             "prediction_set is for one class label per example: use interval(level) for a regression, and "
             "RiskControl(la, validation_loader) for a label at every pixel or token."
         )
-    reference, own = prediction.judged("prediction_set")
+    reference, own = prediction._judged("prediction_set")
     probs = own.expectation
-    threshold = reference.quantiles(reference.errors, level, prediction.stated, probs.shape[1])
-    inside: Tensor = prediction.shaped(conformal_set(probs, threshold, prediction.ties))
+    threshold = reference.quantiles(reference.errors, level, prediction._stated, probs.shape[1])
+    inside: Tensor = prediction._shaped(conformal_set(probs, threshold, prediction._ties))
     return inside
 
 
@@ -137,20 +137,20 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     Example:
         >>> lower, upper = regression.predict(x).interval(level=0.8)
     """
-    if not has_values(prediction.likelihood, prediction.f):
+    if not has_values(prediction.likelihood, prediction._f):
         raise TypeError(
             "interval is for continuous targets of shape (B,) or (B, C): use prediction_set(level) for classes, and "
             "credible_interval(level) otherwise."
         )
-    reference, own = prediction.judged("interval")
+    reference, own = prediction._judged("interval")
     centre, errors = own.expectation, reference.errors
     if joint and centre.shape[1:].numel() > 1:
         errors = errors.amax(1, keepdim=True)
-    size = reference.quantiles(errors, level, prediction.stated)
+    size = reference.quantiles(errors, level, prediction._stated)
     folds = reference.folds is not None
     variance = _variance_of_error(own) if folds else own.predictive_variance
-    ends = conformal_interval(centre, variance, size, prediction.ties)
-    return Interval(*map(prediction.shaped, ends))
+    ends = conformal_interval(centre, variance, size, prediction._ties)
+    return Interval(*map(prediction._shaped, ends))
 
 
 def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
@@ -160,16 +160,16 @@ def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
         prediction: The prediction, which has this as a method.
         name: What needs them, for an error.
     """
-    reference = prediction.reference
-    if prediction.origin is None or reference is None:
-        several = prediction.owners[-1] > 0
+    reference = prediction._reference
+    if prediction._origin is None or reference is None:
+        several = prediction._components[-1].owner > 0
         la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
         raise ValueError(
             f"{name} compares inputs with a validation set, but this prediction has none. "
             f"Call {la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean=."
         )
-    reference.agree(prediction.stated)
-    return reference, prediction.by_reference
+    reference.agree(prediction._stated)
+    return reference, prediction._by_reference
 
 
 def _variance_of_error(prediction: Any) -> Tensor:

@@ -64,7 +64,7 @@ def export(
             columns = posterior.columns()
             rows = model.at(x, len(columns))
             Jw = rows.push(columns)  # f comes with it in forward mode
-            each.append(posterior.of_products(rows.f, Jw, rows.f, model.network.class_dim))
+            each.append(posterior.of_products(rows.f, Jw, class_dim=model.network.class_dim))
         return returned(predicted(known, stack_members(each)))
 
     return program_of(

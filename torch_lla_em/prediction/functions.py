@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import log, prod
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.arrays import NUMBERS
 from torch_lla_em.runtime import without_autocast
 
@@ -33,6 +34,32 @@ of the posterior's variance. The first row has the samples' deviations, the othe
 
 # most outputs of an example, and most samples, for which rotations are drawn: these take K³ operations
 _OUTPUTS, _SAMPLES = 1024, 256
+
+
+class Component(NamedTuple):
+    """A component of a prediction's mixture: a posterior, or a function such as the network."""
+
+    likelihood: Likelihood
+    """The likelihood, with its observation noise."""
+
+    centre: Tensor
+    """The mean of f, (B, ..., C), classes last."""
+
+    deviations: Tensor
+    """The samples minus their mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 for a function."""
+
+    weight: float | Tensor = 1.0
+    """The weight in the mixture; those of all components have the sum 1."""
+
+    owner: int = 0
+    """The number of its posterior, whose first component has the samples."""
+
+
+def weights_of(components: Sequence[Component]) -> Tensor:
+    """Return the weights of components, (components,)."""
+    weights, f = [part.weight for part in components], components[0].centre
+    fitted = [weight for weight in weights if isinstance(weight, Tensor)]
+    return torch.stack(fitted).to(f) if fitted else f.new_tensor(weights)
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
@@ -62,29 +89,34 @@ def _rotations(count: int, sets: int) -> np.ndarray:
 
 
 def functions_at(
-    prediction: Any, rows: slice = slice(None), at_least: int = FUNCTIONS
+    components: Sequence[Component], rows: slice = slice(None), at_least: int = FUNCTIONS
 ) -> tuple[Tensor, Tensor | None]:
-    """Return S functions of a prediction, (S, B, ..., C), those of its first component first, and their weights; None: equal."""
+    """Return S functions of components, (S, B, ..., C), those of the first one first, and their weights; None: equal."""
     each = [
-        centre[rows] + functions_of(d[:, rows], at_least) if len(d) else centre[None, rows]
-        for centre, d in zip(prediction.centres, prediction.deviations)
+        part.centre[rows] + functions_of(part.deviations[:, rows], at_least)
+        if len(part.deviations)
+        else part.centre[None, rows]
+        for part in components
     ]
     if len(each) == 1:
         return each[0], None
-    shares = [(weight / len(f)).expand(len(f)) for weight, f in zip(prediction.weights, each)]
+    pairs = zip(weights_of(components), each, strict=True)
+    shares = [(weight / len(f)).expand(len(f)) for weight, f in pairs]
     return torch.cat(each), torch.cat(shares)
 
 
-def over_rows(prediction: Any, take: Take, dim: int = 0, at_least: int = FUNCTIONS) -> Tensor:
+def over_rows(
+    components: Sequence[Component], take: Take, dim: int = 0, at_least: int = FUNCTIONS
+) -> Tensor:
     """Apply ``take`` to all functions of a few examples at a time."""
-    f = prediction.centres[0]
-    count = sum(2 * len(d) + max(at_least, 2 * len(d)) for d in prediction.deviations)  # at most
+    f, counts = components[0].centre, [len(part.deviations) for part in components]
+    count = sum(2 * n + max(at_least, 2 * n) for n in counts)  # at most
     step = max(1, NUMBERS // max(1, count * f.shape[1:].numel()))
     with without_autocast(f.device):
         if len(f) <= step:  # states no number of rows, so that exported programs take any
-            return take(*functions_at(prediction, at_least=at_least), slice(None))
+            return take(*functions_at(components, at_least=at_least), slice(None))
         parts = map(slice, range(0, len(f), step), range(step, len(f) + step, step))
-        return torch.cat([take(*functions_at(prediction, p, at_least), p) for p in parts], dim)
+        return torch.cat([take(*functions_at(components, p, at_least), p) for p in parts], dim)
 
 
 def in_shares(samples: Tensor, others: Sequence[Tensor], weights: Tensor) -> Tensor:

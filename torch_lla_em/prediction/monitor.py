@@ -79,7 +79,7 @@ class Monitor(Printed):
         with torch.no_grad():
             stated = {} if groups is None else {"groups": groups}
             prediction: Any = x if isinstance(x, Printed) else self._la.predict(x, **stated)
-            found = prediction.compared()
+            found = prediction._compared_scores()
             if _mark_of(found.reference) != self._mark:
                 raise ValueError(
                     "Inputs are compared with another validation set than that of this monitor: la was calibrated "
@@ -209,7 +209,7 @@ def _cells(
 def _inside(prediction: Any, y: Tensor, level: float) -> list[bool]:
     """Return which labelled targets are in their prediction set or interval."""
     likelihood = prediction.likelihood
-    y = arrays.aligned(likelihood, y, prediction.f, prediction.class_dim)
+    y = arrays.aligned(likelihood, y, prediction._f, prediction._class_dim)
     kept = likelihood.labelled(y)
     if likelihood.real_valued:
         lower, upper = prediction.interval(level)

@@ -21,7 +21,13 @@ from torch_lla_em.prediction.arrays import rounding
 from torch_lla_em.prediction.calibration import Correction
 from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
-from torch_lla_em.prediction.pushforward import Pushforward, Rows, posterior_alone, stack_members
+from torch_lla_em.prediction.pushforward import (
+    Member,
+    Pushforward,
+    Rows,
+    posterior_alone,
+    stack_members,
+)
 from torch_lla_em.runtime import check_choice
 
 
@@ -172,20 +178,21 @@ class Posterior:
                 require_rows(network.outputs(x), x)
             raise
         require_rows(f, x)
-        return self.of_products(f, Jw, f, network.class_dim)
+        return self.of_products(f, Jw, class_dim=network.class_dim)
 
     def columns(self) -> Tensor:
         """Return w_lin and samples, (1 + K, P)."""
         return torch.cat([self.result.w_lin[None], self.result.w_samples])
 
-    def of_products(self, f: Tensor, Jw: Tensor, y: Tensor, class_dim: int = -1) -> Pushforward:
-        """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets."""
+    def of_products(
+        self, f: Tensor, Jw: Tensor, targets: Tensor | None = None, class_dim: int = -1
+    ) -> Pushforward:
+        """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets if they are known."""
         result = self.result
         if result.constant is not None:
             Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
-        noise = (result.network_noise,)
-        parts = (self.likelihood,), (f,), (Jw,), (self.training,), noise
-        return Pushforward(y, *parts, class_dim)
+        own = Member(self.likelihood, f, Jw, self.training, result.network_noise)
+        return Pushforward((own,), targets, class_dim)
 
     def moved(self, fn: Callable[[Tensor], Tensor], setting: Setting) -> Posterior:
         """Return this posterior with every tensor mapped, as by ``nn.Module.to``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,14 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.prediction import comparison, targets
 from torch_lla_em.prediction.arrays import aligned, gaussian_entropy, rounding
-from torch_lla_em.prediction.functions import JOINT, in_shares, log_mean_exp, over_rows
+from torch_lla_em.prediction.functions import (
+    JOINT,
+    Component,
+    in_shares,
+    log_mean_exp,
+    over_rows,
+    weights_of,
+)
 from torch_lla_em.prediction.reference import Reference, Stated, ood_scores
 from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import without_autocast
@@ -42,106 +49,89 @@ class Prediction(Printed):
         >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
 
-    likelihoods: tuple[Likelihood, ...]
-    """The likelihood of each component, with its observation noise: posteriors, and functions such as the network."""
-
-    centres: tuple[Tensor, ...]
-    """The mean of f of each, (B, ..., C), classes last."""
-
-    deviations: tuple[Tensor, ...]
-    """The samples of each minus its mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 for a function."""
-
-    weights: Tensor
-    """The weight of each, (components,), with sum 1."""
-
-    owners: tuple[int, ...] = (0,)
-    """The number of the posterior of each. The first component of a posterior has the samples."""
-
-    class_dim: int = -1
+    _components: tuple[Component, ...]
+    _class_dim: int = -1
     """The axis of the classes in the network's outputs."""
 
-    origin: Any = None
+    _origin: Any = None
     """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation set."""
 
-    reference: Reference | None = None
+    _reference: Reference | None = None
     """The scores of validation examples that inputs are compared with."""
 
-    stated: Stated = Stated()
+    _stated: Stated = Stated()
     """The groups and weights of the inputs, if the reference has any."""
 
-    room: float = 0.0
+    _room: float = 0.0
     """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, of an ensemble that of the first member: they may differ in σ."""
-        return self.likelihoods[0]
-
-    @property
-    def f(self) -> Tensor:
-        """The mean of the first component, for its shape, dtype and device."""
-        return self.centres[0]
+        return self._components[0].likelihood
 
     @cached_property
     def members(self) -> tuple[Prediction, ...]:
         """The prediction of each posterior: of a single one, or of all members of an ensemble."""
+        every = range(1 + self._components[-1].owner)
         return tuple(
-            self._of_some(
-                [i for i, n in enumerate(self.owners) if n == k],
-                self.origin and self.origin.member(k),
-            )
-            for k in range(1 + self.owners[-1])
+            replace(self._of_owner(k), _origin=self._origin and self._origin.member(k))
+            for k in every
         )
 
-    def _of_some(self, some: list[int], origin: Any = None) -> Prediction:
-        """Return the prediction of some of the components, by their numbers, as one posterior."""
-        lists = self.likelihoods, self.centres, self.deviations
-        parts: list[Any] = [tuple(own[i] for i in some) for own in lists]
-        weights = self.weights[some]
-        parts += [weights / weights.sum(), (0,) * len(some), self.class_dim, origin]
-        parts += [self.reference, self.stated, self.room]
-        return Prediction(*parts)
+    def _of_owner(self, number: int) -> Prediction:
+        """Return the prediction of one posterior alone."""
+        owners = [part.owner for part in self._components]
+        weights = weights_of(self._components)[[i for i, n in enumerate(owners) if n == number]]
+        own = [part for part in self._components if part.owner == number]
+        pairs = zip(own, weights / weights.sum(), strict=True)
+        parts = tuple(part._replace(weight=weight, owner=0) for part, weight in pairs)
+        return replace(self, _components=parts, _origin=None)
 
-    def map(self, change: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Prediction:
-        """Return the prediction of some inputs, alone, with every tensor of values changed.
+    def _map(self, change: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Prediction:
+        """Return the prediction of some inputs, alone, with tensors changed whose last axes are (B, ..., C)."""
+        parts = (
+            part._replace(
+                centre=change(part.centre[rows]), deviations=change(part.deviations[:, rows])
+            )
+            for part in self._components
+        )
+        return Prediction(tuple(parts), self._class_dim)
 
-        Args:
-            change (callable): Maps tensors whose last axes are (B, ..., C).
-            rows (slice): Which inputs. Default: all.
-        """
-        centres = tuple(change(centre[rows]) for centre in self.centres)
-        deviations = tuple(change(d[:, rows]) for d in self.deviations)
-        parts = self.likelihoods, centres, deviations, self.weights, self.owners
-        return Prediction(*parts, self.class_dim)
+    @property
+    def _f(self) -> Tensor:
+        """The mean of the first component, for its shape, dtype and device."""
+        return self._components[0].centre
 
     # f
 
     @property
-    def centre(self) -> Tensor:
+    def _centre(self) -> Tensor:
         """The mean of f, with the classes last."""
-        return self._averaged(self.centres)
+        return self._averaged(part.centre for part in self._components)
 
     @property
     def f_mean(self) -> Tensor:
         """The mean of f, shape (B, ..., C)."""
-        return self.shaped(self.centre)
+        return self._shaped(self._centre)
 
     @property
     def f_variance(self) -> Tensor:
         """The variance of f, without observation noise, shape (B, ..., C)."""
-        return self.shaped(self._total(map(mean_square, self.deviations), self.centres))
+        within = (mean_square(part.deviations) for part in self._components)
+        return self._shaped(self._total(within, [part.centre for part in self._components]))
 
     @property
     def f_covariance(self) -> Tensor:
         """The covariance of f over all inputs and outputs, of ``f_mean.flatten()``, (B C, B C)."""
-        mean, found = self.centre, []
+        mean, blocks = self._centre, []
         with without_autocast(mean.device):
-            for centre, deviations in zip(self.centres, self.deviations):
-                size = max(1, len(deviations)) ** 0.5
-                rows = torch.cat([deviations / size, (centre - mean)[None]])
-                rows = self.shaped(rows, 1).flatten(1)
-                found.append(rows.T @ rows)
-        return self._averaged(found)
+            for part in self._components:
+                size = max(1, len(part.deviations)) ** 0.5
+                rows = torch.cat([part.deviations / size, (part.centre - mean)[None]])
+                rows = self._shaped(rows, 1).flatten(1)
+                blocks.append(rows.T @ rows)
+        return self._averaged(blocks)
 
     @property
     def samples(self) -> Tensor:
@@ -150,29 +140,32 @@ class Prediction(Printed):
         Further components replace some of them in proportion to their weight. An
         ensemble has the samples of all members.
         """
-        found = []
-        for each in self.members:
-            first, *others = each.centres
-            samples = first + each.deviations[0]
-            found.append(in_shares(samples, others, each.weights) if others else samples)
-        return self.shaped(torch.cat(found), 1)
+        drawn = []
+        for member in self.members:
+            first, *others = member._components
+            samples = first.centre + first.deviations
+            if others:
+                functions = [part.centre for part in others]
+                samples = in_shares(samples, functions, weights_of(member._components))
+            drawn.append(samples)
+        return self._shaped(torch.cat(drawn), 1)
 
-    def joint_deviations(self) -> Tensor:
+    def _joint_deviations(self) -> Tensor:
         """Return samples minus the mean, classes last: those of the posterior, or those of all posteriors."""
-        if self.owners[-1] == 0:
-            return self.deviations[0]
-        mean = self.centre
-        return torch.cat([m.deviations[0] + (m.centre - mean) for m in self.members])
+        if self._components[-1].owner == 0:
+            return self._components[0].deviations
+        mean = self._centre
+        return torch.cat([m._components[0].deviations + (m._centre - mean) for m in self.members])
 
     # y
 
     @property
     def expectation(self) -> Tensor:
         """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        mean = self.likelihoods[0].mean
-        if self.likelihoods[0].real_valued:
-            return self.shaped(mean(self.centre))
-        return self.shaped(over_rows(self, lambda f, weights, _: average(mean(f), weights)))
+        mean, parts = self.likelihood.mean, self._components
+        if self.likelihood.real_valued:
+            return self._shaped(mean(self._centre))
+        return self._shaped(over_rows(parts, lambda f, weights, _: average(mean(f), weights)))
 
     @property
     def mean(self) -> Tensor:
@@ -184,15 +177,15 @@ class Prediction(Printed):
         """The mean of the log variance of the noise, (B, ..., C), that a heteroscedastic network predicts."""
         holds = isinstance(self.likelihood, HeteroscedasticRegression)
         targets.require_kind(holds, self, "log_variance", "its network predicts no noise")
-        return self.shaped(self.centre.chunk(2, -1)[1])
+        return self._shaped(self._centre.chunk(2, -1)[1])
 
     @property
     def predictive_variance(self) -> Tensor:
         """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each indicator."""
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
-        aleatoric, epistemic = self.uncertainties()
-        return self.shaped(aleatoric + epistemic)
+        aleatoric, epistemic = self._uncertainties()
+        return self._shaped(aleatoric + epistemic)
 
     @property
     def standard_error(self) -> Tensor:
@@ -205,9 +198,10 @@ class Prediction(Printed):
             return torch.zeros_like(self.expectation)
         # an average over a sample and its mirror image is nearly quadratic in it, so its spread over samples is that of
         # their covariance, which rotations do not reduce
-        each = []
+        variances = []
         for own in self.members:
-            mean, K = own.likelihood.mean, len(own.deviations[0])
+            first = own._components[0]
+            mean, K = own.likelihood.mean, len(first.deviations)
 
             def squared(f: Tensor, *_: Any, mean: Any = mean, K: int = K) -> Tensor:
                 values, half = mean(f), len(f) // 2
@@ -216,8 +210,8 @@ class Prediction(Printed):
                 apart: Tensor = (pairs - pairs.mean(0)).square().sum(0)
                 return apart / (K * (K - 1) if K else 1)
 
-            each.append(own.weights[0] ** 2 * over_rows(own._of_some([0]), squared))
-        return self.shaped((torch.stack(each).mean(0) / len(each)).sqrt())
+            variances.append(weights_of(own._components)[0] ** 2 * over_rows([first], squared))
+        return self._shaped((torch.stack(variances).mean(0) / len(variances)).sqrt())
 
     @property
     def probs(self) -> Tensor:
@@ -230,8 +224,11 @@ class Prediction(Printed):
         """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow."""
         self._require_probabilities("log_probs")
         log_mean = self.likelihood.log_mean
-        found = over_rows(self, lambda f, weights, _: log_mean_exp(log_mean(f), weights))
-        return self.shaped(found)
+
+        def averaged(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
+            return log_mean_exp(log_mean(f), weights)
+
+        return self._shaped(over_rows(self._components, averaged))
 
     @property
     def entropy(self) -> Tensor:
@@ -242,27 +239,27 @@ class Prediction(Printed):
         if self.likelihood.real_valued:
             return gaussian_entropy(self.predictive_variance)
         entropy = self.likelihood.entropy
-        return self.shaped(over_rows(self, lambda f, w, _: entropy(f, w)))
+        return self._shaped(over_rows(self._components, lambda f, w, _: entropy(f, w)))
 
     @property
     def aleatoric(self) -> Tensor:
         """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self.shaped(self.uncertainties()[0])
+        return self._shaped(self._uncertainties()[0])
 
     @property
     def epistemic(self) -> Tensor:
         """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self.shaped(self.uncertainties()[1])
+        return self._shaped(self._uncertainties()[1])
 
-    def uncertainties(self) -> tuple[Tensor, Tensor]:
+    def _uncertainties(self) -> tuple[Tensor, Tensor]:
         """Return the aleatoric and the epistemic uncertainty, classes last."""
-        likelihood, mean = self.likelihood, self.likelihood.mean
+        likelihood, mean, parts = self.likelihood, self.likelihood.mean, self._components
         if likelihood.observation_noise is not None:  # mean is linear
-            means = map(mean, self.centres)
-            spread = self._total((mean_square(mean(d)) for d in self.deviations), means)
-            each = (own.variance(centre) for own, centre in zip(self.likelihoods, self.centres))
-            return self._averaged(each), spread
-        both = over_rows(self, lambda f, w, _: torch.stack(likelihood.uncertainties(f, w)), 1)
+            within = (mean_square(mean(part.deviations)) for part in parts)
+            spread = self._total(within, [mean(part.centre) for part in parts])
+            noises = (part.likelihood.variance(part.centre) for part in parts)
+            return self._averaged(noises), spread
+        both = over_rows(parts, lambda f, w, _: torch.stack(likelihood.uncertainties(f, w)), 1)
         return both[0], both[1]
 
     credible_interval, sample = targets.credible_interval, targets.sample
@@ -282,7 +279,7 @@ class Prediction(Printed):
         Example:
             >>> nll = -la.predict(x).log_prob(y).mean()
         """
-        return self.log_density(self.aligned(y))
+        return self._log_density(self._aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed form.
@@ -290,34 +287,28 @@ class Prediction(Printed):
         Args:
             y (Tensor): Targets, as in the training data.
         """
-        return self.log_density(self.aligned(y), joint=True)
+        return self._log_density(self._aligned(y), joint=True)
 
-    def log_density(self, y: Tensor, joint: bool = False) -> Tensor:
-        """Return the same of targets that are aligned.
-
-        Args:
-            y (Tensor): Targets with the outputs last.
-            joint (bool): Whether it is that of all inputs together. Default False.
-        """
-        found = []
-        for i, own in enumerate(self.likelihoods):
-            known = own.predictive_log_prob(self.centres[i], self.deviations[i], y, joint)
-            if known is None:
-                one, log_prob = self._of_some([i]), own.log_prob
-                if joint:
-                    each = over_rows(one, lambda f, _, rows: log_prob(f, y[rows]), 1, JOINT)
-                    known = log_mean_exp(each.sum(1))
-                else:
-                    known = over_rows(one, lambda f, _, rows: log_mean_exp(log_prob(f, y[rows])))
-            found.append(known)
-        return log_mean_exp(torch.stack(found), self.weights)
+    def _log_density(self, y: Tensor, joint: bool = False) -> Tensor:
+        """Return the same of targets that are aligned; ``joint``: of all inputs together."""
+        every = []
+        for part in self._components:
+            log_prob = part.likelihood.log_prob
+            total = part.likelihood.predictive_log_prob(part.centre, part.deviations, y, joint)
+            if total is None and joint:
+                each = over_rows([part], lambda f, _, rows: log_prob(f, y[rows]), 1, JOINT)
+                total = log_mean_exp(each.sum(1))
+            elif total is None:
+                total = over_rows([part], lambda f, _, rows: log_mean_exp(log_prob(f, y[rows])))
+            every.append(total)
+        return log_mean_exp(torch.stack(every), weights_of(self._components))
 
     # comparison with a validation set
 
     @cached_property
-    def scored(self) -> tuple[Tensor, Tensor]:
+    def _scored(self) -> tuple[Tensor, Tensor]:
         """The out-of-distribution scores that p-values compare, and their units."""
-        return ood_scores(self, *(self.origin.distances() if self.origin else (None, None)))
+        return ood_scores(self, *(self._origin.distances() if self._origin else (None, None)))
 
     @property
     def p_value(self) -> Tensor:
@@ -333,31 +324,27 @@ class Prediction(Printed):
         """
         return self.p_values()
 
-    p_values, is_ood, judged = comparison.p_values, comparison.is_ood, comparison.judged
-    compared = comparison.compared
+    p_values, is_ood, _judged = comparison.p_values, comparison.is_ood, comparison.judged
+    _compared_scores = comparison.compared
     prediction_set, interval = comparison.prediction_set, comparison.interval
 
     @cached_property
-    def by_reference(self) -> Prediction:
+    def _by_reference(self) -> Prediction:
         """The prediction by the numbers that the scores of the reference are of, classes last."""
-        reference, sigma, noise = self.reference, self.origin.likelihood.observation_noise, None
+        reference, sigma, noise = self._reference, self._origin.likelihood.observation_noise, None
         if reference.sigma is not None and sigma is not None:
             noise = reference.sigma / sigma.to(reference.sigma)
-        found: Prediction = self.origin.prediction(reference.table, noise)
-        return replace(found, class_dim=-1)
+        found: Prediction = self._origin.prediction(reference.table, noise)
+        return replace(found, _class_dim=-1)
 
     @property
-    def ties(self) -> float:
+    def _ties(self) -> float:
         """Relative difference up to which scores are ties."""
-        return max(self.room, rounding(self.f.dtype))
+        return max(self._room, rounding(self._f.dtype))
 
-    def aligned(self, y: Tensor) -> Tensor:
-        """Return targets with the outputs last; raise an error if they do not fit.
-
-        Args:
-            y (Tensor): Targets, as in the training data.
-        """
-        return aligned(self.likelihood, y, self.f, self.class_dim)
+    def _aligned(self, y: Tensor) -> Tensor:
+        """Return targets with the outputs last; raise an error if they do not fit."""
+        return aligned(self.likelihood, y, self._f, self._class_dim)
 
     def _require_probabilities(self, name: str) -> None:
         holds = self.likelihood.gives_probabilities
@@ -366,28 +353,24 @@ class Prediction(Printed):
     def _averaged(self, values: Iterable[Tensor]) -> Tensor:
         """Return the mean of a quantity over the components."""
         first, *others = values
-        return average(torch.stack([first, *others]), self.weights) if others else first
+        if not others:
+            return first
+        return average(torch.stack([first, *others]), weights_of(self._components))
 
-    def _total(self, within: Iterable[Tensor], means: Iterable[Tensor]) -> Tensor:
+    def _total(self, within: Iterable[Tensor], means: Sequence[Tensor]) -> Tensor:
         """Return the mean of a variance over the components, plus the variance of a mean."""
         first, *others = within
         if not others:
             return first
-        means = list(means)
-        mean = self._averaged(means)
-        return self._averaged(v + (m - mean).square() for v, m in zip([first, *others], means))
+        mean, pairs = self._averaged(means), zip([first, *others], means, strict=True)
+        return self._averaged(v + (m - mean).square() for v, m in pairs)
 
-    def shaped(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes, if there are any, back to their axis in the model's outputs.
-
-        Args:
-            values (Tensor): Classes last.
-            leading (int): The number of axes before the examples. Default 0.
-        """
-        axis = self.class_dim
-        if axis == -1 or values.dim() < self.f.dim() + leading:
+    def _shaped(self, values: Tensor, leading: int = 0) -> Tensor:
+        """Move the classes, if there are any, back to their axis in the outputs, after ``leading`` axes."""
+        axis = self._class_dim
+        if axis == -1 or values.dim() < self._f.dim() + leading:
             return values
-        return values.movedim(-1, axis + leading * (axis >= 0))
+        return values.movedim(-1, axis + leading if axis >= 0 else axis)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FORMER:

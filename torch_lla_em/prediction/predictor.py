@@ -37,7 +37,7 @@ def forward(la: Any, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         require_one_shape(means, _BATCHES)
         return (torch.cat(means), torch.cat(variances)) if is_real else torch.cat(means)
     found = predict(la, x)
-    if found.likelihoods[0].real_valued:
+    if found.likelihood.real_valued:
         return found.expectation, found.predictive_variance
     return found.expectation
 
@@ -54,8 +54,8 @@ def predict(
     else:
         found = predicted(known, known.at(x))
     if is_stated:
-        f = found.f
-        found = replace(found, stated=Stated(groups, weights).checked(len(f), f.device))
+        f = found._f
+        found = replace(found, _stated=Stated(groups, weights).checked(len(f), f.device))
     return found
 
 
@@ -96,9 +96,9 @@ def functional_samples(la: Any, x: Any) -> Tensor:
 
 def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
-    _, noise, reference, _, room, _ = known.correction
-    noise = None if isinstance(known, Posterior) else noise  # which its likelihood has
-    return data.prediction(known.tables, noise, reference, room)
+    found = known.correction
+    noise = None if isinstance(known, Posterior) else found.noise  # which its likelihood has
+    return data.prediction(known.tables, noise, found.reference, found.room)
 
 
 def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:

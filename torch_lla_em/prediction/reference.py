@@ -210,17 +210,17 @@ def ood_scores(
     """
     likelihood = prediction.likelihood
     # small scores are differences of large numbers
-    double = prediction.map(Tensor.double)
+    double = prediction._map(Tensor.double)
     if likelihood.real_valued:
-        aleatoric, epistemic = double.uncertainties()
+        aleatoric, epistemic = double._uncertainties()
         variance = epistemic = epistemic / aleatoric
     else:
-        epistemic = variance = centred(likelihood, double.joint_deviations()).square().mean(0)
+        epistemic = variance = centred(likelihood, double._joint_deviations()).square().mean(0)
         if likelihood.gives_probabilities:
-            epistemic = double.uncertainties()[1]
+            epistemic = double._uncertainties()[1]
     scores = [epistemic, variance] if distances is None else [epistemic]
     columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
-    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=prediction.f.device)
+    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=prediction._f.device)
     if distances is not None and unit is not None:
         columns.append(distances.to(columns[0]))  # training examples are stored where vectors are
         units = torch.stack([units[0], torch.ones_like(units[0]), unit.to(units)])

@@ -207,10 +207,12 @@ def correction_of(state: State, device: torch.device) -> Correction:
         given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in calibration]
         calibration = Calibration(*given)
     tensor = partial(_tensor, state, device)
-    reference: list[Any] = [tensor(name) for name in REFERENCE]
-    known = None if reference[0] is None else Reference(*reference)
-    each = tensor("table"), tensor("noise"), known, calibration
-    return Correction(*each, room or 0.0, tuple(marks or ()))
+    fields: dict[str, Any] = {
+        field: tensor(name) for field, name in zip(Reference._fields, REFERENCE, strict=True)
+    }
+    known = None if fields["table"] is None else Reference(**fields)
+    table, noise = tensor("table"), tensor("noise")
+    return Correction(table, noise, known, calibration, room or 0.0, tuple(marks or ()))
 
 
 def _tensor(state: State, device: torch.device, name: str) -> Any:

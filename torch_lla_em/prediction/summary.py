@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from textwrap import TextWrapper
 from typing import Any, NamedTuple
@@ -25,10 +25,7 @@ CALL = "Call la.calibrate(validation_loader)"
 
 
 class Printed:
-    """Base class of objects that are printed as a title, a table, and what follows from it."""
-
-    findings: Sequence[str] = ()
-    """Sentences below the table."""
+    """Base class of objects that are printed as a title, a table, and the sentences of ``findings``, if they have some."""
 
     def _table(self) -> tuple[str, Cells]:
         """Return the title and the cells, row by row."""
@@ -43,13 +40,15 @@ class Printed:
             wrapper = TextWrapper(len(before) + _WIDTH, before, " " * len(before))
             wrapper.break_on_hyphens = False
             lines += wrapper.wrap(row[-1]) or [before]
-        return "\n".join([title, *(f"  {line.rstrip()}" for line in lines), *self.findings])
+        return "\n".join(
+            [title, *(f"  {line.rstrip()}" for line in lines), *getattr(self, "findings", ())]
+        )
 
     def _repr_html_(self) -> str:
         title, rows = self._table()
         lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
         body = "".join(f"<tr>{line}</tr>" for line in lines)
-        below = "".join(f"<li>{escape(line)}</li>" for line in self.findings)
+        below = "".join(f"<li>{escape(line)}</li>" for line in getattr(self, "findings", ()))
         table = f"<table><caption>{escape(title)}</caption>{body}</table>"
         return f"{table}<ul>{below}</ul>" if below else table
 
@@ -66,11 +65,11 @@ class Table(Printed):
 
 def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
     """Return a title and a table of the first examples of a prediction."""
-    likelihood, count = prediction.likelihood, len(prediction.f)
+    likelihood, count = prediction.likelihood, len(prediction._f)
     title = f"{title} under {type(likelihood).__name__}"
-    if prediction.f.dim() != 2 or not count:
+    if prediction._f.dim() != 2 or not count:
         return title, [("outputs", f"of shape {tuple(prediction.expectation.shape)}")]
-    p = prediction.map(Tensor.detach, slice(_SHOWN))
+    p = prediction._map(Tensor.detach, slice(_SHOWN))
     columns = {"E[y]": p.expectation}
     if likelihood.real_valued:
         columns = {"mean": p.expectation, "sd of y": p.predictive_variance.sqrt()}

@@ -115,9 +115,9 @@ def suspicious(
         data.first()  # or an error, if there are no examples
         for batch in data:
             prediction = predicted(record, record.at(batch.inputs))
-            y = prediction.aligned(batch.targets)
+            y = prediction._aligned(batch.targets)
             several = (prediction,) if folds is None else prediction.members
-            each = [judged(replace(one, class_dim=-1), y) for one in several]
+            each = [judged(replace(one, _class_dim=-1), y) for one in several]
             counts = _counts(y, record.likelihood.mask(y), batch.weights)
             parts.append((y[None], counts[None], *map(torch.stack, zip(*each))))
     require_one_shape([y[0] for y, *_ in parts])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, average, mean_square, require_labels
 from torch_lla_em.prediction.arrays import Interval, require_share
-from torch_lla_em.prediction.functions import functions_at, log_mean_exp, over_rows
+from torch_lla_em.prediction.functions import functions_at, log_mean_exp, over_rows, weights_of
 from torch_lla_em.runtime import check_whole, without_autocast
 
 
@@ -46,22 +46,22 @@ def sample(prediction: Any, n: int = 1, generator: torch.Generator | None = None
         >>> y = regression.predict(x).sample(100)
     """
     check_whole(1, n=n)
-    device = prediction.f.device if generator is None else generator.device
-    weights = prediction.weights.detach().to(device)
-    chosen = torch.multinomial(weights, n, True, generator=generator).to(prediction.f.device)
+    device = prediction._f.device if generator is None else generator.device
+    weights = weights_of(prediction._components).detach().to(device)
+    chosen = torch.multinomial(weights, n, True, generator=generator).to(prediction._f.device)
     rows, draws = [], []
-    for i, likelihood in enumerate(prediction.likelihoods):
+    for i, part in enumerate(prediction._components):
         own = (chosen == i).nonzero()[:, 0]
         if len(own):
-            deviations = prediction.deviations[i]
+            deviations = part.deviations
             K = len(deviations)
             weights = torch.randn(len(own), K, generator=generator, device=device)
             weights = weights.to(deviations) / max(1, K) ** 0.5
             with without_autocast(deviations.device):
-                f = prediction.centres[i] + torch.tensordot(weights, deviations, 1)
+                f = part.centre + torch.tensordot(weights, deviations, 1)
             rows.append(own)
-            draws.append(likelihood.sample(f, generator))
-    found: Tensor = prediction.shaped(torch.cat(draws)[torch.cat(rows).argsort()], 1)
+            draws.append(part.likelihood.sample(f, generator))
+    found: Tensor = prediction._shaped(torch.cat(draws)[torch.cat(rows).argsort()], 1)
     return found
 
 
@@ -72,7 +72,7 @@ def cdf(prediction: Any, y: Tensor) -> Tensor:
         prediction: The prediction, which has this as a method.
         y (Tensor): Targets, as in the training data.
     """
-    found: Tensor = prediction.shaped(_below(gaussians(prediction, "cdf"), prediction.aligned(y)))
+    found: Tensor = prediction._shaped(_below(gaussians(prediction, "cdf"), prediction._aligned(y)))
     return found
 
 
@@ -95,7 +95,7 @@ def quantile(prediction: Any, q: float | Sequence[float] | Tensor) -> Tensor:
     if levels.dim() > 1 or not levels.numel():
         raise ValueError(f"q must be one probability or a list of them, not {q}.")
     each: list[Tensor] = [
-        prediction.shaped(_quantile(mixture, require_share(level, "q")))
+        prediction._shaped(_quantile(mixture, require_share(level, "q")))
         for level in levels.flatten().tolist()
     ]
     found: Tensor = torch.stack(each) if levels.dim() else each[0]
@@ -138,11 +138,11 @@ def crps(prediction: Any, y: Tensor) -> Tensor:
         >>> score = regression.predict(x).crps(regression.predict(x).mean).mean()
     """
     weights, means, deviations = gaussians(prediction, "crps")
-    score = average(_mean_size(prediction.aligned(y) - means, deviations), weights)
+    score = average(_mean_size(prediction._aligned(y) - means, deviations), weights)
     for weight, mean, deviation in zip(weights, means, deviations, strict=True):
         apart = _mean_size(mean - means, (deviation**2 + deviations**2).sqrt())
         score = score - 0.5 * weight * average(apart, weights)
-    found: Tensor = prediction.shaped(score)
+    found: Tensor = prediction._shaped(score)
     return found
 
 
@@ -157,8 +157,8 @@ def label_log_prob(prediction: Any, y: Tensor) -> Tensor:
     """
     likelihood: Likelihood = prediction.likelihood
     is_gaussian = likelihood.observation_noise is not None
-    if y[:1].numel() <= 1 or (is_gaussian and len(prediction.centres) == 1):
-        found: Tensor = prediction.log_density(y)[:, None]
+    if y[:1].numel() <= 1 or (is_gaussian and len(prediction._components) == 1):
+        found: Tensor = prediction._log_density(y)[:, None]
         return found
     if is_gaussian:
         weights, means, deviations = gaussians(prediction, "log_prob")
@@ -169,7 +169,7 @@ def label_log_prob(prediction: Any, y: Tensor) -> Tensor:
         require_labels(likelihood, f[:1].detach(), y[rows])
         return log_mean_exp(likelihood.label_log_prob(f, y[rows]), weights)
 
-    return over_rows(prediction, take)
+    return over_rows(prediction._components, take)
 
 
 def count_labels(likelihood: Likelihood, y: Tensor) -> int:
@@ -183,17 +183,15 @@ def gaussians(prediction: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
     likelihood, mean = prediction.likelihood, prediction.likelihood.mean
     require_kind(likelihood.real_valued, prediction, name, "its targets are not continuous")
     if likelihood.observation_noise is not None:
-        noises = [
-            own.variance(c)
-            for own, c in zip(prediction.likelihoods, prediction.centres, strict=True)
-        ]
+        parts = prediction._components
         variances = [
-            mean_square(mean(d)) + v for d, v in zip(prediction.deviations, noises, strict=True)
+            mean_square(mean(part.deviations)) + part.likelihood.variance(part.centre)
+            for part in parts
         ]
-        means = torch.stack(list(map(mean, prediction.centres)))
-        return prediction.weights, means, torch.stack(variances).sqrt()
-    with without_autocast(prediction.f.device):
-        f, weights = functions_at(prediction)
+        means = torch.stack([mean(part.centre) for part in parts])
+        return weights_of(parts), means, torch.stack(variances).sqrt()
+    with without_autocast(prediction._f.device):
+        f, weights = functions_at(prediction._components)
     weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
     return weights, mean(f), likelihood.variance(f).sqrt()
 

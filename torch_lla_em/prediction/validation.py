@@ -81,7 +81,7 @@ def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]
     p = prediction.probs
     if prediction.likelihood.elementwise:
         return torch.maximum(p, 1 - p).flatten(), ((p > 0.5) == (y > 0.5)).flatten()
-    best, mask = p.max(prediction.class_dim), prediction.likelihood.mask(y)
+    best, mask = p.max(prediction._class_dim), prediction.likelihood.mask(y)
     kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
     return best.values[kept], (best.indices == y)[kept]
 
@@ -126,10 +126,10 @@ class PredictedData(NamedTuple):
 
         Each half of the examples has the temperature that fits the other half.
         """
-        if not self.network.likelihood.gives_probabilities or self.network.origin is None:
+        if not self.network.likelihood.gives_probabilities or self.network._origin is None:
             return None
         with torch.inference_mode(False), torch.no_grad():
-            return replace(with_temperature(self.network.origin).network(), class_dim=-1)
+            return replace(with_temperature(self.network._origin).network(), _class_dim=-1)
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Return ``per_label`` of the posterior and of the network alone."""
@@ -279,7 +279,7 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
     if len(batch.rows) > most:  # a batch that cannot be split
         return
     data = posterior.at(batch.inputs)
-    data = data._replace(y=problem.sweep.aligned(batch).targets, class_dim=-1)
+    data = data._replace(targets=problem.sweep.aligned(batch).targets, class_dim=-1)
     for words in warnings_of(posterior, data):
         report("log", words)
 

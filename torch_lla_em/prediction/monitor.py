@@ -33,9 +33,19 @@ class Monitor(Printed):
     alarm is ever raised with a probability of at most ``rate``, however long the stream and small the validation set.
     Threads may call ``update`` at the same time. Pass every input once.
 
+    Args:
+        la (LinearisedLaplace, LaplaceEnsemble or Student): The calibrated object.
+        rate (float): Largest probability that a false alarm is ever raised. Default 0.01.
+        level (float): Level of the sets or intervals whose coverage is measured. Default 0.9.
+        seed (int): Seed of the random order of equal scores. Default 0.
+
     Attributes:
         state (dict): ``seen`` inputs; the input ``since`` which the alarm is raised, or None; the logarithm of the
             ``evidence``; its ``history`` at up to 1,000 batches; and what else ``load_state_dict`` needs, as plain numbers.
+
+    Example:
+        >>> monitor = la.calibrate(x, y).monitor(rate=0.1)
+        >>> is_raised = monitor.update(x[:10])
     """
 
     def __init__(self, la: Any, rate: float = 0.01, level: float = 0.9, seed: int = 0):

@@ -80,7 +80,11 @@ class SuspiciousTargets(Printed):
         return int(self.mask.sum())
 
     def cells(self, shown: int) -> Cells:
-        """Return a table of so many examples, the most suspicious first."""
+        """Return a table of examples, the most suspicious first.
+
+        Args:
+            shown (int): Their number.
+        """
         count, rows = len(self.score), list[tuple[str, ...]]()
         for i in self.order[:shown].tolist():
             words = f"score {self.score[i]:.3g}"

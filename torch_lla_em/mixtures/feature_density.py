@@ -33,9 +33,8 @@ class FeatureDensity:
         layer (str or nn.Module): A submodule or its name. If it runs several times in a forward
             pass, its last output is used; of a tuple or a mapping, the first tensor.
         mixture (GaussianMixture, optional): Default None: full Gaussians with ``prior=1``, one for
-        each class with
-            ``by_label``, and ten without. Pass one with ``covariance="diagonal"`` if the layer has
-            hundreds of outputs.
+            each class with ``by_label``, and ten without. Pass one with ``covariance="diagonal"``
+            if the layer has hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
         pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h: h.mean(1)``

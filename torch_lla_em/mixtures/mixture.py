@@ -27,11 +27,10 @@ class GaussianMixture:
         num_components (int): Number of components K; with labels, that of each label.
         covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if there
             are few examples per component, or hundreds of columns.
-        prior (float, optional): Examples that a conjugate prior of Σ_k is worth in each component,
-        whose covariance is
-            diagonal and that of the data's columns times K^(−2/D). The fit is the mode of the
-            posterior (MAP) then. Default None: maximum likelihood. Pass 1 if components have fewer
-            examples than a few times the number of columns.
+        prior (float, optional): Examples that a conjugate prior of Σ_k is worth in each component.
+            Its covariance is diagonal, that of the data's columns times K^(−2/D), and the fit is
+            the mode of the posterior (MAP). Default None: maximum likelihood. Pass 1 if components
+            have fewer examples than a few times the number of columns.
         max_steps (int): Largest number of EM steps. Default 200; increase it if a warning says that
             EM has not converged.
         tolerance (float): EM stops when the lower bound per example changes by no more than this.
@@ -73,8 +72,8 @@ class GaussianMixture:
 
         Args:
             data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches, which are
-            read once and joined. by_label (bool): Whether each label of batches (x, labels) gets
-            ``num_components``
+                read once and joined.
+            by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
                 components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
@@ -218,9 +217,10 @@ class VariationalGaussianMixture(GaussianMixture):
     emptied as long as the bound of all examples rises.
 
     Args:
-        num_components (int): Largest number of components K. tolerance (float): EM stops when the
-        lower bound of all examples changes by no more than this. Default 0.1. options:
-        ``covariance``, ``max_steps`` and ``seed``, as of ``GaussianMixture``.
+        num_components (int): Largest number of components K.
+        tolerance (float): EM stops when the lower bound of all examples changes by no more than
+            this. Default 0.1.
+        options: ``covariance``, ``max_steps`` and ``seed``, as of ``GaussianMixture``.
 
     Example:
         >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))

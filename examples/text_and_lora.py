@@ -149,7 +149,7 @@ y = collated.pop("labels")
 
 
 def report(name, la):
-    prediction = la.predict(**collated)
+    prediction = la.predict(collated)
     print(
         f"{name:18}{la.w_samples.shape[1]:8,} parameters  γ {la.effective_dim.sum():6.1f}  ", end=""
     )
@@ -204,7 +204,7 @@ sentences = [
     "The committee will meet again on Thursday to vote on the budget.",
 ]
 asked = tokenizer(sentences, padding=True, truncation=True, max_length=64, return_tensors="pt")
-prediction = la.predict(**asked)
+prediction = la.predict(asked)
 for text, probs, epistemic in zip(sentences, prediction.probs, prediction.epistemic, strict=True):
     name = list(sources)[probs.argmax()]
     print(f"{name:8}{probs.max():.2f}, epistemic {epistemic:.2f}: {text}")
@@ -221,4 +221,4 @@ for text, probs, epistemic in zip(sentences, prediction.probs, prediction.episte
 path = pathlib.Path(tempfile.mkdtemp(), "posterior.pt")
 la.save(path)
 again = LinearisedLaplace.load(path, model)
-print("predictions are equal:", torch.equal(again.predict(**asked).probs, prediction.probs))
+print("predictions are equal:", torch.equal(again.predict(asked).probs, prediction.probs))

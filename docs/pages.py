@@ -393,10 +393,12 @@ def _cell(key: str, text: str, outputs: Outputs | None) -> dict[str, Any]:
 def run(name: str) -> tuple[float, list[Outputs]]:
     """Run an example cell by cell, and return its run time, and the text and figures of each code cell."""
     import matplotlib
+    import torch
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    torch.set_default_dtype(torch.float32)  # an example before may have set another one
     path, outputs = EXAMPLES / f"{name}.py", []
     sys.path.insert(0, str(EXAMPLES))  # as python examples/NAME.py does
     names = {"__name__": "__main__", "__file__": str(path)}

@@ -131,7 +131,7 @@ def stored_by_a_fit():
         span = over.span
         found["J"] = sum(map(torch.numel, span.stored)) / span.size
         found["f"], found["targets"] = span.rows.f.numel(), span.rows.targets.numel()
-        found["mean"], found["H"] = q.outputs.numel(), q.H.values.numel()
+        found["mean"], found["H"] = q.span.outputs.numel(), q.span.H.values.numel()
         return measured(over, q)
 
     def sent(group, total):

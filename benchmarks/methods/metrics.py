@@ -28,7 +28,7 @@ Groups = dict[str, Tensor]
 
 def functions_of(prediction: Prediction) -> Tensor:
     """Return functions of equal weight, (S, B, ..., C), whose averages are as exact as the prediction's own."""
-    found, weights = functions_at(prediction)
+    found, weights = functions_at(prediction._components)
     if weights is None:
         return found
     counts = (weights / weights[0]).round().clamp_max(1024).long()

@@ -55,7 +55,7 @@ class LaplaceEnsemble(Predicts):
             )
         self._correction = Correction()
         self.folds: Tensor | None = None
-        """Of ``from_folds`` the member that has not seen each example, (N,), which files leave out."""
+        """For ``from_folds``: the number of the member that has not seen each example, (N,). It is not saved."""
 
     @property
     def posterior(self) -> Posteriors | None:

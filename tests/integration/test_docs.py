@@ -303,7 +303,7 @@ SOUGHT = {query: page for page, queries in OF_PAGES.items() for query in queries
 def test_the_search_finds_the_page_first(site):
     if shutil.which("node") is None:
         pytest.skip("needs Node.js, which runs the search of the theme")
-    command = ["node", ROOT / "tests/search.js", site]
+    command = ["node", ROOT / "tests/helpers/search.js", site]
     typed = "\n".join(SOUGHT)
     answers = subprocess.run(command, input=typed, stdout=subprocess.PIPE, text=True, check=True)
     found = map(json.loads, answers.stdout.splitlines())

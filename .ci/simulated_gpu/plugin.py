@@ -1,4 +1,4 @@
-"""The simulated GPU for pytest: PYTHONPATH=tests PYTEST_PLUGINS=simulated_gpu.plugin pytest -m cuda"""
+"""The simulated GPU for pytest: PYTHONPATH=.ci PYTEST_PLUGINS=simulated_gpu.plugin pytest -m cuda"""
 
 import sys
 

@@ -34,7 +34,7 @@ SIZES = {
 def small(name: str, code: str) -> str:
     """Return the code of a tutorial with small sizes; raise an error if it has others than stated here."""
     for stated, run in SIZES.get(name, {}).items():
-        assert stated in code, f"{name} has no {stated!r} any more: change tests/small.py"
+        assert stated in code, f"{name} has no {stated!r} any more: change tests/helpers/small.py"
         code = code.replace(stated, run)
     for stated, run in K.items() if name in SIZES else ():
         code = code.replace(stated, run)

@@ -3,5 +3,5 @@
 import runpy
 from pathlib import Path
 
-RECIPE = Path(__file__).parents[1] / "examples" / "recipes" / "linear_measurements.py"
+RECIPE = Path(__file__).parents[2] / "examples" / "recipes" / "linear_measurements.py"
 LinearOperatorRegression = runpy.run_path(str(RECIPE))["LinearOperatorRegression"]

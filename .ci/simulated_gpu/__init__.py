@@ -26,7 +26,7 @@ _SOURCE = Path(__file__).with_name("runtime.c")
 library: ctypes.CDLL | None = None
 """The runtime, once it is installed."""
 
-absent: str | None = "no CUDA device: see tests/simulated_gpu"
+absent: str | None = "no CUDA device: see .ci/simulated_gpu"
 """Why there is no simulated GPU; None if there is one."""
 
 _watching: list[Counter[tuple[str, str]]] = []

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import Engine, e_step, em
+from torch_lla_em.inference.head import Head
 from torch_lla_em.inference.mackay import mackay_noise
+from torch_lla_em.inference.over_head import HeadFit, Options
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
@@ -35,6 +37,9 @@ from torch_lla_em.solvers import BlockCG, is_accurate
 ROOM = 5
 """Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or a solver. On four tables the NLL was
 within .5 % of that of unlimited memory; with 2.5 it was up to 40 % higher, with 10 the same."""
+
+COMPLETE = 8
+"""Blocks of K directions up to which the fit of a last layer takes a span, which may then have all directions."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ class Progress(NamedTuple):
     """What is known of continuous targets, with the σ at which η was drawn."""
 
     state: State | None = None
-    span: Stored | None = None
-    """None if only the random probes have been drawn; and what the span adds."""
+    span: Stored | Tensor | None = None
+    """None if only the random probes have been drawn; and what the span adds, or H of a last layer fitted by its features."""
 
     basis: list[Tensor] | None = None
     memory: float | None = None
@@ -157,7 +162,12 @@ def learn(
     found, begins = None, start.state is None or start.basis is not None
     if begins and not layerwise and options.solver is None:
         try:
-            found = over_span(problem, noise, options, around, start)
+            head = _head_of(problem, noise, options, around, start)
+            if head is not None:
+                found = over_head(head, noise, options, around, start)
+            if found is None:
+                start = start if head is None else start._replace(state=None, span=None, basis=None)
+                found = over_span(problem, noise, options, around, start)
         except DoesNotFit as error:
             release()  # what the failed attempt held
             start = start._replace(state=None, span=None, basis=None)
@@ -217,6 +227,87 @@ def over_span(
         q = over.measured(e_step(over, over.moved(q, 10 * q.precision, None, None)))
         why = f"rounding dominates at the prior precision of {learnt:.1e}"
         q = q._replace(fate=q.fate._replace(why=why))
+    columns = noise.prior.scale * span.scaled(torch.cat([q.mean[None], q.samples]))
+    return _ended(over, q, columns, noise, options)
+
+
+def _head_of(
+    problem: Problem,
+    noise: StochasticPrior,
+    options: FitOptions,
+    around: Surroundings,
+    start: Progress,
+) -> HeadFit | None:
+    """Return the fit of a last layer by its features; None: the fit takes a span."""
+    moves = options.curvature != "network" and not problem.likelihood.is_quadratic
+    live, known = int((noise.prior.scale > 0).sum()), start.state
+    # over a span of all directions, γ and expectations have no Monte Carlo error
+    is_complete = live <= COMPLETE * len(noise.xi)
+    if problem.data.group.size > 1:  # not tested with several ranks
+        return None
+    if not moves or is_complete or not problem.linear_model.is_last_layer or start.basis:
+        return None
+    head = Head.of(problem, noise, sites_of(problem, options.seed))
+    if head is None:
+        return None
+    likelihood, C, itemsize = problem.likelihood, head.classes, problem.dtype.itemsize
+    free = free_for_each(problem.data.group, problem.device) / 2
+    memory = start.memory or min(free, options.span_memory or free)
+    sites = head.rows.share.total * head.rows.f.shape[1:-1].numel()
+    draws = form_of_H(likelihood, C, sites, 0.0, memory)[1]
+    many = likelihood.is_softmax and 4 * draws < C  # then products take less arithmetic
+    of_H = 1 if likelihood.elementwise else 2 * draws if many else C
+    outputs = problem.data.largest_share * sites * C
+    left = memory - (3 * of_H + 2 * draws) * outputs * itemsize
+    fits = int(left / (8 * (outputs + problem.size) * itemsize))
+    K = len(noise.xi) if known is None else len(known.samples)
+    if known is None and fits < K:
+        return None
+    noise = noise._replace(xi=noise.xi[:K], eta=noise.eta[:K])
+    of_fit = options.em_steps, options.tolerance, around.is_late, memory, (draws, many)
+    return HeadFit(problem, noise, head.with_samples(noise), Options(*of_fit))
+
+
+def over_head(
+    over: HeadFit,
+    noise: StochasticPrior,
+    options: FitOptions,
+    around: Surroundings,
+    start: Progress,
+) -> FitResult | None:
+    """Return the posterior of a last layer by products of its features; None: not within the tolerance, so a span is needed."""
+    known, given = start.state, options.prior_precision
+    known = None if known is None else over.restored(known, start.span)
+    has_ended = known is not None and known.fate.why not in ("", "budget")
+    states = over.run(known, None if given is None else float(given))
+    q = around.run(_steps_of_head(over, () if has_ended else states, start), known)
+    if q.fate.why == "budget":
+        q = over.measured(q)
+    elif not is_accurate(max(q.errors), options.tolerance):
+        words = f"Products of features reach an error of {max(q.errors):.2g}: the fit takes a span."
+        report("log", words)
+        return None
+    columns = noise.prior.scale * over.span.vectors(torch.cat([q.mean[None], q.samples]))
+    return _ended(over, q, columns, noise, options)
+
+
+def _steps_of_head(over: HeadFit, states: Iterable[State], start: Progress) -> Iterator[Step]:
+    """Yield the steps of a fit of a last layer."""
+
+    def saved(q: State) -> Progress:
+        state, H = over.saved(q)
+        return start._replace(state=state, span=H, basis=[], memory=over.memory)
+
+    for q in states:
+        told = {**record(q), "columns": over.problem.sweep.columns}
+        yield Step(q, q, told, partial(saved, q), bool(q.fate.why))
+
+
+def _ended(
+    over: Any, q: State, columns: Tensor, noise: StochasticPrior, options: FitOptions
+) -> FitResult:
+    """Return the result of a state, with the mean and the samples as parameters, (1 + K, P)."""
+    problem = over.problem
     _tell(over, q, options)
     error, tolerance = max(q.errors), options.tolerance
     if q.fate.why != "budget" and not is_accurate(error, tolerance):
@@ -226,11 +317,10 @@ def over_span(
             f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
             f"{tolerance:.2g}: {q.fate.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
         )
-    columns = noise.prior.scale * span.scaled(torch.cat([q.mean[None], q.samples]))
     found = _result(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
         found = found._replace(mixture=average(problem.likelihood, over, q).to(columns.device))
-        if span.sites is None:  # examples are not sites
+        if over.span.sites is None:  # examples are not sites
             examples, leverages = (part.to(columns.device) for part in at_examples(over, q))
             found = found._replace(examples=examples, leverages=leverages)
     return found

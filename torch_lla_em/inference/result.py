@@ -94,13 +94,14 @@ def record(q: State) -> dict[str, Any]:
 def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
     """Return the components of predictions, q, its mean alone and the network, by the rule of docs/method.md."""
     f, expected = over.f, over.expected
-    curved = q.span.H.product(f.reshape(-1, 1)).view(f.shape)
+    of_q, loss = q.span or q.head, over.loss_at(q.sigma)
+    curved = of_q.H.product(f.reshape(-1, 1)).view(f.shape)
     of_mean, of_f = over.share.group.sum(
-        torch.stack([(curved * q.span.outputs).sum(), (curved * f).sum()])
+        torch.stack([(curved * of_q.outputs).sum(), (curved * f).sum()])
     )
     points, scale = 0.0, 1.0
     if likelihood.gives_probabilities:
-        left = q.loss / max(expected.loss_and_slope(q.span.problem.loss, 0 * f, None)[0], 1e-30)
+        left = q.loss / max(expected.loss_and_slope(loss, 0 * f, None)[0], 1e-30)
         kept = (of_mean / of_f.clamp_min(1e-30)).clamp(0, 1).item()
         points = POINTS * kept * math.exp(-left / SURE)
         scale = min(WARMEST, max(1.0, left / SURE))
@@ -118,7 +119,7 @@ def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
     pushed = over.span.push(q.samples)
     places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
     Jw = pushed[rows]
-    curved = q.span.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
+    curved = (q.span or q.head).H.product(Jw.flatten(0, -2), rows).view_as(Jw)
     found = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
     every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in found]
     examples, leverages = map(over.share.group.sum, every)

@@ -62,6 +62,23 @@ class OfSpan(NamedTuple):
     """Residuals of samples and mean, (K + 1, P): the next directions."""
 
 
+class OfHead(NamedTuple):
+    """What the fit of a last layer by its features adds to a state: H, and what follows, for this rank's examples."""
+
+    H: Hessian
+    outputs: Tensor
+    """J m, (N, ..., C)."""
+
+    pushed: Tensor
+    """J w_k, (N, ..., C, K)."""
+
+    deviations: Tensor
+    """Draws of the outputs less J m, (S, N, ..., C)."""
+
+    slope: Tensor
+    """The slope of E[loss] in J m, (N, ..., C)."""
+
+
 class Stored(NamedTuple):
     """What a checkpoint stores of ``OfSpan``, from which the rest follows, for the examples of all ranks."""
 
@@ -99,4 +116,5 @@ class State(NamedTuple):
 
     fate: Fate = Fate()
     span: OfSpan | None = None
-    """None: H is at the network's outputs, in every pass."""
+    head: OfHead | None = None
+    """Both None: H is at the network's outputs, in every pass."""

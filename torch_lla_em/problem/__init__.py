@@ -13,7 +13,7 @@ from torch_lla_em.problem.hessian import (
     towards,
 )
 from torch_lla_em.problem.loss import Loss, TargetFacts
-from torch_lla_em.problem.operators import gathered, pull_back
+from torch_lla_em.problem.operators import Outputs, gathered, pull_back
 from torch_lla_em.problem.plan import place_of_vectors, prepare, seconds_of_pass
 from torch_lla_em.problem.problem import Problem, output_noise
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
@@ -29,6 +29,7 @@ __all__ = [
     "Draws",
     "Hessian",
     "Loss",
+    "Outputs",
     "Plan",
     "Problem",
     "Sites",

@@ -36,6 +36,10 @@ class Diagonal(NamedTuple):
         """Return H J w for columns J w, (n C, k), of these examples."""
         return Jw * self.values[rows].reshape(-1, 1)
 
+    def diagonal(self, rows: slice) -> Tensor:
+        """Return the diagonal of H of these examples, (n, ..., C)."""
+        return self.values[rows]
+
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         return self.values.clamp_min(0).sqrt() * noise
@@ -51,6 +55,10 @@ class Blocks(NamedTuple):
         """Return H J w for columns J w, (n C, k), of these examples."""
         H = self.values[rows]
         return (H @ Jw.reshape(*H.shape[:-1], Jw.shape[-1])).flatten(0, -2)
+
+    def diagonal(self, rows: slice) -> Tensor:
+        """Return the diagonal of H of these examples, (n, ..., C)."""
+        return self.values[rows].diagonal(dim1=-2, dim2=-1)
 
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
@@ -106,6 +114,11 @@ class Draws(NamedTuple):
         u = u - u.gather(-2, likeliest)
         within = P.mT @ (P @ u)
         return u.mul_(mean.unsqueeze(-1)).sub_(within).view_as(Jw)
+
+    def diagonal(self, rows: slice) -> Tensor:
+        """Return the diagonal of H of these examples, (n, ..., C)."""
+        P = self.values[rows]
+        return diagonal_of(P) - P.square().sum(-2)
 
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""

@@ -1,0 +1,137 @@
+"""Fits of a last layer by products of its features, against dense matrices in double precision."""
+
+import pytest
+import torch
+from tiny import basis_noise, likelihood_of, problem_of, tiny
+from torch import nn
+from torch.testing import assert_close
+
+from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em.inference import fit as fits
+from torch_lla_em.inference.head import Head
+from torch_lla_em.inference.over_head import HeadFit, Options
+
+
+def fit_of(name, draws=40, many=False, memory=1e9, em_steps=0):
+    """The problem of a last layer with a basis as noise, its products, and its fit."""
+    case = tiny(name)
+    pieces = list(zip(case.x.tensor_split((9, 20)), case.y.tensor_split((9, 20))))
+    problem = problem_of(case.model, likelihood_of(name), pieces, ["2.*"])
+    problem.loss_and_gradient(problem.zeros(1)[0])
+    noise = basis_noise(problem, g_prior=True, layerwise=False)
+    head = Head.of(problem, noise, None)
+    options = Options(em_steps, 1e-7, lambda: False, memory, (draws, many))
+    return problem, noise, head, HeadFit(problem, noise, head, options)
+
+
+def jacobian(problem):
+    J = torch.cat([Jw for _, _, Jw in problem.push_forward(torch.eye(problem.size).double())], 1)
+    return J.permute(1, 2, 0)
+
+
+@pytest.mark.parametrize("memory", [1e9, 0])
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [
+        *((name, False) for name in ("classification", "bernoulli", "poisson", "binomial")),
+        ("classification", True),
+    ],
+)
+def test_it_is_the_dense_posterior_at_its_curvature(name, many, memory):
+    problem, noise, head, fit = fit_of(name, many=many, memory=memory)
+    *_, q = fit.run(None, 3.0)
+    assert q.fate.why == "accurate" and max(q.errors) < 1e-7
+    H = q.head.H.values.diag_embed() if problem.likelihood.elementwise else q.head.H.values
+    if many:
+        H = H.sum(1).mul(H.sum(2).mean(1, keepdim=True)).diag_embed() - H.mT @ H
+    J = jacobian(problem) * noise.prior.scale
+    G = torch.einsum("ncp,ncd,ndq->pq", J, H, J)
+    A = G + 3 * torch.eye(len(G)).double()
+    z = head.vectors(q.samples)
+    assert_close(z.T @ z / len(z), torch.linalg.inv(A), rtol=1e-6, atol=1e-8)
+    gamma = torch.trace(torch.linalg.solve(A, G))
+    assert_close(q.gamma.mean(), gamma, rtol=1e-6, atol=0)
+    # the mean is where the expected gradient vanishes
+    m = head.vectors(q.mean[None])[0]
+    deviations = fit.expected.deviations((J @ z.T).view(*fit.f.shape, len(z)))
+    loss, slope = fit.expected.loss_and_slope(fit._loss, J @ m, deviations)
+    assert_close(torch.einsum("ncp,nc->p", J, slope), -3 * m, rtol=1e-6, atol=1e-6)
+    kl = 3 * m @ m + torch.logdet(A / 3) - gamma
+    assert_close(q.bounds.mean(), -loss - 0.5 * kl, rtol=1e-6, atol=1e-6)
+
+
+def test_lambda_rests_where_the_divergence_of_the_prior_does():
+    _, _, _, fit = fit_of("bernoulli", draws=100, em_steps=20)
+    *_, q = fit.run(None, 30.0)
+    assert abs((q.gamma.mean() / q.norm / q.precision).log()) < 0.05
+
+
+@pytest.mark.parametrize("memory", [1e9, 0])
+@pytest.mark.parametrize("name", ["classification", "bernoulli"])
+def test_the_preconditioner_inverts_the_matrix_of_its_determinant(name, memory):
+    _, _, head, fit = fit_of(name, memory=memory)
+    q = fit.first(2.0)
+    C, D = head.scale.shape
+    inverse, dets = head.preconditioner(q.head.H, name == "classification", memory).at(2.0)
+    eye = torch.eye(C * D).double().view(-1, C, D)
+    dense = inverse(eye).flatten(1)
+    assert_close(dense, dense.T)
+    assert torch.linalg.eigvalsh(dense).min() > 0
+    assert dets == pytest.approx(-torch.logdet(2 * dense).item(), rel=1e-6)
+
+
+def blobs(rows=400, classes=4, features=24, sites=()):
+    torch.manual_seed(0)
+    x = torch.randn(rows, *sites, 6)
+    y = (x @ torch.randn(6, classes) + 0.7 * torch.randn(rows, *sites, classes)).argmax(-1)
+    model = nn.Sequential(nn.Linear(6, features), nn.Tanh(), nn.Linear(features, classes))
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(60):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        optimiser.step()
+    return model, x, y
+
+
+def fitted(model, x, y, head=True, monkeypatch=None, **options):
+    if not head:
+        monkeypatch.setattr(fits, "_head_of", lambda *_: None)
+    of_fit = {"weights": options.pop("weights", None)}
+    options = {"parameters": "last_layer", "num_samples": 8, **options}
+    la = LinearisedLaplace(model, "classification", **options)
+    return la.fit(x, y, progress_bar=False, validation=False, **of_fit)
+
+
+@pytest.mark.parametrize("case", ["plain", "weights", "sites"])
+def test_it_agrees_with_a_fit_over_a_span(case, monkeypatch):
+    model, x, y = blobs(sites=(3,) if case == "sites" else (), rows=150 if case == "sites" else 400)
+    if case == "sites":
+        y[:, 0] = -100  # without labels
+    options = (
+        {"num_samples": 12, "weights": torch.rand(len(x)) + 0.5}
+        if case == "weights"
+        else {"num_samples": 12}
+    )
+    by_head = fitted(model, x, y, **options)
+    by_span = fitted(model, x, y, False, monkeypatch, **options)
+    assert by_head.history[-1]["data_passes"] < by_span.history[-1]["data_passes"] + 2
+    assert (by_head.prior_precision / by_span.prior_precision).log().abs() < 0.25
+    assert_close(by_head.effective_dim, by_span.effective_dim, rtol=0.15, atol=0)
+    p, q = by_head(x), by_span(x)
+    assert (p - q).abs().mean() < 0.02
+    evidences = [la.log_marginal_likelihood() for la in (by_head, by_span)]
+    apart = abs(evidences[0].value - evidences[1].value)
+    assert apart < 4 * (evidences[0].standard_error + evidences[1].standard_error)
+
+
+def test_a_killed_fit_ends_with_the_same_posterior(tmp_path):
+    model, x, y = blobs()
+    compute = Compute(checkpoint=tmp_path / "fit", budget=1e-3)
+    for _ in range(40):
+        la = fitted(model, x, y, compute=compute)
+        if la.history[-1]["why"] != "budget":
+            break
+    assert la.history[-1]["why"] == "accurate"
+    whole = fitted(model, x, y)
+    assert_close(la.w_samples, whole.w_samples, rtol=1e-3, atol=1e-4)
+    assert_close(la.prior_precision, whole.prior_precision, rtol=1e-3, atol=0)

@@ -20,7 +20,8 @@ print(constant.check(x, y))
 
 # %% [markdown]
 # `check` counts how many test prices are inside the 90 % intervals, for quarters of the diamonds by
-# the predicted price ("predicted mean"). The quarters differ, and the last line says what to do.
+# the predicted price ("predicted mean"). The quarters differ. It also tests whether the size of residuals depends on
+# the inputs ("size of residuals"), and the last line says what to do then.
 #
 # ## Predict the noise
 #

@@ -9,9 +9,10 @@ from tiny import draw
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, RiskControl
+from torch_lla_em import Adapter, LaplaceEnsemble, LinearisedLaplace, RiskControl
 from torch_lla_em.prediction.check import Check, GroupCoverage
 
+FIRST = lambda model, inputs: model(inputs[0])  # noqa: E731
 FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
 
 
@@ -58,7 +59,11 @@ def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
     lower, upper = la.predict(x[600:]).interval(0.9)
     inside = ((lower <= y[600:]) & (y[600:] <= upper)).double().mean().item()
     assert found.groups[0].coverage == pytest.approx(inside)
-    assert 'likelihood="heteroscedastic"' in repr(found)
+    assert found.residuals.most == "the distance of the predicted mean from its median"
+    assert found.residuals.p_value == pytest.approx(0.001)
+    assert (
+        "size of residuals" in str(found) and 'likelihood="heteroscedastic"' in found.problems[-1]
+    )
     assert {g.name for g in found.groups if g.is_low(0.9)} >= {
         f"predicted mean, {name} quarter" for name in ("lowest", "highest")
     }
@@ -69,7 +74,26 @@ def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
     found = la.check(x[600:], y[600:], groups=loud[600:])
     assert not {g.name: g for g in found.groups}["group 1"].is_low(0.9)
     la, x, y = fitted("regression", 1, lambda x, e: x[:, :1] + e[:, None])
-    assert "No group" in repr(la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:]))
+    found = la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:])
+    assert found.residuals.p_value > 0.01 and "No group" in repr(found)
+
+
+def test_only_one_noise_for_all_inputs_is_tested():
+    """Columns of inputs can be what sizes depend on; a network that predicts the noise, and counts, are not tested."""
+    la, x, y = fitted("regression", 1, lambda x, e: x[:, :1] + e[:, None] * (1 + x[:, 2:] ** 2))
+    found = la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:]).residuals
+    assert found.most == "the distance of x[:, 2] from its median" and found.correlation > 0.2
+    rows = [((x, x), y) for x, y in zip(x[600:].split(70), y[600:].split(70), strict=True)]
+    by_mean = LinearisedLaplace(la.model, "regression", num_samples=4, adapter=Adapter(FIRST))
+    by_mean.fit([((x[:300], x[:300]), y[:300])], **FIXED).calibrate(rows)
+    assert by_mean.check(rows).residuals.most.endswith("predicted mean from its median")
+    generator = torch.Generator().manual_seed(0)
+    rates = torch.poisson(torch.ones(1200, 1), generator)
+    for likelihood, outputs, targets in (("heteroscedastic", 2, y), ("poisson", 1, rates)):
+        net = nn.Linear(3, outputs)
+        own = LinearisedLaplace(net, likelihood, num_samples=4).fit(x[:300], targets[:300], **FIXED)
+        own.calibrate(x[300:600], targets[300:600])
+        assert own.check(x[600:], targets[600:]).residuals is None
 
 
 WITHOUT_LIGHT = "blank image", "faint contrast"

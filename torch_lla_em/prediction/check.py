@@ -1,4 +1,4 @@
-"""Checks on held-out examples: coverage of sets and intervals within groups, and OOD flags of shifted images."""
+"""Checks on held-out examples: coverage within groups, OOD flags of shifted images, and the size of residuals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch_lla_em.prediction.posterior import required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predicted
 from torch_lla_em.prediction.reference import Stated
+from torch_lla_em.prediction.residuals import ResidualSize, residual_size
 from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.prediction.validation import auroc
 
@@ -29,6 +30,9 @@ _COPIES, _AT_ONCE, _RATE = 200, 50, 0.05
 
 _BLIND, _UNFLAGGED = 0.7, 0.2
 """The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores with this AUROC is 0.18."""
+
+_ALARM = 0.01
+"""The rate at which a regression whose noise is the same everywhere is said to need another likelihood."""
 
 _WITHOUT_SETS = (
     "No coverage was measured: sets and intervals are for one label, or one row of values, per example. RiskControl(la, "
@@ -78,6 +82,9 @@ class Check(Printed):
     prediction: Prediction
     """The prediction of the examples."""
 
+    residuals: ResidualSize | None = None
+    """Whether the size of residuals depends on the inputs; None for others than a regression with one observation noise."""
+
     @property
     def problems(self) -> list[str]:
         """What was found, and what to do about it, as sentences."""
@@ -94,6 +101,14 @@ class Check(Printed):
             lines.append(
                 f"OOD flags miss many shifted copies of these images: {', '.join(blind)}. Do not rely on is_ood for "
                 "such shifts."
+            )
+        found = self.residuals
+        if found is not None and found.p_value <= _ALARM:
+            lines.append(
+                f"The size of residuals depends on the inputs (permutation test, p = {found.p_value:.3f}; rank correlation "
+                f"{found.correlation:.2f} with {found.most}), but this likelihood has the same noise everywhere. Train a "
+                "network that returns means, then log variances, with torch.nn.GaussianNLLLoss, and fit it with "
+                'likelihood="heteroscedastic".'
             )
         return lines
 
@@ -117,11 +132,6 @@ class Check(Printed):
             return (
                 "Calibrate with data from the same distribution as these, also within each group."
             )
-        if "group" not in kinds and self.prediction.likelihood.observation_noise is not None:
-            return (
-                "If the noise depends on the inputs, train a network that predicts it, and fit it with "
-                'likelihood="heteroscedastic".'
-            )
         average = "The guarantee is an average over all inputs"
         if kinds <= {"entropy,", "predicted"}:
             return f"{average}, and calibrate has none for those of one uncertainty: expect this coverage."
@@ -140,6 +150,8 @@ class Check(Printed):
             rows.append((group.name, *numbers))
         for name in self.shifted:
             rows.append((name, "", f"OOD flags: {self._of_flags(name)}", ""))
+        if self.residuals is not None:
+            rows.append(("size of residuals", "", f"p = {self.residuals.p_value:.3f}", ""))
         title = f"Coverage at a level of {self.level:g}" if self.groups else "Held-out examples"
         return title, rows
 
@@ -173,7 +185,23 @@ def check(
                 shifted[name] = auroc(-p, -prediction.p_value).item()
                 if len(known_by.unusual) >= 1 / _RATE - 1:
                     flagged[name] = (p <= _RATE).double().mean().item()
-    return Check(level, found, shifted, flagged, prediction)
+    return Check(level, found, shifted, flagged, prediction, _residuals(prediction, data.y, x))
+
+
+def _residuals(prediction: Prediction, y: Tensor, x: Tensor | None) -> ResidualSize | None:
+    """Test whether sizes of residuals depend on predicted means or on columns of the inputs."""
+    likelihood = prediction.likelihood
+    if likelihood.observation_noise is None or not has_values(likelihood, prediction._f):
+        return None
+    mean, variance = prediction.expectation, prediction.predictive_variance
+    sizes = ((y - mean).abs() / variance.sqrt()).reshape(len(y), -1)
+    means = mean.reshape(len(y), -1).T
+    columns = {f"the predicted mean of output {k}": m for k, m in enumerate(means)}
+    if len(means) == 1:
+        columns = {"the predicted mean": means[0]}
+    if x is not None and x.is_floating_point() and x.dim() == 2:
+        columns |= {f"x[:, {k}]": column.to(mean) for k, column in enumerate(x.T)}
+    return residual_size(sizes, columns)
 
 
 def _groups(

@@ -1,9 +1,10 @@
 """Generates the API pages and the tutorial pages of the documentation site.
 
 ProperDocs (and MkDocs) call the functions whose names begin with ``on_``. A tutorial is a script in
-``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored once, in its notebook in
-``examples/notebooks/``, from which its page is made. ``python docs/pages.py [NAME ...]`` runs the scripts and writes
-their notebooks; with ``--keep`` the stored outputs are kept and only the cells are written again.
+``examples/`` with ``# %%`` cells. The text and figures that its cells produced are stored once, in
+its notebook in ``examples/notebooks/``, from which its page is made. ``python docs/pages.py`` runs
+the scripts, or those that are named, and writes their notebooks; with ``--keep`` the stored outputs
+are kept and only the cells are written again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FOR_USERS = {
     "likelihoods": {"compare_with_log_prob"},
     "inference": {"Estimate"},
 }
-"""Names of subpackages for users that the package itself does not export. Mixtures have only such names."""
+"""Names of subpackages for users that the package itself does not export. Mixtures have only such
+names."""
 
 MODULES = (
     "ensemble",
@@ -80,14 +82,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Insert the version, link pages of the site, and keep ± and its two numbers on one line in tables."""
+    """Insert the version, link pages of the site, and keep ± and its two numbers on one line in
+    tables."""
     markdown = markdown.replace("{{ version }}", version())
     markdown = of_site(markdown)
     return re.sub(r"(?m)^\|.* ± .*", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), markdown)
 
 
 def of_site(markdown: str) -> str:
-    """Return text whose links to notebooks and modules, which the repository has, are to their pages."""
+    """Return text whose links to notebooks and modules, which the repository has, are to their
+    pages."""
     markdown = markdown.replace("](../examples/notebooks)", "](tutorials/index.md)")
     markdown = re.sub(r"\]\(\.\./examples/notebooks/(\w+)\.ipynb", r"](tutorials/\1.md", markdown)
     return re.sub(
@@ -98,7 +102,8 @@ def of_site(markdown: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Label the cells of tables, which may become lists on narrow screens, and link figures to their files."""
+    """Label the cells of tables, which may become lists on narrow screens, and link figures to
+    their files."""
     html = re.sub(r'<img [^>]*src="([^"]*)"[^>]*>', r'<a href="\1">\g<0></a>', html)
     # griffe writes types such as "str, list or callable" as a tuple, in brackets
     html = re.sub(
@@ -127,7 +132,8 @@ def labelled(table: str) -> str:
 
 
 _SHORT = 8
-"""Mean number of characters of cells up to which the rows of a table are not shown as lists on narrow screens."""
+"""Mean number of characters of cells up to which the rows of a table are not shown as lists on
+narrow screens."""
 
 
 def version() -> str:
@@ -145,7 +151,8 @@ def repository() -> str | None:
 
 
 class Docstrings(griffe.Extension):
-    """Let griffe read ``Example:`` as a section with code, and patterns such as "*lora*" as code."""
+    """Let griffe read ``Example:`` as a section with code, and patterns such as "*lora*" as
+    code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.name == "__init__" and obj.docstring and "Args:" not in obj.docstring.value:
@@ -203,7 +210,8 @@ def module_path(name: str) -> Path:
 
 
 def address(subpackage: str, member: str) -> str:
-    """Return the dotted name of a public name, also if a module of its subpackage is called alike."""
+    """Return the dotted name of a public name, also if a module of its subpackage is called
+    alike."""
     module = PACKAGE / subpackage / f"{member}.py"
     alike = module.exists() and member in defined_names(module)
     return f"torch_lla_em.{subpackage}.{member}" + f".{member}" * alike
@@ -279,7 +287,8 @@ _HELPER = re.compile(r"^from helpers\.(\w+) import .*\n", re.MULTILINE)
 
 
 def helper(name: str) -> str:
-    """Return the code of the data and the training of an example, if they are in a module of their own."""
+    """Return the code of the data and the training of an example, if they are in a module of their
+    own."""
     found = _HELPER.search((EXAMPLES / f"{name}.py").read_text())
     return (EXAMPLES / "helpers" / f"{found[1]}.py").read_text() if found else ""
 
@@ -322,7 +331,8 @@ notebook. `pip install "torch_lla_em[examples]"` installs everything that they i
 
 
 Outputs = list[dict[str, Any]]
-"""What a cell produced, as notebooks store it: a stream of text, and figures with their alternative texts."""
+"""What a cell produced, as notebooks store it: a stream of text, and figures with their alternative
+texts."""
 
 
 def stored(name: str) -> tuple[float, list[Outputs]]:
@@ -391,7 +401,8 @@ def _cell(key: str, text: str, outputs: Outputs | None) -> dict[str, Any]:
 
 
 def run(name: str) -> tuple[float, list[Outputs]]:
-    """Run an example cell by cell, and return its run time, and the text and figures of each code cell."""
+    """Run an example cell by cell, and return its run time, and the text and figures of each code
+    cell."""
     import matplotlib
     import torch
 

@@ -2,8 +2,8 @@
 
 ``LinearisedLaplace`` is the main class. To read the code, start with the lowest level: ``runtime``,
 ``data``, ``solvers``, ``likelihoods``, ``jacobian``, ``problem``, ``inference``, ``checkpoint``,
-``prediction``, ``distil``, ``laplace``, ``ensemble``. ``mixtures`` uses EM for mixtures and for densities of
-features.
+``prediction``, ``distil``, ``laplace``, ``ensemble``. ``mixtures`` uses EM for mixtures and for
+densities of features.
 """
 
 import sys
@@ -80,7 +80,8 @@ __all__ = [
 
 _REMOVED = {
     "Newton": "Import it from torch_lla_em.solvers.",
-    "BlockKrylov": "The default solver stores a span of directions; limit it by compute=Compute(span_memory=bytes).",
+    "BlockKrylov": "The default solver stores a span of directions; limit it by "
+    "compute=Compute(span_memory=bytes).",
     "FunctionSpace": "Use BlockCG(), which a fit with a layerwise prior takes by default.",
 }
 _MOVED = {

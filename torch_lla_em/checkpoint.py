@@ -1,4 +1,5 @@
-"""Checkpoint folders: the last state of a fit or its posterior, and the settings that they belong to."""
+"""Checkpoint folders: the last state of a fit or its posterior, and the settings that they belong
+to."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Computed(NamedTuple):
             return cls(data, f.cpu(), loss.value(f[None])[None].cpu())
 
     def differs(self, other: Computed) -> str:
-        """Return what differs by more than rounding for the same examples, as words; empty if nothing does."""
+        """Return what differs by more than rounding for the same examples, as words; empty if
+        nothing does."""
         if self.data != other.data:
             return ""
         for name in ("outputs", "losses"):
@@ -62,7 +64,8 @@ class Computed(NamedTuple):
 
 
 class Folder:
-    """A folder with the last state, or the posterior; rank 0 reads and writes, and the others receive what it has read."""
+    """A folder with the last state, or the posterior; rank 0 reads and writes, and the others
+    receive what it has read."""
 
     def __init__(
         self,
@@ -85,8 +88,8 @@ class Folder:
                 self._check_header(header, computed)
             except OSError as error:
                 raise OSError(
-                    f"The checkpoint folder {str(self.path)!r} cannot be used ({error}): free space "
-                    "there, or pass another folder."
+                    f"The checkpoint folder {str(self.path)!r} cannot be used ({error}): free "
+                    "space there, or pass another folder."
                 ) from error
         # an error on rank 0 ends the other ranks here
         group.meet(None, len)
@@ -108,13 +111,15 @@ class Folder:
         return tree_unflatten(leaves, form)
 
     def is_due(self) -> bool:
-        """Return whether a state is to be saved now, so that saving takes a small share of the time."""
+        """Return whether a state is to be saved now, so that saving takes a small share of the
+        time."""
         due = self._writes and time.monotonic() - self._saved >= self._took / SHARE
         is_due: bool = self._group.meet(due, first)
         return is_due
 
     def save(self, state: Callable[[], dict[str, Any]], name: str = STATE) -> None:
-        """Replace a file by the result of a function, which all ranks call; if that fails, warn and write no more."""
+        """Replace a file by the result of a function, which all ranks call; if that fails, warn and
+        write no more."""
         began, contents = time.monotonic(), state()
         try:
             if self._writes:
@@ -123,8 +128,8 @@ class Folder:
             self._writes = False
             report(
                 "log",
-                f"The checkpoint cannot be written any more ({error}). The fit continues without it; the "
-                "last state that was written remains valid.",
+                f"The checkpoint cannot be written any more ({error}). The fit continues without "
+                "it; the last state that was written remains valid.",
             )
         if name == POSTERIOR and self._writes:
             files.remove(self.path, STATE)
@@ -132,7 +137,8 @@ class Folder:
         self._took = self._saved - began
 
     def _check_header(self, header: dict[str, Any], computed: Computed | None) -> None:
-        """Write the header, or raise an error that names the first entry in which it differs from the folder's."""
+        """Write the header, or raise an error that names the first entry in which it differs from
+        the folder's."""
         path = self.path / "header.pt"
         if not path.exists():
             files.write_atomically({"header": header, "computed": computed}, path)
@@ -146,9 +152,9 @@ class Folder:
                 )
         if computed is not None and before is not None and (words := computed.differs(before)):
             raise ValueError(
-                f"The checkpoint in {str(self.path)!r} belongs to another fit: the {words} are not those that "
-                "the network, Adapter(outputs=...) and the likelihood computed for it, although their names "
-                f"and weights are the same. {_REMEDY}"
+                f"The checkpoint in {str(self.path)!r} belongs to another fit: the {words} are not "
+                "those that the network, Adapter(outputs=...) and the likelihood computed for it, "
+                f"although their names and weights are the same. {_REMEDY}"
             )
 
 

@@ -1,4 +1,5 @@
-"""``LaplaceEnsemble``: the mixture of several posteriors, of given networks or of networks by folds."""
+"""``LaplaceEnsemble``: the mixture of several posteriors, of given networks or of networks by
+folds."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from torch_lla_em.runtime import files
 class LaplaceEnsemble(Predicts):
     """The equally weighted mixture of the posteriors of several networks.
 
-    Use it for networks trained with different seeds, or for snapshots of one training; ``from_folds``
-    trains networks and calibrates them without a validation set. ``epistemic`` includes the disagreement of the
-    members. The members are not changed.
+    Use it for networks trained with different seeds, or for snapshots of one training;
+    ``from_folds`` trains networks and calibrates them without a validation set. ``epistemic``
+    includes the disagreement of the members. The members are not changed.
 
     Args:
         members (iterable of LinearisedLaplace): Fitted posteriors, all with the same likelihood.
@@ -55,11 +56,13 @@ class LaplaceEnsemble(Predicts):
             )
         self._correction = Correction()
         self.folds: Tensor | None = None
-        """For ``from_folds``: the number of the member that has not seen each example, (N,). It is not saved."""
+        """For ``from_folds``: the number of the member that has not seen each example, (N,). It is
+        not saved."""
 
     @property
     def posterior(self) -> Posteriors | None:
-        """The records of the members, and what ``calibrate`` has found of them together; None before their fits."""
+        """The records of the members, and what ``calibrate`` has found of them together; None
+        before their fits."""
         each = tuple(member.posterior for member in self.members)
         return None if None in each else Posteriors(each, self._correction)
 
@@ -90,12 +93,14 @@ class LaplaceEnsemble(Predicts):
         progress_bar: bool = True,
         **options: Any,
     ) -> LaplaceEnsemble:
-        """Train a network without each fold of the data, and calibrate the mixture of their posteriors.
+        """Train a network without each fold of the data, and calibrate the mixture of their
+        posteriors.
 
-        The numbers of ``calibrate`` are fitted to the predictions of every example by the one member that was not
-        trained on it, and these are the reference of p-values, sets and intervals. The guarantees are weaker than
-        those of ``calibrate``, because the mixture is not what the examples were predicted by: P(p_value <= rate) is at
-        most 2 rate + 2 folds / N, and mostly below rate; sets and intervals have the stated coverage approximately.
+        The numbers of ``calibrate`` are fitted to the predictions of every example by the one
+        member that was not trained on it, and these are the reference of p-values, sets and
+        intervals. The guarantees are weaker than those of ``calibrate``, because the mixture is not
+        what the examples were predicted by: P(p_value <= rate) is at most 2 rate + 2 folds / N, and
+        mostly below rate; sets and intervals have the stated coverage approximately.
 
         Args:
             train (callable): Called with the inputs and targets of all folds but one; returns a

@@ -88,37 +88,39 @@ class LinearisedLaplace(Predicts):
     ``fit`` learns the prior precision λ (and the observation noise σ of a regression) by EM and
     draws posterior samples; calling the object predicts. The network is not changed: its weights,
     buffers, mode and attributes are restored after every call. ``print`` shows the results of the
-    fit, an assessment of it, and recommendations. It is an ``nn.Module`` so that ``to``, ``state_dict`` and
-    modules that contain it treat it like a network; it has no parameters to train.
+    fit, an assessment of it, and recommendations. It is an ``nn.Module`` so that ``to``,
+    ``state_dict`` and modules that contain it treat it like a network; it has no parameters to
+    train.
 
     Args:
         model (nn.Module): The trained network, in any mode, on any device.
         likelihood (str or Likelihood): "classification" (outputs are logits), "regression",
             "bernoulli" (one logit per label), "poisson" (log rates), "heteroscedastic" (means, then
-            log variances), "reward_modeling", or a ``Likelihood``, such as ``Regression(sigma_noise)``, or
-            one of your own.
-        prior (str): The scaling of the prior. "scalar" (default): the prior standard deviations of parameters
-            are ‖w‖ m/s, for the trained weights w of their layer, the size s of their feature, and the mean m of s
-            in their tensor: the posterior is the same in all units of the targets. "g": 1/s, the g-prior.
-            "isotropic": the same for all parameters.
-        layerwise (bool): Learn one prior precision per tensor, at several times the cost; it can prune tensors.
-            Default False: one for all parameters.
+            log variances), "reward_modeling", or a ``Likelihood``, such as
+            ``Regression(sigma_noise)``, or one of your own.
+        prior (str): The scaling of the prior. "scalar" (default): the prior standard deviations of
+            parameters are ‖w‖ m/s, for the trained weights w of their layer, the size s of their
+            feature, and the mean m of s in their tensor: the posterior is the same in all units of
+            the targets. "g": 1/s, the g-prior. "isotropic": the same for all parameters.
+        layerwise (bool): Learn one prior precision per tensor, at several times the cost; it can
+            prune tensors. Default False: one for all parameters.
         num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
         parameters (str, list or callable, optional): The parameters in the posterior. None
             (default): all that require gradients, except those of normalisation layers. Use
-            "last_layer" for very large networks: the layer that computes the outputs, or the layers of all
-            heads if there are several. Otherwise a pattern of names such as "*lora*", a
+            "last_layer" for very large networks: the layer that computes the outputs, or the layers
+            of all heads if there are several. Otherwise a pattern of names such as "*lora*", a
             list of patterns, or a predicate (name, parameter) -> bool.
         curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
-            the posterior; "network": at the network's outputs, as in the paper. None (default): "variational" for all but Gaussian likelihoods,
-            with one precision and the default solver, if memory allows; else "network".
+            the posterior; "network": at the network's outputs, as in the paper. None (default):
+            "variational" for all but Gaussian likelihoods, with one precision and the default
+            solver, if memory allows; else "network".
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
-        adapter (Adapter): How a batch becomes outputs and targets, if ``model(inputs)`` and (inputs, targets)
-            do not tell. Default Adapter().
+        adapter (Adapter): How a batch becomes outputs and targets, if ``model(inputs)`` and
+            (inputs, targets) do not tell. Default Adapter().
         seed (int): Seed of all random numbers. Default 0.
-        compute (Compute): What a fit may use: accuracy, solver, memory, time, processes, and a folder for
-            checkpoints. Default Compute().
+        compute (Compute): What a fit may use: accuracy, solver, memory, time, processes, and a
+            folder for checkpoints. Default Compute().
 
     Raises:
         TypeError: If an argument has a type that is not allowed, or is one of an earlier version.
@@ -183,7 +185,8 @@ class LinearisedLaplace(Predicts):
 
     @property
     def posterior(self) -> Posterior | None:
-        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None before ``fit``."""
+        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
+        before ``fit``."""
         return self._posterior
 
     @property
@@ -215,7 +218,8 @@ class LinearisedLaplace(Predicts):
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """The numerical error of samples and mode, the bound for samples, and the tolerance; None before ``fit``.
+        """The numerical error of samples and mode, the bound for samples, and the tolerance; None
+        before ``fit``.
 
         Example:
             >>> la.accuracy.is_reached
@@ -293,7 +297,8 @@ class LinearisedLaplace(Predicts):
         return {**self.__dict__, "trained_with": (None, None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Note the tensors of a copied network, without which a cast of it would look like a change."""
+        """Note the tensors of a copied network, without which a cast of it would look like a
+        change."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.posterior is not None:
             self.posterior.setting.state.holds(self._linear_model.network)
@@ -305,7 +310,8 @@ class LinearisedLaplace(Predicts):
 
     @property
     def tolerance(self) -> float:
-        """The largest numerical error of the samples that is asked for, in posterior standard deviations."""
+        """The largest numerical error of the samples that is asked for, in posterior standard
+        deviations."""
         # a quarter of the Monte Carlo error of a standard deviation, 1/√(2K)
         return self.compute.tolerance or 0.25 * (2 * self.num_samples) ** -0.5
 
@@ -330,18 +336,20 @@ class LinearisedLaplace(Predicts):
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): The training data.
             y (Tensor, optional): The targets, if ``x`` are inputs.
-            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it. Default None: if the
-                posterior leaves out parameters of the network (as that of a last layer, or of a head on a
-                frozen backbone) and inputs are columns of numbers, predictions are calibrated on moved training
-                examples, as by ``calibrate()``. False: predictions stay as fitted.
+            validation (DataLoader, optional): Held-out data to calibrate on; we recommend it.
+                Default None: if the posterior leaves out parameters of the network (as that of a
+                last layer, or of a head on a frozen backbone) and inputs are columns of numbers,
+                predictions are calibrated on moved training examples, as by ``calibrate()``. False:
+                predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
-            prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the data.
+            prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the
+                data.
             progress_bar (bool): Show a progress bar. Default True.
-            weights (Tensor, str, callable or float, optional): Weights of the examples: a tensor, if inputs
-                and targets are tensors; "last" if batches are (inputs, targets, weights); a
-                function of the targets, such as ``lambda y: class_weights[y]``; or one number for all.
-                Predictions and ``calibrate`` use no weights, and σ of a regression is not learnt with them.
-                Default None: every example counts once.
+            weights (Tensor, str, callable or float, optional): Weights of the examples: a tensor,
+                if inputs and targets are tensors; "last" if batches are (inputs, targets, weights);
+                a function of the targets, such as ``lambda y: class_weights[y]``; or one number for
+                all. Predictions and ``calibrate`` use no weights, and σ of a regression is not
+                learnt with them. Default None: every example counts once.
 
         Returns:
             The posterior itself.
@@ -444,9 +452,11 @@ class LinearisedLaplace(Predicts):
         )
 
     def log_marginal_likelihood(self) -> Estimate:
-        """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over samples.
+        """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over
+        samples.
 
-        It compares priors, noise levels and likelihoods on the features of one network, and not networks.
+        It compares priors, noise levels and likelihoods on the features of one network, and not
+        networks.
 
         Raises:
             ValueError: If the fit took a solver, or had a precision per tensor.
@@ -458,8 +468,8 @@ class LinearisedLaplace(Predicts):
         found = required(self).members[0].result.log_evidence
         if found.value.isnan():
             raise ValueError(
-                "A fit by a solver, or with a precision per tensor, does not compute the evidence. Fit with one "
-                "precision (layerwise=False) and without Compute(solver=...)."
+                "A fit by a solver, or with a precision per tensor, does not compute the evidence. "
+                "Fit with one precision (layerwise=False) and without Compute(solver=...)."
             )
         return found
 
@@ -484,8 +494,9 @@ class LinearisedLaplace(Predicts):
         Args:
             path (str): Name of the file that ``save`` has written.
             model (nn.Module): The network, with the weights that the posterior was fitted to.
-            **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store: a custom
-                likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Others replace those saved.
+            **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store:
+                a custom likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Others
+                replace those saved.
 
         Raises:
             ValueError: If the file is damaged or belongs to another network, or if an option is
@@ -505,7 +516,8 @@ class LinearisedLaplace(Predicts):
         stored.load_from_state_dict(self, state_dict, prefix, *more)
 
     def plan(self, x: Any, y: Tensor | None = None) -> Plan:
-        """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it to read it.
+        """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it
+        to read it.
 
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): The training data.
@@ -539,18 +551,20 @@ def linear_problem(
     y: Tensor | None = None,
     parameters: Selection = None,
 ) -> Problem:
-    """Return the linear model of a network with its likelihood and data, which the stages of the method take.
+    """Return the linear model of a network with its likelihood and data, which the stages of the
+    method take.
 
     Args:
         model (nn.Module): The trained network.
         likelihood (str or Likelihood): As in ``LinearisedLaplace``.
         x (DataLoader, Dataset, list of batches, or inputs): The training data.
         y (Tensor, optional): The targets, if ``x`` are inputs.
-        parameters (str, list or callable, optional): As in ``LinearisedLaplace``. Default None: all.
+        parameters (str, list or callable, optional): As in ``LinearisedLaplace``. Default None:
+            all.
 
     Returns:
-        A ``Problem``, of which ``get_sto_samples`` draws the random probes. For a regression, the other stages take
-        ``problem.with_targets(probes.targets)``.
+        A ``Problem``, of which ``get_sto_samples`` draws the random probes. For a regression, the
+        other stages take ``problem.with_targets(probes.targets)``.
 
     Example:
         >>> problem = linear_problem(model, "classification", x, y)

@@ -1,8 +1,9 @@
-"""Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return its axes.
+"""Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return its
+axes.
 
-``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``, and ``loader`` a DataLoader, Dataset or list of
-batches of held-out data, or ``predicted_data(la, loader)``, which several plots can share. ``axes`` are matplotlib's;
-by default they are those of a new figure.
+``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``, and ``loader`` a DataLoader,
+Dataset or list of batches of held-out data, or ``predicted_data(la, loader)``, which several plots
+can share. ``axes`` are matplotlib's; by default they are those of a new figure.
 
     Example:
         >>> axes = plot.reliability(la, loader)
@@ -39,12 +40,14 @@ _COLOURS = {"network": "0.6", "posterior": "C0"}
 def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int = 15) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
-    Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is not known.
+    Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is
+    not known.
 
     Args:
         loader: Held-out data, as above.
         axes: Matplotlib's, or None for those of a new figure.
-        bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small data sets.
+        bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small
+            data sets.
 
     Example:
         >>> axes = plot.reliability(la, loader)
@@ -115,7 +118,8 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
 
 
 def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
-    """Plot the p-values of two data sets, and the AUROC with which they separate them, as ``is_ood`` does.
+    """Plot the p-values of two data sets, and the AUROC with which they separate them, as
+    ``is_ood`` does.
 
     Before ``calibrate``, and with groups, it is the epistemic uncertainty.
 
@@ -152,7 +156,8 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
 
 
 def suspicious(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the twelve images with the most suspicious labels: the given label, and that of the posterior.
+    """Plot the twelve images with the most suspicious labels: the given label, and that of the
+    posterior.
 
     Args:
         loader: Data with labels, as above. Inputs are images (B, channels, H, W).

@@ -1,4 +1,5 @@
-"""``Predicts``: what a posterior and an ensemble of posteriors have in common, from predictions to reports."""
+"""``Predicts``: what a posterior and an ensemble of posteriors have in common, from predictions to
+reports."""
 
 from __future__ import annotations
 
@@ -37,11 +38,13 @@ Own = TypeVar("Own", bound="Predicts")
 
 
 class Predicts(Printed, nn.Module):
-    """Base class of ``LinearisedLaplace`` and ``LaplaceEnsemble``: what can be done with a fitted posterior."""
+    """Base class of ``LinearisedLaplace`` and ``LaplaceEnsemble``: what can be done with a fitted
+    posterior."""
 
     @property
     def posterior(self) -> Posterior | Posteriors | None:
-        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None before it."""
+        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
+        before it."""
         raise NotImplementedError
 
     def take(self, posterior: Any) -> None:
@@ -52,10 +55,11 @@ class Predicts(Printed, nn.Module):
         """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
 
         Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them: several in one tuple,
-                ``la((a, b))``.
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them: several
+                in one tuple, ``la((a, b))``.
             *more: Refused, since x has all inputs.
-            **inputs: Inputs by name, in the place of x: ``la(input_ids=...)``. Other methods take a dict of them.
+            **inputs: Inputs by name, in the place of x: ``la(input_ids=...)``. Other methods take a
+                dict of them.
 
         Returns:
             Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
@@ -71,13 +75,14 @@ class Predicts(Printed, nn.Module):
         """
         if more:
             raise TypeError(
-                "la takes all inputs of the model as its first argument: pass several in one tuple, la((a, b)), or by "
-                "their names."
+                "la takes all inputs of the model as its first argument: pass several in one "
+                "tuple, la((a, b)), or by their names."
             )
         if inputs and x is not None:
             raise TypeError(
-                f"x was passed by position, and {', '.join(inputs)} by name, which are further inputs of the model: "
-                "pass all inputs by name, or all in one tuple or dict. Options, such as mean, are those of predict."
+                f"x was passed by position, and {', '.join(inputs)} by name, which are further "
+                "inputs of the model: pass all inputs by name, or all in one tuple or dict. "
+                "Options, such as mean, are those of predict."
             )
         return predictor.forward(self, inputs or x)
 
@@ -87,16 +92,18 @@ class Predicts(Printed, nn.Module):
         """Return the predictive distribution at x: as fitted, or as calibrated.
 
         Args:
-            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; a dict has the inputs of
-                the model by name. Batches of a loader may have no targets, and are read in the order of its dataset.
-                The samples of all its outputs have to fit into memory: see ``predictions``.
+            x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; a dict
+                has the inputs of the model by name. Batches of a loader may have no targets, and
+                are read in the order of its dataset. The samples of all its outputs have to fit
+                into memory: see ``predictions``.
             mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
-                ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses J(x) w_lin for
-                a regression, with the σ that is learnt from it (f(x) has the σ of its own residuals); with
-                variational curvature a mixture; with others f(x), to which the curvature belongs.
+                ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses
+                J(x) w_lin for a regression, with the σ that is learnt from it (f(x) has the σ of
+                its own residuals); with variational curvature a mixture; with others f(x), to which
+                the curvature belongs.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
-            weights (sequence, optional): The weight of each input, if ``calibrate`` had weights. Default
-                None: the largest of a reference example.
+            weights (sequence, optional): The weight of each input, if ``calibrate`` had weights.
+                Default None: the largest of a reference example.
 
         Returns:
             A ``Prediction``. It is differentiable in x if x requires gradients. That of an ensemble
@@ -113,13 +120,14 @@ class Predicts(Printed, nn.Module):
     def predictions(self, loader: Any, mean: Mean | None = None) -> Iterator[Prediction]:
         """Yield the predictive distribution at each batch of a loader, in the order of its dataset.
 
-        Only one batch is held in memory at a time. All batches have the same functions: the k-th sample is the same
-        function everywhere.
+        Only one batch is held in memory at a time. All batches have the same functions: the k-th
+        sample is the same function everywhere.
 
         Args:
-            loader (DataLoader, Dataset or list of batches): Batches may have no targets. A ``DataLoader`` that shuffles
-                is read in the order of its dataset, as by ``fit`` and all other methods. Two tensors of one form in a
-                list are two batches; in a tuple they are inputs and targets.
+            loader (DataLoader, Dataset or list of batches): Batches may have no targets. A
+                ``DataLoader`` that shuffles is read in the order of its dataset, as by ``fit`` and
+                all other methods. Two tensors of one form in a list are two batches; in a tuple
+                they are inputs and targets.
             mean (str, optional): As in ``predict``.
 
         Returns:
@@ -136,14 +144,16 @@ class Predicts(Printed, nn.Module):
     def is_ood(
         self, x: Any, rate: float = 0.05, *, groups: Any = None, score: Score = "all"
     ) -> Tensor:
-        """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,), after ``calibrate``.
+        """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,), after
+        ``calibrate``.
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as in ``predict``.
             rate (float): Largest share of false alarms among inputs from the validation set's
                 distribution. Default 0.05.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
-            score (str): "all" (default), "epistemic" or "distance", as in ``predict(x).p_values(score)``.
+            score (str): "all" (default), "epistemic" or "distance", as in
+                ``predict(x).p_values(score)``.
 
         Raises:
             ValueError: Before ``calibrate``, or with too few validation examples for this rate.
@@ -154,7 +164,8 @@ class Predicts(Printed, nn.Module):
         return predictor.is_ood(self, x, rate, groups=groups, score=score)
 
     def functional_samples(self, x: Any) -> Tensor:
-        """Return ``predict(x).samples``: samples of f at x, shape (K, B, ..., C), joint over inputs.
+        """Return ``predict(x).samples``: samples of f at x, shape (K, B, ..., C), joint over
+        inputs.
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as in ``predict``.
@@ -174,38 +185,43 @@ class Predicts(Printed, nn.Module):
     ) -> Own:
         """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
-        Without arguments they are fitted to the training examples of ``fit``, moved so that a network that has
-        memorised them is as wrong as at new inputs. No guarantee follows: p-values, sets and intervals need data.
+        Without arguments they are fitted to the training examples of ``fit``, moved so that a
+        network that has memorised them is as wrong as at new inputs. No guarantee follows:
+        p-values, sets and intervals need data.
 
-        For classes and labels the prediction is a mixture of the posterior, its mean alone, and the network: the numbers
-        are a scale of the posterior's variance, factors of the logits of the latter two (temperature scaling), and the
-        weights. For regression they are the scale, the observation noise σ, and the share of the linear mode in the
-        mean. If the validation NLL does not improve, predictions are kept as they were. The members of an ensemble
-        share these numbers, and are not changed.
+        For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
+        network: the numbers are a scale of the posterior's variance, factors of the logits of the
+        latter two (temperature scaling), and the weights. For regression they are the scale, the
+        observation noise σ, and the share of the linear mode in the mean. If the validation NLL
+        does not improve, predictions are kept as they were. The members of an ensemble share these
+        numbers, and are not changed.
 
-        For ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` the numbers are fitted a second time, to every
-        other example; the others are the reference. Guarantees hold on average over all inputs, or for each group.
+        For ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` the numbers are fitted a
+        second time, to every other example; the others are the reference. Guarantees hold on
+        average over all inputs, or for each group.
 
         Args:
-            x (DataLoader, Dataset, list of batches, or inputs, optional): The validation set. It must
-                not have been used in training. Default None: moved training examples.
+            x (DataLoader, Dataset, list of batches, or inputs, optional): The validation set. It
+                must not have been used in training. Default None: moved training examples.
             y (Tensor, optional): The targets, if ``x`` are inputs.
-            groups ("classes" or integers, optional): "classes": guarantees of sets and of ``is_ood`` hold for each class.
-                Or an integer for each validation example, in the order of the dataset: they hold for each group, and
-                ``predict(x, groups=...)`` takes the groups of inputs. Every group needs as many examples as a
-                validation set without groups. Default None: one group.
-            weights (sequence, optional): A weight for each validation example, if new inputs have another
-                distribution: the ratio of the densities, up to a factor. Guarantees then hold for the new inputs. The
-                numbers are fitted without weights. Default None: no shift.
+            groups ("classes" or integers, optional): "classes": guarantees of sets and of
+                ``is_ood`` hold for each class. Or an integer for each validation example, in the
+                order of the dataset: they hold for each group, and ``predict(x, groups=...)`` takes
+                the groups of inputs. Every group needs as many examples as a validation set without
+                groups. Default None: one group.
+            weights (sequence, optional): A weight for each validation example, if new inputs have
+                another distribution: the ratio of the densities, up to a factor. Guarantees then
+                hold for the new inputs. The numbers are fitted without weights. Default None: no
+                shift.
 
         Returns:
-            The object itself; ``la.calibration`` holds the improvement. In a distributed run all ranks have to call
-            this method; an ensemble is calibrated by each process on its own.
+            The object itself; ``la.calibration`` holds the improvement. In a distributed run all
+            ranks have to call this method; an ensemble is calibrated by each process on its own.
 
         Raises:
-            ValueError: If no example has a label, if most are training examples, or if groups or weights do not fit
-                them. Without arguments, if the training data are not known, as after ``load``, or their inputs have
-                no distances.
+            ValueError: If no example has a label, if most are training examples, or if groups or
+                weights do not fit them. Without arguments, if the training data are not known, as
+                after ``load``, or their inputs have no distances.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
         Example:
@@ -220,13 +236,15 @@ class Predicts(Printed, nn.Module):
     ) -> Check:
         """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
-        Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the predicted entropy, or
-        by the predicted mean and noise. For images it also says how well ``is_ood`` detects shifted copies of up to 200
-        examples. For a regression with one observation noise it tests whether the size of residuals depends on the inputs,
-        and names the likelihood to use if it does: ``residuals``, with false alarms at 1 %.
+        Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the
+        predicted entropy, or by the predicted mean and noise. For images it also says how well
+        ``is_ood`` detects shifted copies of up to 200 examples. For a regression with one
+        observation noise it tests whether the size of residuals depends on the inputs, and names
+        the likelihood to use if it does: ``residuals``, with false alarms at 1 %.
 
         Args:
-            x (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor ``calibrate`` used.
+            x (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor
+                ``calibrate`` used.
             y (Tensor, optional): The targets, if ``x`` are inputs.
             level (float): Level of the sets or intervals. Default 0.9.
             groups (integers, optional): The group of each example, in the order of the dataset.
@@ -250,18 +268,22 @@ class Predicts(Printed, nn.Module):
         weights: Any = None,
         folds: Tensor | None = None,
     ) -> SuspiciousTargets:
-        """Return which training targets are probably wrong, without training again or a validation set; print it.
+        """Return which training targets are probably wrong, without training again or a validation
+        set; print it.
 
-        A label is suspicious if the posterior finds it improbable although it has seen it. It is in the mask if another
-        label is more probable by a factor over 1 / a, where a is the share of all labels that are the most probable
-        ones. Numbers are in the mask if fewer than one of all is expected to be as far from its prediction.
+        A label is suspicious if the posterior finds it improbable although it has seen it. It is in
+        the mask if another label is more probable by a factor over 1 / a, where a is the share of
+        all labels that are the most probable ones. Numbers are in the mask if fewer than one of all
+        is expected to be as far from its prediction.
 
         Args:
-            x (DataLoader, Dataset, list of batches, or inputs): The training data, without augmentation, or others.
+            x (DataLoader, Dataset, list of batches, or inputs): The training data, without
+                augmentation, or others.
             y (Tensor, optional): The targets, if ``x`` are inputs.
-            weights (Tensor, str, callable or float, optional): As in ``fit``. Examples with weight 0 are not judged.
-            folds (integers, optional): The member of an ensemble that each example is judged by, (N,), such as the one
-                that has not seen it. Default None: by all together.
+            weights (Tensor, str, callable or float, optional): As in ``fit``. Examples with weight
+                0 are not judged.
+            folds (integers, optional): The member of an ensemble that each example is judged by,
+                (N,), such as the one that has not seen it. Default None: by all together.
 
         Returns:
             A ``SuspiciousTargets``; print it.
@@ -269,7 +291,8 @@ class Predicts(Printed, nn.Module):
         Raises:
             NotFittedError: Before ``fit``, or if the model has changed since.
             ValueError: If targets do not fit the outputs, hold NaN, or none is labelled.
-            TypeError: If the likelihood has no probabilities of labels, no continuous targets and no Poisson counts.
+            TypeError: If the likelihood has no probabilities of labels, no continuous targets and
+                no Poisson counts.
 
         Example:
             >>> look_at = la.suspicious(x, y).order[:12]
@@ -277,15 +300,18 @@ class Predicts(Printed, nn.Module):
         return suspicious(self, x, y, weights=weights, folds=folds)
 
     def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
-        """Return a monitor of new inputs, which raises an alarm when they no longer are as the validation set.
+        """Return a monitor of new inputs, which raises an alarm when they no longer are as the
+        validation set.
 
         Args:
             rate (float): Largest probability that a false alarm is ever raised. Default 0.01.
-            level (float): Level of the sets or intervals whose coverage is measured if there are targets. Default 0.9.
+            level (float): Level of the sets or intervals whose coverage is measured if there are
+                targets. Default 0.9.
             seed (int): Seed of the random order of equal scores. Default 0.
 
         Raises:
-            ValueError: Before ``calibrate``, or if its p-values are not exact: by folds, or with weights.
+            ValueError: Before ``calibrate``, or if its p-values are not exact: by folds, or with
+                weights.
 
         Example:
             >>> monitor = la.calibrate(x, y).monitor(rate=0.01)
@@ -308,17 +334,19 @@ class Predicts(Printed, nn.Module):
         """Train a network that predicts what this posterior predicts, in one forward pass.
 
         The student learns the posterior's predictions at the given inputs, and at more inputs that
-        are made from them. Elsewhere it is a network like any other: include unlabelled inputs of all
-        kinds that you expect, also unusual ones, which are kept on the network's device. If you have a
-        validation set, call ``la.calibrate`` first. ``print(student)`` shows its error at inputs that were not used.
+        are made from them. Elsewhere it is a network like any other: include unlabelled inputs of
+        all kinds that you expect, also unusual ones, which are kept on the network's device. If you
+        have a validation set, call ``la.calibrate`` first. ``print(student)`` shows its error at
+        inputs that were not used.
 
         Args:
-            inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled inputs of one
-                shape, or training data.
-            student (nn.Module, optional): A network with the inputs and outputs of the model, which is copied.
-                Default None: the model itself (of an ensemble, the first one).
-            augment (str, callable or list of them, optional): How inputs are made: "noise" of random size, "swap" of
-                entries (also tokens) between two inputs, or functions that map inputs to as many others. Default: both.
+            inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled
+                inputs of one shape, or training data.
+            student (nn.Module, optional): A network with the inputs and outputs of the model, which
+                is copied. Default None: the model itself (of an ensemble, the first one).
+            augment (str, callable or list of them, optional): How inputs are made: "noise" of
+                random size, "swap" of entries (also tokens) between two inputs, or functions that
+                map inputs to as many others. Default: both.
             num_inputs (int): Number of inputs to make. Default 12,000.
             steps (int): Number of steps of the training. Default 3000.
             seed (int): Seed of all random numbers. Default 0.
@@ -328,7 +356,8 @@ class Predicts(Printed, nn.Module):
             A ``Student``, which is not calibrated yet.
 
         Raises:
-            ValueError: If there are fewer than ten inputs, or another ``student`` has outputs of another shape.
+            ValueError: If there are fewer than ten inputs, or another ``student`` has outputs of
+                another shape.
             TypeError: If inputs are no tensors, or for an argument of an earlier version.
             RuntimeError: If inputs have several shapes.
 
@@ -350,23 +379,29 @@ class Predicts(Printed, nn.Module):
     ) -> ExportedProgram:
         """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
-        The program takes any number of examples. It returns a dict: "probs" (for other likelihoods "expectation"),
-        "predictive_variance" for continuous targets, and what ``level`` and ``p_value`` add; ONNX has the same names.
-        The program of an ensemble contains every network and its samples.
+        The program takes any number of examples. It returns a dict: "probs" (for other likelihoods
+        "expectation"), "predictive_variance" for continuous targets, and what ``level`` and
+        ``p_value`` add; ONNX has the same names. The program of an ensemble contains every network
+        and its samples.
 
         Args:
             x (Tensor, tuple or dict): Example inputs.
-            path (str, optional): Where to save it: .pt2 for torch.export, .onnx for ONNX. Default None: nowhere.
-            level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``, or the ends "lower"
-                and "upper" of ``interval(level)`` for continuous targets, as well. It needs ``calibrate``.
-            p_value (bool): Return ``predict(x).p_value`` as well, as "p_value". An input is out of distribution if it
-                is at most the rate of false alarms that is accepted. Default False.
+            path (str, optional): Where to save it: .pt2 for torch.export, .onnx for ONNX. Default
+                None: nowhere.
+            level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``,
+                or the ends "lower" and "upper" of ``interval(level)`` for continuous targets, as
+                well. It needs ``calibrate``.
+            p_value (bool): Return ``predict(x).p_value`` as well, as "p_value". An input is out of
+                distribution if it is at most the rate of false alarms that is accepted. Default
+                False.
 
         Raises:
-            ValueError: If the file has another ending, or without reference examples for ``level`` or ``p_value``.
-            RuntimeError: If the network cannot be recorded for any number of examples, or the program returns
-                other values than ``la(x)``, for example because the network's operations depend on values of
-                its inputs. A student can be exported instead: ``la.distil(x).export(x)``.
+            ValueError: If the file has another ending, or without reference examples for ``level``
+                or ``p_value``.
+            RuntimeError: If the network cannot be recorded for any number of examples, or the
+                program returns other values than ``la(x)``, for example because the network's
+                operations depend on values of its inputs. A student can be exported instead:
+                ``la.distil(x).export(x)``.
 
         Example:
             >>> program = la.export(x).module()  # doctest: +SKIP

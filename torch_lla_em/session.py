@@ -30,11 +30,13 @@ from torch_lla_em.runtime import Compute, Group, collected, tf32
 
 logger = logging.getLogger("torch_lla_em")
 
-# the next step is expected to take this multiple of the last one, since the span of directions grows
+# the next step is expected to take this multiple of the last one, since the span of directions
+# grows
 _GROWTH = 1.2
 
 PASSES, LARGEST = 15.0, 5.0
-"""Passes of a usual fit, and those for the upper bound relative to them: 51 fits of benchmarks/reference.py took 4 to 20."""
+"""Passes of a usual fit, and those for the upper bound relative to them: 51 fits of
+benchmarks/reference.py took 4 to 20."""
 
 
 class Budget:
@@ -101,7 +103,8 @@ class Session:
             yield self
 
     def plan(self, options: FitOptions, compute: Compute, timed: bool = False) -> Plan:
-        """Return the plan of the memory, and if ``timed`` of the seconds of a pass, if the number of examples is known."""
+        """Return the plan of the memory, and if ``timed`` of the seconds of a pass, if the number
+        of examples is known."""
         data, plan = self.problem.data, prepare(self.problem, options.num_samples, compute)
         every = data.facts.num_rows or data.num_batches() * len(data.first().rows)
         rows = every * data.largest_share
@@ -123,7 +126,8 @@ class Session:
         self._stage = stage
 
     def finished(self) -> dict[str, Tensor] | None:
-        """Return the posterior if the checkpoint is of a finished fit; refuse other fits and data."""
+        """Return the posterior if the checkpoint is of a finished fit; refuse other fits and
+        data."""
         if self._checkpoint is None:
             return None
         computed = Computed.by(self.problem)
@@ -152,7 +156,8 @@ class Session:
     # what a fit tells
 
     def drawn(self, progress: Callable[[], Progress]) -> None:
-        """Refuse training data in the validation set, and say how long a fit with such passes takes if it is long."""
+        """Refuse training data in the validation set, and say how long a fit with such passes takes
+        if it is long."""
         if self._unseen is not None:
             facts = self.problem.data.facts
             refuse_training_data(self._unseen, facts.least, facts.num_labelled)
@@ -164,9 +169,11 @@ class Session:
         self._saved_if_due(progress)  # at least one step is taken
 
     def run(self, steps: Iterable[Step], q: State) -> State:
-        """Take the steps of a fit, each of which has an entry in the history, is saved, and may be the last in time.
+        """Take the steps of a fit, each of which has an entry in the history, is saved, and may be
+        the last in time.
 
-        Return the state in which they end, that with which the budget ends them, or without steps q.
+        Return the state in which they end, that with which the budget ends them, or without steps
+        q.
         """
         for step in steps:
             self._draw()
@@ -215,7 +222,8 @@ class Session:
     # the end
 
     def end(self, why: str) -> None:
-        """Note why the fit ended; raise an error if the data are not those of the checkpoint, or the weights have changed."""
+        """Note why the fit ended; raise an error if the data are not those of the checkpoint, or
+        the weights have changed."""
         if self.history:  # the last record has the seconds of the whole fit
             self.history[-1].update(seconds=self._seconds(), why=why)
         if not self._bar.disable:
@@ -239,9 +247,9 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
                 own, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
                 if settings.get(name) != every[0].get(name):
                     raise ValueError(
-                        f"Rank {rank} has another {name} than rank 0: {own} against {first}. Construct and fit "
-                        "the same object on every rank. To fit a different one on each rank, pass "
-                        "Compute(shard=None)."
+                        f"Rank {rank} has another {name} than rank 0: {own} against {first}. "
+                        "Construct and fit the same object on every rank. To fit a different one "
+                        "on each rank, pass Compute(shard=None)."
                     )
 
     group.meet({"device": device.type, **settings}, same)
@@ -254,8 +262,8 @@ def memory_of(
 ) -> tuple[float, float]:
     """Return the bytes of the vectors and directions of usual and of long fits to so many examples.
 
-    What the network takes for a batch is not counted: pieces are halved until it fits. The number of directions depends on
-    the spectrum of the GGN, which is not known before the fit.
+    What the network takes for a batch is not counted: pieces are halved until it fits. The number
+    of directions depends on the spectrum of the GGN, which is not known before the fit.
     """
     P, example, room = plan.size, plan.example, options.span_memory or plan.free / 2
     if options.layerwise or options.solver is not None:  # without directions

@@ -94,7 +94,8 @@ def waits(counts: Counter[tuple[str, str]]) -> int:
 
 
 def fail_at_malloc(count: int) -> int:
-    """Make the ``count``-th allocation from now on fail, once; return how many were left until the failure requested before."""
+    """Make the ``count``-th allocation from now on fail, once; return how many were left until the
+    failure requested before."""
     requested = ctypes.c_long.in_dll(library, "gpu_fail_malloc")
     left, requested.value = requested.value, count
     return left

@@ -1,4 +1,5 @@
-"""Replacements for all CUDA kernels: they check the devices of their arguments and run on the CPU."""
+"""Replacements for all CUDA kernels: they check the devices of their arguments and run on the
+CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The simulated GPU for pytest: PYTHONPATH=.ci PYTEST_PLUGINS=simulated_gpu.plugin pytest -m cuda"""
+"""The simulated GPU for pytest: PYTHONPATH=.ci PYTEST_PLUGINS=simulated_gpu.plugin pytest -m
+cuda"""
 
 import sys
 

@@ -25,7 +25,8 @@ from torch_lla_em.data.trees import (
 TargetFn = Callable[[Any], Tensor]
 
 Tally = dict[int, tuple[int, Tensor]]
-"""The outputs of each piece of the first pass, and its labelled examples, (), by the number of its first one."""
+"""The outputs of each piece of the first pass, and its labelled examples, (), by the number of its
+first one."""
 
 _IGNORED = -100
 _UNSIGNED = torch.uint16, torch.uint32, torch.uint64  # for which torch has few operations
@@ -52,7 +53,8 @@ class Batch(NamedTuple):
     """Whether every pass has this very batch, in memory."""
 
     tally: Tally | None = None
-    """Where outputs and labels are noted in the first pass, in which a piece that is repeated counts once."""
+    """Where outputs and labels are noted in the first pass, in which a piece that is repeated
+    counts once."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -60,7 +62,8 @@ class Batch(NamedTuple):
         return int(self.rows[:1].sum()), len(self.rows)
 
     def split(self, size: int) -> Iterator[Batch]:
-        """Yield the batch in pieces of at most ``size`` examples, or whole if it cannot be split."""
+        """Yield the batch in pieces of at most ``size`` examples, or whole if it cannot be
+        split."""
         rows = len(self.rows)
         if rows <= size or cut(self.inputs, rows, slice(0, 1)) is None:
             yield self
@@ -93,7 +96,8 @@ class Batch(NamedTuple):
 
 
 def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Join small batches into batches of up to ``size`` examples, if all their tensors have rows of one form."""
+    """Join small batches into batches of up to ``size`` examples, if all their tensors have rows of
+    one form."""
     waiting: list[Batch] = []
     key: Any = None
     for batch in batches:
@@ -149,8 +153,8 @@ def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
 def unlabelled(batch: Any, num_inputs: int, target_fn: TargetFn | None = None) -> Any:
     """Return the inputs of a batch that may have no targets.
 
-    A tuple of as many entries as the network was fitted with as inputs, ``num_inputs`` (0 if that is not known), has no
-    targets, if they are several.
+    A tuple of as many entries as the network was fitted with as inputs, ``num_inputs`` (0 if that
+    is not known), has no targets, if they are several.
     """
     if is_sequence(batch) and len(batch) == num_inputs > 1:
         return tuple(batch)
@@ -169,8 +173,9 @@ def default_targets(batch: Any) -> Any:
             kept = labels != _IGNORED
             if labels.shape == tokens.shape and kept.any() and labels[kept].equal(tokens[kept]):
                 raise ValueError(
-                    'The "labels" are the "input_ids" themselves: a causal language model shifts them inside its loss, '
-                    "which is not called here. Pass the label after each token, adapter=Adapter(targets=lambda batch: "
+                    'The "labels" are the "input_ids" themselves: a causal language model shifts '
+                    "them inside its loss, which is not called here. Pass the label after each "
+                    "token, adapter=Adapter(targets=lambda batch: "
                     f'torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value={_IGNORED})).'
                 )
         return labels
@@ -178,8 +183,9 @@ def default_targets(batch: Any) -> Any:
         return batch[-1]
     raise TypeError(
         f"No targets found in a batch of type {type(batch).__name__}. Batches are (inputs, "
-        'targets) or dicts with "labels". If the targets have another place, construct the posterior with '
-        "adapter=Adapter(targets=lambda batch: ...), which returns them. If there are none, pass them: fit(x, y)."
+        'targets) or dicts with "labels". If the targets have another place, construct the '
+        "posterior with adapter=Adapter(targets=lambda batch: ...), which returns them. If there "
+        "are none, pass them: fit(x, y)."
     )
 
 
@@ -209,12 +215,14 @@ def default_forward(module: nn.Module, inputs: Any) -> Tensor:
             if tensors_in((args, named)):
                 raise error
         raise TypeError(
-            f"The network does not accept the inputs of a batch ({error}). Inputs are all entries of a batch but its "
-            'targets, which are the last of a tuple or the "labels" of a dict. Of arrays or lists pass torch.tensor(x), '
-            'of a list of examples torch.stack(x), of a table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call fit(loader, weights='
-            '"last"), and predict and calibrate, with x or batches (x, y). If other entries are not inputs, pass '
-            "adapter=Adapter(lambda model, inputs: model(inputs[0]), lambda batch: batch[1]). If the network takes all inputs in one list or in one dict, pass "
-            "adapter=Adapter(lambda model, inputs: model(inputs))."
+            f"The network does not accept the inputs of a batch ({error}). Inputs are all entries "
+            'of a batch but its targets, which are the last of a tuple or the "labels" of a dict. '
+            "Of arrays or lists pass torch.tensor(x), of a list of examples torch.stack(x), of a "
+            'table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call '
+            'fit(loader, weights="last"), and predict and calibrate, with x or batches (x, y). If '
+            "other entries are not inputs, pass adapter=Adapter(lambda model, inputs: "
+            "model(inputs[0]), lambda batch: batch[1]). If the network takes all inputs in one "
+            "list or in one dict, pass adapter=Adapter(lambda model, inputs: model(inputs))."
         ) from error
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):

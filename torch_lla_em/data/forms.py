@@ -54,7 +54,8 @@ def is_pair(data: Any) -> bool:
 
 
 def are_batches(data: Any) -> bool:
-    """Whether this is a list of two batches of inputs, if no targets are needed: two arrays of one form in a list."""
+    """Whether this is a list of two batches of inputs, if no targets are needed: two arrays of one
+    form in a list."""
     if not (isinstance(data, list) and is_pair(data)):
         return False
     first, second = ((type(p), getattr(p, "dtype", None), p.shape[1:]) for p in data)
@@ -75,8 +76,9 @@ def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     if isinstance(weights, str) or not is_labelled:
         words = repr(weights) if isinstance(weights, str) else f"a {type(weights).__name__}"
         raise TypeError(
-            f"weights are {words}: pass a tensor together with tensors of inputs and targets, fit(x, y, weights=w); or "
-            '"last" for a loader of batches (inputs, targets, weights); or a function of the targets.'
+            f"weights are {words}: pass a tensor together with tensors of inputs and targets, "
+            'fit(x, y, weights=w); or "last" for a loader of batches (inputs, targets, weights); '
+            "or a function of the targets."
         )
     return [(*batch, torch.as_tensor(weights, device="cpu"))], "last"
 
@@ -96,8 +98,8 @@ def checked_weights(given: Any, targets: Tensor) -> Tensor:
     w = torch.as_tensor(given, dtype=torch.float64, device=targets.device)
     if w.shape not in (targets.shape, targets.shape[:1]):
         raise ValueError(
-            f"The weights have shape {tuple(w.shape)}, but the targets {tuple(targets.shape)}: pass "
-            "one weight for each example, or for each label."
+            f"The weights have shape {tuple(w.shape)}, but the targets {tuple(targets.shape)}: "
+            "pass one weight for each example, or for each label."
         )
     if not (torch.isfinite(w).all() and (w >= 0).all()):
         raise ValueError("Weights must be finite and not negative.")
@@ -105,7 +107,8 @@ def checked_weights(given: Any, targets: Tensor) -> Tensor:
 
 
 def order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
-    """Return a dataset's examples in a fixed order, and whether the loader shuffles; None if only it can order them."""
+    """Return a dataset's examples in a fixed order, and whether the loader shuffles; None if only
+    it can order them."""
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if not (plain and type(loader.batch_sampler) is BatchSampler) or isinstance(
         loader.dataset, IterableDataset

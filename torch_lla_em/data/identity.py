@@ -21,8 +21,8 @@ _SAMPLED, _SIZE = 1024, 1 << 64
 class Identity:
     """Number of examples, N, and sums of their 64-bit hashes; 0 before a pass.
 
-    A hash covers the tensors with a row for each example. It depends on the batch where sentences are padded to several
-    lengths: then numbers alone are compared.
+    A hash covers the tensors with a row for each example. It depends on the batch where sentences
+    are padded to several lengths: then numbers alone are compared.
     """
 
     num_rows: int = 0
@@ -36,7 +36,8 @@ class Identity:
     """The sum of hashes times the numbers of examples, another one in another order."""
 
     least: tuple[int, ...] = ()
-    """The smallest hashes of whole examples without weights, at most 1,024: a sample of the examples."""
+    """The smallest hashes of whole examples without weights, at most 1,024: a sample of the
+    examples."""
 
     shapes: tuple[str, ...] = ()
     """Shapes of examples, ascending."""
@@ -46,7 +47,8 @@ class Identity:
 
     num_outputs: int = 0
     num_labelled: int = 0
-    """Entries of all outputs of the network, N C, and the number of examples with a label and a weight other than 0."""
+    """Entries of all outputs of the network, N C, and the number of examples with a label and a
+    weight other than 0."""
 
     def add(self, batch: Batch) -> None:
         """Add the examples of a batch."""
@@ -83,7 +85,8 @@ class Identity:
         return is_same and self.num_rows == other.num_rows
 
     def shared_with(self, least: Sequence[int]) -> tuple[float, int]:
-        """Return the share of these examples among those with the smallest hashes ``least``, and of how many."""
+        """Return the share of these examples among those with the smallest hashes ``least``, and of
+        how many."""
         full = [known[-1] for known in (sorted(least), self.least) if len(known) == _SAMPLED]
         own = [value for value in self.least if value <= min(full, default=_SIZE)]
         return len({*own} & {*least}) / max(1, len(own)), len(own)

@@ -9,7 +9,8 @@ from torch_lla_em.data.trees import is_opaque, leaves_of, tensors_in
 
 
 class Kept:
-    """The batches of a pass, if all of them fit into ``room`` bytes, and are the same when they are read again."""
+    """The batches of a pass, if all of them fit into ``room`` bytes, and are the same when they are
+    read again."""
 
     def __init__(self, room: float = 0.0, copies: bool = True):
         """``copies``: whether a loader may write the next batch to the memory of the last one."""

@@ -21,14 +21,16 @@ _OTHER_COUNT = (
     "data: make the loader re-iterable and finite, or pass a list of its batches."
 )
 _CHANGED = (
-    "Two passes over the loader returned different data, for example because of random augmentation, noise, or a "
-    "sampler that draws other examples. The posterior needs the same data in every pass: pass a loader of the training "
-    "data with the transforms of your test data, DataLoader(dataset_without_augmentation, batch_size=256). To let some "
-    "examples count more than others, call fit(..., weights=...)."
+    "Two passes over the loader returned different data, for example because of random "
+    "augmentation, noise, or a sampler that draws other examples. The posterior needs the same "
+    "data in every pass: pass a loader of the training data with the transforms of your test data, "
+    "DataLoader(dataset_without_augmentation, batch_size=256). To let some examples count more "
+    "than others, call fit(..., weights=...)."
 )
 _OTHER_RANKS = (
-    "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader on every rank, in the "
-    "same order and without random augmentation: fit distributes its batches. A DistributedSampler is allowed."
+    "A rank has other data than rank 0, or the data change from pass to pass. Pass the same loader "
+    "on every rank, in the same order and without random augmentation: fit distributes its "
+    "batches. A DistributedSampler is allowed."
 )
 _OTHER_THAN_SAVED = (
     "The checkpoint belongs to other data: its fit read {} examples, and this loader yields {} "
@@ -37,11 +39,13 @@ _OTHER_THAN_SAVED = (
 
 
 class Data:
-    """A loader whose passes see the same examples in a fixed order, each numbered by its place in it.
+    """A loader whose passes see the same examples in a fixed order, each numbered by its place in
+    it.
 
-    Batches are (inputs, targets), longer tuples that end with the targets, mappings with "labels", or anything that
-    ``target_fn`` takes targets from. A ``DataLoader`` that shuffles is read in the order of its dataset. Each of R ranks
-    takes every R-th batch; of a list of fewer batches, such as the tensors of ``fit(x, y)``, every R-th example.
+    Batches are (inputs, targets), longer tuples that end with the targets, mappings with "labels",
+    or anything that ``target_fn`` takes targets from. A ``DataLoader`` that shuffles is read in the
+    order of its dataset. Each of R ranks takes every R-th batch; of a list of fewer batches, such
+    as the tensors of ``fit(x, y)``, every R-th example.
     """
 
     def __init__(
@@ -55,7 +59,8 @@ class Data:
         self._source = Source(loader, device, target_fn, weights, group.size)
         self.group, self._device, self.is_weighted = group, device, weights is not None
         self.facts, self._is_restored, self.num_passes = Identity(), False, 0
-        """What the first pass has found about the data of all ranks, and whether only an earlier run has read them."""
+        """What the first pass has found about the data of all ranks, and whether only an earlier
+        run has read them."""
 
         self.keeps_order = True
         """Whether every pass so far had the same order."""
@@ -70,11 +75,13 @@ class Data:
         self.store(0.0, 0)
 
     def store(self, room: float, merge_rows: int) -> None:
-        """Set the bytes that batches may take to be kept, and the size up to which small ones are joined; 0: never."""
+        """Set the bytes that batches may take to be kept, and the size up to which small ones are
+        joined; 0: never."""
         self.kept, self.merge_rows = Kept(room, copies=not self._source.is_list), merge_rows
 
     def first(self) -> Batch:
-        """Return the first batch, or small ones joined to it, with two examples if there are two."""
+        """Return the first batch, or small ones joined to it, with two examples if there are
+        two."""
         if self._first is None:
             for batch in islice(joined(self._source.read(0, 1), 2), 32):
                 if self._first is None or len(batch.rows) > 1:
@@ -89,8 +96,8 @@ class Data:
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass.
 
-        ``in_step``: yield the loader's own batches, without joining any, and as many on every rank: a
-        rank with fewer yields empty ones at the end.
+        ``in_step``: yield the loader's own batches, without joining any, and as many on every rank:
+        a rank with fewer yields empty ones at the end.
         """
         if self.kept.batches is not None and not in_step:
             yield from self.kept.batches
@@ -132,7 +139,8 @@ class Data:
             self.group.fail(error)
 
     def num_batches(self) -> int:
-        """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
+        """Return the number of batches of a pass over all ranks; 0 if it is not known without
+        one."""
         return self._source.num_batches()
 
     @property
@@ -156,13 +164,15 @@ class Data:
             self.read()
 
     def read(self) -> Identity:
-        """Read all examples once, of several ranks another share than before; return their identity."""
+        """Read all examples once, of several ranks another share than before; return their
+        identity."""
         for _ in self:
             pass
         return self.facts
 
     def _compared(self, batches: Iterable[Batch], own: Identity) -> Iterator[Batch]:
-        """Yield batches, and add them to an identity; in the first pass, compare the first with that of ``first``."""
+        """Yield batches, and add them to an identity; in the first pass, compare the first with
+        that of ``first``."""
         for batch in batches:
             own.add(batch)
             known = self._first

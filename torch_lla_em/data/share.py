@@ -14,8 +14,9 @@ from torch_lla_em.runtime import Group
 class Share:
     """The n examples of this rank among the N of all ranks.
 
-    Of tensors with a row for every example, a rank has its own rows only. What is summed over examples is summed over
-    ranks, and what every rank computes in the same way is taken from the first, as it may be rounded differently.
+    Of tensors with a row for every example, a rank has its own rows only. What is summed over
+    examples is summed over ranks, and what every rank computes in the same way is taken from the
+    first, as it may be rounded differently.
     """
 
     numbers: Tensor
@@ -27,7 +28,8 @@ class Share:
     group: Group = Group()
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of every column over all examples, (C,), for as many rows (m, C) of each."""
+        """Return the mean of every column over all examples, (C,), for as many rows (m, C) of
+        each."""
         weight = len(self.numbers) / max(1, self.total)
         return self.group.sum(weight * (values.sum(0) / max(1, len(values))))
 

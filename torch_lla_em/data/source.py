@@ -36,7 +36,8 @@ _OPTIONS = (
 
 
 def inputs_in_order(data: Any) -> Any:
-    """Return a loader of batches that may have no targets; one that shuffles is read in the order of its dataset.
+    """Return a loader of batches that may have no targets; one that shuffles is read in the order
+    of its dataset.
 
     Two arrays of one form in a list are two batches; otherwise a pair of arrays is (X, y).
     """
@@ -44,7 +45,8 @@ def inputs_in_order(data: Any) -> Any:
 
 
 class Source:
-    """A loader of labelled batches, read in the order of its dataset; it does not change from pass to pass."""
+    """A loader of labelled batches, read in the order of its dataset; it does not change from pass
+    to pass."""
 
     def __init__(
         self,
@@ -61,7 +63,8 @@ class Source:
         """Whether ranks share the examples of each batch, and not the batches."""
 
         self._order, self._shuffles = order_of(loader, num_ranks)
-        """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of them at random."""
+        """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of
+        them at random."""
 
         if self._order is not None:
             self._size, count = loader.batch_size or 1, len(self._order)
@@ -82,7 +85,8 @@ class Source:
         return self._order is not None
 
     def num_batches(self) -> int:
-        """Return the number of batches of a pass over all ranks; 0 if it is not known without one."""
+        """Return the number of batches of a pass over all ranks; 0 if it is not known without
+        one."""
         return length_hint(self.loader) if self._order is None else -(-self._num_rows // self._size)
 
     def largest_share(self, size: int) -> float:
@@ -104,19 +108,22 @@ class Source:
             inputs, targets, weights = self._split(raw)
             if not targets.dim():
                 raise TypeError(
-                    f"Batch {place} of the loader is a single example: its targets are one number. Loaders yield batches: pass "
-                    "DataLoader(dataset, batch_size=256), of a list of examples too, or tensors, fit(x, y)."
+                    f"Batch {place} of the loader is a single example: its targets are one number. "
+                    "Loaders yield batches: pass DataLoader(dataset, batch_size=256), of a list "
+                    "of examples too, or tensors, fit(x, y)."
                 )
             if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
                 raise ValueError(
-                    f"Batch {place} has {len(inputs)} inputs but {len(targets)} targets: every example needs one of each."
+                    f"Batch {place} has {len(inputs)} inputs but {len(targets)} targets: every "
+                    "example needs one of each."
                 )
             numbers = torch.arange(seen, seen + len(targets), device="cpu")
             seen += len(targets)
             if parts is not None and len(parts[count]) != len(numbers):
                 raise ValueError(
-                    f"Batch {place} has {len(numbers)} examples, but was collated from {len(parts[count])} of the "
-                    "dataset: its collate_fn must keep their number. Pass a list of batches instead."
+                    f"Batch {place} has {len(numbers)} examples, but was collated from "
+                    f"{len(parts[count])} of the dataset: its collate_fn must keep their number. "
+                    "Pass a list of batches instead."
                 )
             numbers = numbers if parts is None else parts[count]
             batch = Batch(place, numbers, inputs, targets, weights=weights)
@@ -129,9 +136,11 @@ class Source:
                 yield batch
 
     def _choose(self, first: int, step: int, seed: int = 0) -> Sequence[Tensor] | None:
-        """Choose every ``step``-th batch of a dataset from ``first`` on; return their examples' numbers.
+        """Choose every ``step``-th batch of a dataset from ``first`` on; return their examples'
+        numbers.
 
-        ``seed`` selects another order, if the loader shuffles. None: all examples of the loader in its order.
+        ``seed`` selects another order, if the loader shuffles. None: all examples of the loader in
+        its order.
         """
         if self._order is None:
             return None
@@ -145,7 +154,8 @@ class Source:
         return parts if step > 1 or moved else None
 
     def _split(self, batch: Any) -> tuple[Any, Tensor, Tensor | None]:
-        """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is called."""
+        """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is
+        called."""
         given = weights = None
         if self._weights == "last":
             batch, weights = without_weights(batch)

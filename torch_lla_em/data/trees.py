@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def as_tensors(tree: Any) -> Any:
-    """Return a tree with tensors for arrays, and dicts for other mappings, such as batches of transformers."""
+    """Return a tree with tensors for arrays, and dicts for other mappings, such as batches of
+    transformers."""
 
     def at(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
@@ -24,7 +25,8 @@ def as_tensors(tree: Any) -> Any:
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply a function to every tensor of a tree and what other trees have in its place; leave everything else as it is."""
+    """Apply a function to every tensor of a tree and what other trees have in its place; leave
+    everything else as it is."""
 
     def at(leaf: Any, *rest: Any) -> Any:
         return function(leaf, *rest) if isinstance(leaf, Tensor) else leaf
@@ -62,7 +64,8 @@ def to_device(tree: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if is_opaque(leaf) else leaf
-        # without a wait for the GPU, but from pinned memory, which a loader may fill again meanwhile
+        # without a wait for the GPU, but from pinned memory, which a loader may fill again
+        # meanwhile
         plain = leaf.device.type == "cpu" and leaf.layout == torch.strided
         waits = device.type != "cuda" or (plain and leaf.is_pinned())
         return leaf.to(device, non_blocking=not waits)

@@ -1,4 +1,5 @@
-"""Students: networks that predict in one forward pass what a posterior predicts; begin with ``training``."""
+"""Students: networks that predict in one forward pass what a posterior predicts; begin with
+``training``."""
 
 from torch_lla_em.distil.inputs import Way
 from torch_lla_em.distil.prediction import StudentPrediction

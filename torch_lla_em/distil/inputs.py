@@ -24,11 +24,13 @@ from torch_lla_em.runtime import check_choice
 Way = str | Callable[[Any], Any]
 
 BATCH = 256
-"""Inputs in each step, and predicted or made at once. Half and 1.5 times as many change the KL of tables by a fifth at most."""
+"""Inputs in each step, and predicted or made at once. Half and 1.5 times as many change the KL of
+tables by a fifth at most."""
 
 
 def gathered(inputs: Any, device: torch.device, num_inputs: int = 0) -> Any:
-    """Return all inputs as one tree of tensors on a device; ``num_inputs`` is as in ``unlabelled``."""
+    """Return all inputs as one tree of tensors on a device; ``num_inputs`` is as in
+    ``unlabelled``."""
     if isinstance(inputs, Iterator):  # it is read once
         inputs = list(inputs)
     batches: Iterable[Any] = [inputs_of(inputs) if isinstance(inputs, dict) else inputs]
@@ -89,7 +91,8 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
 
 
 def _spread(t: Tensor) -> Tensor | None:
-    """Return the standard deviation of each column of a table, or of all other real numbers together."""
+    """Return the standard deviation of each column of a table, or of all other real numbers
+    together."""
     if not t.is_floating_point():
         return None
     return t.std(0) if t.dim() == 2 and len(t) > 1 else t.std()

@@ -15,7 +15,8 @@ from torch_lla_em.prediction import Interval, Printed, arrays, of_examples
 
 
 class Scores(NamedTuple):
-    """OOD scores, (n, S), and sorted errors, (n, outputs or 0), of a student's validation set, in float64."""
+    """OOD scores, (n, S), and sorted errors, (n, outputs or 0), of a student's validation set, in
+    float64."""
 
     unusual: Tensor
     errors: Tensor
@@ -25,10 +26,10 @@ class Scores(NamedTuple):
 class StudentPrediction(Printed):
     """The prediction of a ``Student`` at B inputs, as returned by ``student.predict(x)``.
 
-    Its properties and methods have the names, shapes and meanings of those of ``la.predict(x)``. A student
-    learns the distribution of each target on its own, and has nothing that needs functions from the
-    posterior, such as joint predictions and samples. ``p_value``, ``is_ood``, ``prediction_set``
-    and ``interval`` need ``student.calibrate``, whose scores are ``reference``.
+    Its properties and methods have the names, shapes and meanings of those of ``la.predict(x)``. A
+    student learns the distribution of each target on its own, and has nothing that needs functions
+    from the posterior, such as joint predictions and samples. ``p_value``, ``is_ood``,
+    ``prediction_set`` and ``interval`` need ``student.calibrate``, whose scores are ``reference``.
     """
 
     likelihood: Likelihood
@@ -104,12 +105,14 @@ class StudentPrediction(Printed):
 
     @property
     def _room(self) -> float:
-        """Relative difference up to which scores are ties: the rounding of float32, to which students are cast."""
+        """Relative difference up to which scores are ties: the rounding of float32, to which
+        students are cast."""
         return max(arrays.rounding(self._f.dtype), arrays.rounding(torch.float32))
 
     @property
     def p_value(self) -> Tensor:
-        """Conformal p-value of each input for being from the validation set's distribution, (B,)."""
+        """Conformal p-value of each input for being from the validation set's distribution,
+        (B,)."""
         unusual, _ = self._compared("p_value")
         return arrays.p_values(unusual, self.ood_score, self._room)
 
@@ -125,7 +128,8 @@ class StudentPrediction(Printed):
         return self.p_value <= rate
 
     def prediction_set(self, level: float = 0.9) -> Tensor:
-        """Return a set of classes that contains the label with probability ``level`` or more, (B, C)."""
+        """Return a set of classes that contains the label with probability ``level`` or more, (B,
+        C)."""
         other = "interval, or RiskControl(la, validation_loader) for labels of pixels or tokens"
         self._require(arrays.has_classes(self.likelihood, self._f), "prediction_set", other)
         _, errors = self._compared("prediction_set")
@@ -154,7 +158,8 @@ class StudentPrediction(Printed):
         return sum_rows(-0.5 * (error.square() / variance + (2 * pi * variance).log()), y)
 
     def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their errors."""
+        """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their
+        errors."""
         y = arrays.aligned(self.likelihood, y, self._f, self._class_dim)
         kept = self.likelihood.labelled(y)
         own = self._map(Tensor.detach, kept)

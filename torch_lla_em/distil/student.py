@@ -27,30 +27,36 @@ from torch_lla_em.prediction import Monitor, Printed, likelihood_options, progra
 from torch_lla_em.runtime import Adapter, files
 
 _HIDDEN = 32
-"""Width of the hidden layer of a head. With twice as much, rank correlations of four tables are up to .01 higher, and it
-takes .4 forward passes of a network with two layers of 50, for 512 examples, in place of .25."""
+"""Width of the hidden layer of a head. With twice as much, rank correlations of four tables are up
+to .01 higher, and it takes .4 forward passes of a network with two layers of 50, for 512 examples,
+in place of .25."""
 
 _KL, _KL_MADE, _CORRELATION = 0.03, 0.1, 0.8
-"""Largest mean KL in nats, at held-out and made inputs, and least rank correlation of a student that is good enough. The KL is
-the loss of NLL if the posterior is right; students of tables have .001 to .06, .02 to .09, and .46 to .95."""
+"""Largest mean KL in nats, at held-out and made inputs, and least rank correlation of a student
+that is good enough. The KL is the loss of NLL if the posterior is right; students of tables have
+.001 to .06, .02 to .09, and .46 to .95."""
 
 
 class StudentError(NamedTuple):
-    """How far a student is from its posterior, at a ``number`` of inputs that were left out, and at inputs made from these.
+    """How far a student is from its posterior, at a ``number`` of inputs that were left out, and at
+    inputs made from these.
 
-    OOD scores of the former are nearly equal, and their ranks noise; uncertainties of the latter matter less.
+    OOD scores of the former are nearly equal, and their ranks noise; uncertainties of the latter
+    matter less.
     """
 
     number: int
     kl: float
-    """Mean KL(posterior's prediction ‖ student's) at inputs that were left out, in nats; ``kl_made`` at made ones."""
+    """Mean KL(posterior's prediction ‖ student's) at inputs that were left out, in nats;
+    ``kl_made`` at made ones."""
 
     epistemic: float
     """Rank correlation of the epistemic uncertainties at inputs that were left out."""
 
     kl_made: float
     ood_made: float
-    """Rank correlation of the out-of-distribution scores at made inputs; the smallest, if there are several."""
+    """Rank correlation of the out-of-distribution scores at made inputs; the smallest, if there are
+    several."""
 
     @property
     def warning(self) -> str:
@@ -59,14 +65,16 @@ class StudentError(NamedTuple):
         if self.kl <= _KL and self.kl_made <= _KL_MADE and ranks:
             return ""
         return (
-            f"The student is not close to the posterior: KL {self.kl:.2g} at held-out and {self.kl_made:.2g} at made "
-            f"inputs, rank correlations {self.epistemic:.2f} and {self.ood_made:.2f}. Pass more unlabelled inputs, "
-            "increase num_inputs or steps, or pass a wider network as student=."
+            f"The student is not close to the posterior: KL {self.kl:.2g} at held-out and "
+            f"{self.kl_made:.2g} at made inputs, rank correlations {self.epistemic:.2f} and "
+            f"{self.ood_made:.2f}. Pass more unlabelled inputs, increase num_inputs or steps, or "
+            "pass a wider network as student=."
         )
 
 
 class Form(NamedTuple):
-    """How a student's network is called, the path of its last layer, and what the head on the inputs of that returns."""
+    """How a student's network is called, the path of its last layer, and what the head on the
+    inputs of that returns."""
 
     likelihood: Likelihood
     adapter: Adapter
@@ -81,11 +89,13 @@ class Student(Printed, nn.Module):
 
     ``la.distil`` returns it. It is a copy of the network, or a network of your own, with a small
     head on the features of its last layer, for the logarithms of the uncertainties and of the
-    out-of-distribution scores. It is always in eval mode, without gradients of parameters. ``print`` shows how well it
-    agrees with the posterior. Inputs x of its methods are one batch: a tensor, tuple or dict as the model takes them.
+    out-of-distribution scores. It is always in eval mode, without gradients of parameters.
+    ``print`` shows how well it agrees with the posterior. Inputs x of its methods are one batch: a
+    tensor, tuple or dict as the model takes them.
 
     Attributes:
-        network (nn.Module): The network, whose outputs have the link of the likelihood; ``head`` is that on its features.
+        network (nn.Module): The network, whose outputs have the link of the likelihood; ``head`` is
+            that on its features.
         error (StudentError or None): How far its predictions are from those of the posterior.
         reference (Scores or None): The scores of the validation set, after ``calibrate``.
 
@@ -97,7 +107,8 @@ class Student(Printed, nn.Module):
     """
 
     def __init__(self, network: nn.Module, form: Form, example: Any):
-        """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its number of features."""
+        """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its
+        number of features."""
         super().__init__()
         self.network, self.form, self.likelihood = network, form, form.likelihood
         self.error: StudentError | None = None
@@ -116,12 +127,14 @@ class Student(Printed, nn.Module):
         return super().train(False)
 
     def forward(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance of y, with noise."""
+        """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance
+        of y, with noise."""
         if not self.likelihood.real_valued:
             return self.likelihood.mean(self._outputs(x)).movedim(-1, self.form.class_dim)
         f, features = self._with_features(x)
         mean = self.likelihood.mean(f)
-        # both parts of the uncertainty, without the rest of a prediction: each small operation counts here
+        # both parts of the uncertainty, without the rest of a prediction: each small operation
+        # counts here
         parts = self.head(features).exp()[..., : self.form.uncertainties].unflatten(-1, (2, -1))
         variance = parts.sum(-2).view_as(mean)
         axis = self.form.class_dim
@@ -130,7 +143,8 @@ class Student(Printed, nn.Module):
         )
 
     def predict(self, x: Any) -> StudentPrediction:
-        """Return the predictive distribution at x, which is differentiable in x if x requires gradients."""
+        """Return the predictive distribution at x, which is differentiable in x if x requires
+        gradients."""
         f, features = self._with_features(x)
         split = [self.form.uncertainties, self.form.scores]
         uncertainty, scores = self.head(features).split(split, -1)
@@ -139,12 +153,14 @@ class Student(Printed, nn.Module):
         return StudentPrediction(self.likelihood, f, uncertainty, scores, axis, self.reference)
 
     def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
-        """Make p-values, prediction sets and intervals from the student's own scores; return the student itself.
+        """Make p-values, prediction sets and intervals from the student's own scores; return the
+        student itself.
 
-        The validation set is a ``loader``, a dataset, a list of batches, or inputs with their ``targets``. The network
-        is not changed, so all examples are the reference, and error rates hold whatever the student's
-        error. They are guaranteed for examples that neither ``la.calibrate`` nor ``la.distil`` has seen;
-        those of ``la.calibrate``, which fits six numbers, change them little.
+        The validation set is a ``loader``, a dataset, a list of batches, or inputs with their
+        ``targets``. The network is not changed, so all examples are the reference, and error rates
+        hold whatever the student's error. They are guaranteed for examples that neither
+        ``la.calibrate`` nor ``la.distil`` has seen; those of ``la.calibrate``, which fits six
+        numbers, change them little.
         """
         found, target_fn = [], self.form.adapter.targets
         with torch.no_grad():
@@ -159,7 +175,8 @@ class Student(Printed, nn.Module):
         return self
 
     def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
-        """Return a monitor of new inputs with false alarms at this ``rate``; as ``la.monitor``, with its ``level`` and ``seed``."""
+        """Return a monitor of new inputs with false alarms at this ``rate``; as ``la.monitor``,
+        with its ``level`` and ``seed``."""
         return Monitor(self, rate, level, seed)
 
     def note(self, error: StudentError) -> Student:
@@ -186,8 +203,8 @@ class Student(Printed, nn.Module):
     ) -> Student:
         """Return the student that ``save`` has written to ``path``.
 
-        The ``network`` has its architecture and any weights, as the trained network itself; it is copied. Pass
-        ``likelihood`` and ``adapter`` if those of the posterior were your own.
+        The ``network`` has its architecture and any weights, as the trained network itself; it is
+        copied. Pass ``likelihood`` and ``adapter`` if those of the posterior were your own.
         """
         state = files.read(path, "student")
         record: dict[str, Any] = files.from_bytes(state.pop("student"))
@@ -213,12 +230,15 @@ class Student(Printed, nn.Module):
         level: float | None = None,
         p_value: bool = False,
     ) -> ExportedProgram:
-        """Return the student as one program of torch operations with named outputs, for any number of inputs like x.
+        """Return the student as one program of torch operations with named outputs, for any number
+        of inputs like x.
 
-        They are "probs", or "expectation" and "predictive_variance"; "epistemic", "aleatoric" and "ood_score"; with
-        a ``level`` "prediction_set", or "lower" and "upper" of ``interval(level)``; and with ``p_value=True`` "p_value", which takes
-        longer than all others. The last two need ``calibrate``. A ``path`` that ends with .pt2 saves it for torch.export, .onnx for ONNX. An error
-        is raised if the program returns other values than ``student.predict(x)``.
+        They are "probs", or "expectation" and "predictive_variance"; "epistemic", "aleatoric" and
+        "ood_score"; with a ``level`` "prediction_set", or "lower" and "upper" of
+        ``interval(level)``; and with ``p_value=True`` "p_value", which takes longer than all
+        others. The last two need ``calibrate``. A ``path`` that ends with .pt2 saves it for
+        torch.export, .onnx for ONNX. An error is raised if the program returns other values than
+        ``student.predict(x)``.
         """
         is_label = self.likelihood.gives_probabilities
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
@@ -240,7 +260,8 @@ class Student(Printed, nn.Module):
         )
 
     def _outputs(self, x: Any) -> Tensor:
-        """Return the network's outputs with the classes last, (B, *sites, C); a dict of inputs can have targets."""
+        """Return the network's outputs with the classes last, (B, *sites, C); a dict of inputs can
+        have targets."""
         device = next(self.network.parameters()).device
         if not isinstance(x, Tensor) or x.device != device:
             x = to_device(inputs_of(x) if isinstance(x, dict) else x, device)
@@ -260,8 +281,9 @@ class Student(Printed, nn.Module):
         if f.dim() == 2 and len(h) == len(f):
             return f, h.flatten(1, -2).mean(1)
         raise ValueError(
-            f"The last layer has features {tuple(h.shape)}, and no features for each output {tuple(f.shape)} "
-            "(classes last): pass student= with a network whose last layer has the sites of the outputs."
+            f"The last layer has features {tuple(h.shape)}, and no features for each output "
+            f"{tuple(f.shape)} (classes last): pass student= with a network whose last layer has "
+            "the sites of the outputs."
         )
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -285,7 +307,10 @@ class Student(Printed, nn.Module):
         count, error = sum(p.numel() for p in self.parameters()), self.error
         rows = [("network", f"{type(self.network).__name__}, {count:,} parameters with its head")]
         if error is not None:
-            own = f"KL {error.kl:.2g}, rank correlation of epistemic {error.epistemic:.3f} ({error.number:,})"
+            own = (
+                f"KL {error.kl:.2g}, rank correlation of epistemic {error.epistemic:.3f} "
+                f"({error.number:,})"
+            )
             made = f"KL {error.kl_made:.2g}, rank correlation of OOD scores {error.ood_made:.3f}"
             rows += [("held-out inputs", own), ("made inputs", made)]
             rows += [("warning", error.warning)] * bool(error.warning)

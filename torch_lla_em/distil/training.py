@@ -30,22 +30,25 @@ from torch_lla_em.prediction import Prediction, predict, required
 from torch_lla_em.runtime import Adapter, check_whole, refuse_former, report
 
 _OF_HEAD = 0.3
-"""Weight of the squared error of the head, whose targets have variance 1, next to the KL. Of four tables, 1 makes the KL up
-to 2.5 times as large; .1 makes it up to 1.8 times as small, and the AUROC of p-values up to .02."""
+"""Weight of the squared error of the head, whose targets have variance 1, next to the KL. Of four
+tables, 1 makes the KL up to 2.5 times as large; .1 makes it up to 1.8 times as small, and the AUROC
+of p-values up to .02."""
 
 _STEP = 0.03
 """First step as a part of the mean size of the network's weights. With half or 1.5 times as much
 the KL of four tables changes by 30 % at most; .1 makes it up to 3 times as large."""
 
 _SAME = 0.01
-"""Part of the median OOD score below which an example counts as one of those it is compared with. .1 changes
-little; with 0 rank correlations of scores fall from .81 to .31, and from .66 to .42."""
+"""Part of the median OOD score below which an example counts as one of those it is compared with.
+.1 changes little; with 0 rank correlations of scores fall from .81 to .31, and from .66 to .42."""
 
 
 class Known(NamedTuple):
-    """Inputs x with the predictions of a posterior, classes last: E[y] (B, *sites, C), and OOD scores (B, S).
+    """Inputs x with the predictions of a posterior, classes last: E[y] (B, *sites, C), and OOD
+    scores (B, S).
 
-    Uncertainties (B, *sites, n) are the epistemic part and, unless E[y] is a probability, the aleatoric part.
+    Uncertainties (B, *sites, n) are the epistemic part and, unless E[y] is a probability, the
+    aleatoric part.
     """
 
     x: Any
@@ -68,7 +71,8 @@ class Known(NamedTuple):
         return cls(x, last(expectation), uncertainty, prediction._scored[0].to(expectation))
 
     def logarithms(self) -> tuple[Tensor, Tensor]:
-        """Return what the head learns: logarithms of uncertainties and of scores, NaN if not finite.
+        """Return what the head learns: logarithms of uncertainties and of scores, NaN if not
+        finite.
 
         Those of scores are NaN for examples that are compared with themselves.
         """
@@ -78,9 +82,11 @@ class Known(NamedTuple):
         return (finite + least).log(), scores.log().where(known, torch.nan)
 
     def divergence(self, likelihood: Likelihood, f: Tensor, log_uncertainty: Tensor) -> Tensor:
-        """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its sites.
+        """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its
+        sites.
 
-        Of others than labels it is that of Gaussians, whose variance is the sum of both parts of the uncertainty.
+        Of others than labels it is that of Gaussians, whose variance is the sum of both parts of
+        the uncertainty.
         """
         p = self.expectation
         if likelihood.gives_probabilities:
@@ -171,14 +177,16 @@ def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
         if bad.any():
             shown = str(tensors_in(rows_of(x, bad)))[:200]
             raise ValueError(
-                f"Predictions are NaN or infinite at some inputs, such as {shown}: replace missing values as in training."
+                f"Predictions are NaN or infinite at some inputs, such as {shown}: replace missing "
+                "values as in training."
             )
         found.append(due)
     return merged(found)
 
 
 def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) -> None:
-    """Train a student on the rows of each step; its head is standardised, and returns logarithms at the end."""
+    """Train a student on the rows of each step; its head is standardised, and returns logarithms at
+    the end."""
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
     logs = known.logarithms()
     moments = [_moments(each) for each in logs]
@@ -222,7 +230,8 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _error(student: Student, known: Known) -> tuple[float, float, float]:
-    """Return the mean KL from the posterior, and the rank correlations of epistemic uncertainties and of OOD scores."""
+    """Return the mean KL from the posterior, and the rank correlations of epistemic uncertainties
+    and of OOD scores."""
     columns, parts = [], 1 if student.likelihood.gives_probabilities else 2
     for due in pieces(known):
         found = student.predict(due.x)

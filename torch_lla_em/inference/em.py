@@ -1,7 +1,9 @@
-"""The algorithm of the paper: EM on a linear model, of the whole problem, or of a span of directions.
+"""The algorithm of the paper: EM on a linear model, of the whole problem, or of a span of
+directions.
 
-The four stages are the stochastic prior (``sto_samples``), the mode (``map``), the samples (``samples``), and MacKay's updates
-(``mackay``). The probes ξ and η of the first do not depend on λ, so EM repeats the other three.
+The four stages are the stochastic prior (``sto_samples``), the mode (``map``), the samples
+(``samples``), and MacKay's updates (``mackay``). The probes ξ and η of the first do not depend on
+λ, so EM repeats the other three.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Engine(Protocol[Problems]):
         """The network, the likelihood and the data."""
 
     def at(self, q: State) -> tuple[Problems, StochasticPrior, Solver, Search]:
-        """Return the problem at H and σ of a state, its random probes, and the solvers of samples and mode."""
+        """Return the problem at H and σ of a state, its random probes, and the solvers of samples
+        and mode."""
 
     def expecting(
         self, problem: Problems, samples: PosteriorSamples, precision: Tensor
@@ -42,13 +45,15 @@ class Engine(Protocol[Problems]):
         """Return the state with its posterior."""
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Iterable[Tensor]]]:
-        """Yield y, E[y | J m], and if there is a σ per output every J w_k, of parts of this rank's examples."""
+        """Yield y, E[y | J m], and if there is a σ per output every J w_k, of parts of this rank's
+        examples."""
 
 
 def em(
     engine: Engine[Problems], q: State, update: Callable[[Engine[Problems], State], State]
 ) -> Iterator[tuple[State, State]]:
-    """Yield the posterior at λ and σ, and the state with the next ones by ``update``, until that says why EM ended."""
+    """Yield the posterior at λ and σ, and the state with the next ones by ``update``, until that
+    says why EM ended."""
     while not q.fate.why:
         posterior = e_step(engine, q)
         q = update(engine, posterior)

@@ -1,8 +1,9 @@
 """The loss, its slope and H of examples in expectation over the posterior of their outputs.
 
-The outputs of an example are h_n ~ N(m_n, Σ_k d_nk d_nkᵀ / K), where d_nk are the outputs J_n w_k of the posterior samples:
-m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised. Every example has ε of its own, so that a fit cannot
-adapt to errors that all examples share, and every draw a mirror image.
+The outputs of an example are h_n ~ N(m_n, Σ_k d_nk d_nkᵀ / K), where d_nk are the outputs J_n w_k
+of the posterior samples: m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised.
+Every example has ε of its own, so that a fit cannot adapt to errors that all examples share, and
+every draw a mirror image.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Expectations:
 
     def __init__(self, like: Tensor, share: Share, seed: int, number: int, many: bool = False):
         self.share, self.number, self.many = share, number, many
-        """``number`` is that of the draws of every example; 0: H is fixed at the network's outputs."""
+        """``number`` is that of the draws of every example; 0: H is fixed at the network's
+        outputs."""
 
         self._shape, self._seed, self._noise = like.shape, seed, like.new_zeros(0)
 
@@ -41,7 +43,8 @@ class Expectations:
     def loss_and_slope(
         self, loss: Loss, mean: Tensor, deviations: Tensor | None
     ) -> tuple[float, Tensor]:
-        """Return Σ E[-log p(y | h)] of all ranks, and its slope in the mean of this rank's examples."""
+        """Return Σ E[-log p(y | h)] of all ranks, and its slope in the mean of this rank's
+        examples."""
         total, found = mean.new_zeros((), dtype=torch.float64), [mean[:0]]
         for rows, f in functions(mean, deviations):
             part = loss.part(rows)
@@ -52,14 +55,16 @@ class Expectations:
     def deviations(self, pushed: Tensor) -> Tensor:
         """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K).
 
-        If the draws of an example are many for every column, their second moments are those of the columns. Then
-        E[loss] changes with the deviations as E[H] says, and the bound is highest where MacKay's update rests:
-        otherwise λ of 30 examples moved by 15 % with its start. Of few draws it would make the tails too light: with
-        20 for 16 columns λ of a CNN rose to 1.6 times that of many draws.
+        If the draws of an example are many for every column, their second moments are those of the
+        columns. Then E[loss] changes with the deviations as E[H] says, and the bound is highest
+        where MacKay's update rests: otherwise λ of 30 examples moved by 15 % with its start. Of few
+        draws it would make the tails too light: with 20 for 16 columns λ of a CNN rose to 1.6 times
+        that of many draws.
         """
         *sites, _, K = pushed.shape
         if self._noise.shape[:-1] != (*sites, K):
-            # numbers of this rank's examples, (N, ..., K, S), the same on every device and for any number of ranks
+            # numbers of this rank's examples, (N, ..., K, S), the same on every device and for any
+            # number of ranks
             generator = torch.Generator("cpu").manual_seed(self._seed)
             shape = *self._shape[1:-1], K, self.number
             found = [pushed.new_zeros(0, *shape)]

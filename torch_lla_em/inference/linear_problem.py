@@ -12,11 +12,12 @@ from torch_lla_em.solvers import Product
 
 
 class LinearProblem(Protocol):
-    """A linear model h(x) = J(x) w with the loss Σ_n -log p(y_n | J_n w) and G = Σ_n J_nᵀ H_n J_n, at one H and σ.
+    """A linear model h(x) = J(x) w with the loss Σ_n -log p(y_n | J_n w) and G = Σ_n J_nᵀ H_n J_n,
+    at one H and σ.
 
-    ``Problem`` makes a pass over the data for each product, and a ``SpanProblem`` is dense algebra over a span of directions.
-    The prior is not a part of it. Another one, as of a last layer by its stored features, needs these methods to be given to
-    ``optimise_samples`` and ``optimise_MAP``.
+    ``Problem`` makes a pass over the data for each product, and a ``SpanProblem`` is dense algebra
+    over a span of directions. The prior is not a part of it. Another one, as of a last layer by its
+    stored features, needs these methods to be given to ``optimise_samples`` and ``optimise_MAP``.
     """
 
     @property
@@ -44,11 +45,13 @@ class LinearProblem(Protocol):
         """Return the loss at w, (P,), and its gradient, (P,)."""
 
     def with_curvature_at(self, w: Tensor) -> LinearProblem:
-        """Return the same problem with H at J w, for w (P,); where H is an expectation, the problem itself."""
+        """Return the same problem with H at J w, for w (P,); where H is an expectation, the problem
+        itself."""
 
 
 class Whitened:
-    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the loss in x.
+    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the
+    loss in x.
 
     With D the prior's own, w = D x turns G + Λ into A + I.
     """

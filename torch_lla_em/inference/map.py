@@ -27,7 +27,8 @@ def optimise_MAP(
         start (Tensor, optional): Initial weights, shape (P,). Default None: zeros.
 
     Returns:
-        A ``Minimum`` with the weights ``w``, the ``loss`` Σ_n -log p(y_n | J_n w), and a bound on the relative ``error`` ‖w - w*‖_Λ / ‖w‖_Λ.
+        A ``Minimum`` with the weights ``w``, the ``loss`` Σ_n -log p(y_n | J_n w), and a bound on
+        the relative ``error`` ‖w - w*‖_Λ / ‖w‖_Λ.
 
     Raises:
         DivergenceError: If the loss cannot be decreased, or is not finite.
@@ -41,6 +42,7 @@ def optimise_MAP(
     if not minimum.converged:
         report(
             "warn",
-            f"The mode is not as accurate as its tolerance asks. Increase Compute(tolerance=){or_float64(problem.dtype)}.",
+            "The mode is not as accurate as its tolerance asks. Increase "
+            f"Compute(tolerance=){or_float64(problem.dtype)}.",
         )
     return minimum._replace(w=deviation * minimum.w)

@@ -1,4 +1,5 @@
-"""The result of a fit, a step of its history, and what predictions need to know of the training examples."""
+"""The result of a fit, a step of its history, and what predictions need to know of the training
+examples."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
     from torch_lla_em.inference.state import State
 
 EXAMPLES, NUMBERS = 512, 2_000_000
-"""Most training examples that are stored for predictions, and most of their values: 8 MB. On two tables half and twice of them
-changed the NLL by .0001 at most, and the AUROC of p-values by .005 (.987) and .017 (.820, of 368 examples)."""
+"""Most training examples that are stored for predictions, and most of their values: 8 MB. On two
+tables half and twice of them changed the NLL by .0001 at most, and the AUROC of p-values by .005
+(.987) and .017 (.820, of 368 examples)."""
 
 POINTS, SURE, WARMEST = 0.9, 0.15, 2.0
-"""Constants of the default predictions, chosen on the ten tuning tables (docs/method.md): see ``average``."""
+"""Constants of the default predictions, chosen on the ten tuning tables (docs/method.md): see
+``average``."""
 
 
 class Estimate(NamedTuple):
@@ -37,41 +40,47 @@ class Estimate(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """The result of a fit, which a ``Posterior`` contains: λ, () or (blocks,), and σ of a regression, then q."""
+    """The result of a fit, which a ``Posterior`` contains: λ, () or (blocks,), and σ of a
+    regression, then q."""
 
     prior_precision: Tensor
     sigma_noise: Tensor | None
     w_lin: Tensor
     w_samples: Tensor
     scale: Tensor
-    """The mode, (P,), samples with mean zero, (K, P), and the prior standard deviation of every parameter at λ = 1, (P,)."""
+    """The mode, (P,), samples with mean zero, (K, P), and the prior standard deviation of every
+    parameter at λ = 1, (P,)."""
 
     effective_dim: Estimate
     certificate: Tensor
     log_evidence: Estimate
-    """γ, () or (blocks,); the numerical error of each sample in posterior standard deviations, (K,); and log p(y | λ, σ),
-    NaN if it is not known."""
+    """γ, () or (blocks,); the numerical error of each sample in posterior standard deviations,
+    (K,); and log p(y | λ, σ), NaN if it is not known."""
 
     mixture: Tensor | None = None
-    """The components of predictions as fitted or calibrated, (components, 4): weight, share of J w_lin, share of f, and
-    scale of the posterior variance; None: the samples around J w_lin if σ was learnt from it, otherwise around f."""
+    """The components of predictions as fitted or calibrated, (components, 4): weight, share of J
+    w_lin, share of f, and scale of the posterior variance; None: the samples around J w_lin if σ
+    was learnt from it, otherwise around f."""
 
     examples: Tensor | None = None
     leverages: Tensor | None = None
-    """J w_k at some of the training examples, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K there, (n, K, K): how much each
-    determines of its own outputs."""
+    """J w_k at some of the training examples, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K there, (n,
+    K, K): how much each determines of its own outputs."""
 
     network_noise: Tensor | None = None
-    """σ of the network's residuals relative to ``sigma_noise``; None: σ is not that of J w_lin, since it was not learnt."""
+    """σ of the network's residuals relative to ``sigma_noise``; None: σ is not that of J w_lin,
+    since it was not learnt."""
 
     constant: Tensor | None = None
     """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
 
     mode_error: float = 0.0
-    """The error of the mode, relative to max(1, ‖w_lin‖) in the norm of the prior: compared with that of the samples."""
+    """The error of the mode, relative to max(1, ‖w_lin‖) in the norm of the prior: compared with
+    that of the samples."""
 
     why: str = "accurate"
-    """What ended the fit: "accurate", "all directions", "all steps", "budget", or what else prevented accuracy."""
+    """What ended the fit: "accurate", "all directions", "all steps", "budget", or what else
+    prevented accuracy."""
 
 
 def record(q: State) -> dict[str, Any]:
@@ -92,7 +101,8 @@ def record(q: State) -> dict[str, Any]:
 
 
 def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
-    """Return the components of predictions, q, its mean alone and the network, by the rule of docs/method.md."""
+    """Return the components of predictions, q, its mean alone and the network, by the rule of
+    docs/method.md."""
     f, expected = over.f, over.expected
     of_q, loss = q.span or q.head, over.loss_at(q.sigma)
     curved = of_q.H.product(f.reshape(-1, 1)).view(f.shape)
@@ -112,7 +122,8 @@ def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
 
 
 def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
-    """Return J w_k at some training examples, spread evenly, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K there, (n, K, K)."""
+    """Return J w_k at some training examples, spread evenly, (n, K, ..., C), and (J w_k)ᵀ H J w_l /
+    K there, (n, K, K)."""
     (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total
     number = min(N, EXAMPLES, NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()

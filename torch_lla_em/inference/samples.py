@@ -34,7 +34,8 @@ def optimise_samples(
     solver: Solver = BlockCG(),
     start: Tensor | None = None,
 ) -> PosteriorSamples:
-    """Compute samples w_k = argmin_w ½ ‖w - w0_k‖²_Λ + ½ Σ_n ‖J_n w‖²_{H_n} ~ N(0, (G + Λ)⁻¹), by K linear systems.
+    """Compute samples w_k = argmin_w ½ ‖w - w0_k‖²_Λ + ½ Σ_n ‖J_n w‖²_{H_n} ~ N(0, (G + Λ)⁻¹), by K
+    linear systems.
 
     Args:
         problem (LinearProblem): The network, the likelihood and the data, as ``Problem``.
@@ -48,7 +49,8 @@ def optimise_samples(
         of each, and the ``effective_dims`` γ.
 
     Raises:
-        DivergenceError: If the solver diverges, or the error is too large for the samples to be used.
+        DivergenceError: If the solver diverges, or the error is too large for the samples to be
+            used.
 
     Example:
         >>> samples = optimise_samples(problem, noise, torch.tensor(1.0)).w
@@ -65,10 +67,12 @@ def optimise_samples(
         )
         report(
             "warn",
-            f"The samples are not as accurate as their tolerance asks. {more} Compute(tolerance=){or_float64(problem.dtype)}.",
+            f"The samples are not as accurate as their tolerance asks. {more} "
+            f"Compute(tolerance=){or_float64(problem.dtype)}.",
         )
-    # ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The second, which cannot be negative, is
-    # used alone for the γ of a block, and if rounding dominates the first, a difference of numbers close to ‖Λ^½ w‖².
+    # ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The second,
+    # which cannot be negative, is used alone for the γ of a block, and if rounding dominates the
+    # first, a difference of numbers close to ‖Λ^½ w‖².
     gamma = prior.sum_of_squares(noise.xi - solution.x)
     if not prior.layerwise:
         rounding = torch.finfo(solution.x.dtype).eps * prior.sum_of_squares(solution.x)
@@ -82,7 +86,7 @@ def refuse_noise(error: float, precision: Tensor, dtype: torch.dtype, usable: fl
     if error > usable:
         raise DivergenceError(
             f"The posterior at a prior precision of {precision.min().item():.1e} has a numerical "
-            f"error of {error:.1e} and cannot be used: the prior is so wide, or the outputs are "
-            "so large, that rounding dominates. Use a larger `prior_precision`, or inputs scaled as "
+            f"error of {error:.1e} and cannot be used: the prior is so wide, or the outputs are so "
+            "large, that rounding dominates. Use a larger `prior_precision`, or inputs scaled as "
             f"in training{or_float64(dtype)}."
         )

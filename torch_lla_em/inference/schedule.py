@@ -1,4 +1,5 @@
-"""Every decision of a fit over a span about λ, σ and H, and when and why it ends: docs/method.md has the reasons."""
+"""Every decision of a fit over a span about λ, σ and H, and when and why it ends: docs/method.md
+has the reasons."""
 
 from __future__ import annotations
 
@@ -16,34 +17,40 @@ from torch_lla_em.problem import towards
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import DivergenceError
 
-# Of seven networks, values within a factor of two change neither NLL nor columns by more than 2 %, unless told otherwise.
+# Of seven networks, values within a factor of two change neither NLL nor columns by more than 2 %,
+# unless told otherwise.
 
 FALL = 3.0
-"""Largest factor by which λ falls in a solution, unless the span has all directions. 1.5: 12 % more columns; 6: 5 % fewer."""
+"""Largest factor by which λ falls in a solution, unless the span has all directions. 1.5: 12 % more
+columns; 6: 5 % fewer."""
 
 STEPS, MOST = 3, 5
-"""Steps in a block, and blocks in a solution. With two steps H lags behind λ, and some fits do not end."""
+"""Steps in a block, and blocks in a solution. With two steps H lags behind λ, and some fits do not
+end."""
 
 DAMPING = 0.45
-"""Share of the change of H in a step. With .55, H of some examples alternates, and λ and fits of complete spans take a fifth
-more columns; with .3 λ moves by 10 %."""
+"""Share of the change of H in a step. With .55, H of some examples alternates, and λ and fits of
+complete spans take a fifth more columns; with .3 λ moves by 10 %."""
 
 GROWTH = 1.5
 """Growth of the span after which λ, σ and H are found anew. 2.25: 11 % more columns."""
 
 LEARNT = 0.2
-"""Errors of samples and mean below which the span is accurate enough for λ. .1: 10 % more columns."""
+"""Errors of samples and mean below which the span is accurate enough for λ. .1: 10 % more
+columns."""
 
 RESTS = 2.0
-"""Multiple of the Monte Carlo error of log λ by which a solution may move it if it has converged."""
+"""Multiple of the Monte Carlo error of log λ by which a solution may move it if it has
+converged."""
 
 NATS, SHARE = 2.0, 0.1
-"""What a block may lower the bound by: nats, its standard error, or a share of γ for each unit of log λ, as its log
-det may be wrong. With a share of .05 one network ended at another λ."""
+"""What a block may lower the bound by: nats, its standard error, or a share of γ for each unit of
+log λ, as its log det may be wrong. With a share of .05 one network ended at another λ."""
 
 FALLS = 0.1
-"""Nats that a block may lower the bound by where it is computed without samples; λ rests if the first one of a solution does.
-With .01, λ of 45 weights moved by a factor of two with its start; 2 let λ of separable labels wander to 0."""
+"""Nats that a block may lower the bound by where it is computed without samples; λ rests if the
+first one of a solution does. With .01, λ of 45 weights moved by a factor of two with its start; 2
+let λ of separable labels wander to 0."""
 
 
 class SpanFit:
@@ -60,7 +67,8 @@ class SpanFit:
         """Largest number of solutions; if λ is given, for H."""
 
     def run(self, known: State | None, precision: float | None) -> Iterator[State]:
-        """Yield the state after every extension of the span, until it says why the fit ended; ``known`` is one of an earlier run."""
+        """Yield the state after every extension of the span, until it says why the fit ended;
+        ``known`` is one of an earlier run."""
         over, span, grew = self.over, self.span, True
         if known is None:
             q = self._posterior(over.first(precision))
@@ -79,7 +87,8 @@ class SpanFit:
             q, grew = self._extended(q)
 
     def _extended(self, q: State) -> tuple[State, bool]:
-        """Return the state over the span with the residuals of mean and samples, and whether any was new."""
+        """Return the state over the span with the residuals of mean and samples, and whether any
+        was new."""
         over, span, grew = self.over, self.span, True
         if not span.is_complete:
             residuals = q.span.residuals
@@ -91,7 +100,8 @@ class SpanFit:
         return self._precise(q) if fixed else self._posterior(q), grew
 
     def _posterior(self, q: State) -> State:
-        """Return the posterior at λ, σ and H of a state, or at the first of larger λ at which its expectations are finite."""
+        """Return the posterior at λ, σ and H of a state, or at the first of larger λ at which its
+        expectations are finite."""
         while True:
             try:
                 return e_step(self.over, q)
@@ -101,13 +111,15 @@ class SpanFit:
                 q = self.over.moved(q, 10 * q.precision, q.sigma, None)
 
     def _precise(self, q: State) -> State:
-        """Return the posterior with a mode as accurate as at the end of a fit: H does not move any more."""
+        """Return the posterior with a mode as accurate as at the end of a fit: H does not move any
+        more."""
         return self._posterior(q._replace(fate=q.fate._replace(converged=True)))._replace(
             fate=q.fate
         )
 
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
-        """Return the posterior at another λ and σ, with H after a share of the way to that of q, if it moves and is finite."""
+        """Return the posterior at another λ and σ, with H after a share of the way to that of q, if
+        it moves and is finite."""
         expected, problem, H = self.over.expected, q.span.problem, None
         if expected.number:
             H = towards(
@@ -119,7 +131,8 @@ class SpanFit:
         return self._posterior(new)
 
     def solved(self, start: State) -> State:
-        """Return the state with λ, σ, H and m at rest over the present span; or cut after a block, if time is over."""
+        """Return the state with λ, σ, H and m at rest over the present span; or cut after a block,
+        if time is over."""
         q, last, moved = start, start.fate.last, math.inf
         began = start.fate.cut or Cut(0, start.precision, start.sigma, start.errors[0])
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(began.precision) / FALL
@@ -155,7 +168,8 @@ class SpanFit:
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float
     ) -> tuple[State, tuple[float, float]]:
-        """Return the state after a few steps, of which the first goes where a secant expects λ, and the next secant's point."""
+        """Return the state after a few steps, of which the first goes where a secant expects λ, and
+        the next secant's point."""
         precision = q.precision * math.exp(self._way(q, last))
         last = math.log(q.precision), math.log(self._update(q)[0])
         for _ in range(STEPS):
@@ -164,7 +178,8 @@ class SpanFit:
         return q, last
 
     def judged(self, q: State, grew: bool) -> State:
-        """Return the state with whether λ has converged, and why the fit ends, unless its budget does."""
+        """Return the state with whether λ has converged, and why the fit ends, unless its budget
+        does."""
         fate = q.fate
         # where H follows its own noise, solutions do not come to rest
         rests = fate.moved < max(RESTS, fate.number / 2)
@@ -186,10 +201,11 @@ class SpanFit:
         return q._replace(fate=fate._replace(why=why))
 
     def allowed(self, q: State, rises: bool = False) -> float:
-        """Return the Monte Carlo error of log λ, which counts as 1 % or more; 0.3 % where it is computed without samples.
+        """Return the Monte Carlo error of log λ, which counts as 1 % or more; 0.3 % where it is
+        computed without samples.
 
-        A γ below 1 counts as 1, unless λ ``rises``: where the data determine nothing, λ grows without bound, and its
-        value does not matter.
+        A γ below 1 counts as 1, unless λ ``rises``: where the data determine nothing, λ grows
+        without bound, and its value does not matter.
         """
         gamma = max(1e-12 if rises else 1.0, q.gamma.mean().item())
         if self.over.is_exact and gamma >= 1:
@@ -197,7 +213,8 @@ class SpanFit:
         return float(max(0.01, (len(q.samples) * gamma) ** -0.5))
 
     def _way(self, q: State, last: tuple[float, float] | None) -> float:
-        """Return the change of log λ after which a secant through MacKay's updates expects none; at most a factor of two."""
+        """Return the change of log λ after which a secant through MacKay's updates expects none; at
+        most a factor of two."""
         return accelerated(math.log(q.precision), math.log(self._update(q)[0]), last)
 
     def _update(self, q: State) -> tuple[Tensor, Tensor | None]:

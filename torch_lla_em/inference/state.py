@@ -27,7 +27,8 @@ class Fate(NamedTuple):
     number: int = 0
     solved: int = 0
     restarts: int = 0
-    """Solutions for λ, σ and H so far, by a solver steps; directions at the last one; and how often a full span was restricted."""
+    """Solutions for λ, σ and H so far, by a solver steps; directions at the last one; and how often
+    a full span was restricted."""
 
     last: tuple[float, float] | None = None
     """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
@@ -36,7 +37,8 @@ class Fate(NamedTuple):
     """The solution in which the fit has stopped, if it goes on there."""
 
     moved: Tensor | float = inf
-    """Changes of log λ (and log σ²) by the last solution, relative to the Monte Carlo error of log λ."""
+    """Changes of log λ (and log σ²) by the last solution, relative to the Monte Carlo error of log
+    λ."""
 
     converged: bool = False
     why: str = ""
@@ -44,7 +46,8 @@ class Fate(NamedTuple):
 
 
 class OfSpan(NamedTuple):
-    """What a span adds to a state: H, and what follows from it, for this rank's examples, or over the span in float64."""
+    """What a span adds to a state: H, and what follows from it, for this rank's examples, or over
+    the span in float64."""
 
     H: Hessian
     G: Tensor
@@ -80,7 +83,8 @@ class OfHead(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a checkpoint stores of ``OfSpan``, from which the rest follows, for the examples of all ranks."""
+    """What a checkpoint stores of ``OfSpan``, from which the rest follows, for the examples of all
+    ranks."""
 
     H: Tensor | None
     """The values of H; None: it is that at the network's outputs."""
@@ -92,7 +96,8 @@ class Stored(NamedTuple):
 
 
 class State(NamedTuple):
-    """λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior at these; and how far the fit has come."""
+    """λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior at these; and
+    how far the fit has come."""
 
     precision: Tensor
     sigma: Tensor | None = None
@@ -106,13 +111,15 @@ class State(NamedTuple):
     gamma: Tensor | None = None
     bounds: Tensor | None = None
     certificate: Tensor | None = None
-    """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ also (K, blocks)."""
+    """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ
+    also (K, blocks)."""
 
     norm: Tensor | None = None
     """‖m‖² in scaled parameters, () or (blocks,)."""
 
     errors: tuple[float, float] = (inf, inf)
-    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the mean's norm."""
+    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the
+    mean's norm."""
 
     fate: Fate = Fate()
     span: OfSpan | None = None

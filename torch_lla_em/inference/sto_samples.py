@@ -23,12 +23,14 @@ def get_sto_samples(
         problem (Problem): The network, the likelihood and the data.
         num_samples (int): Number of samples K.
         seed (int): Seed of the random numbers. Default 0.
-        g_prior (bool, optional): Scale of the prior: 1/s if True, 1 if False. Default None: ‖w‖ m/s.
+        g_prior (bool, optional): Scale of the prior: 1/s if True, 1 if False. Default None: ‖w‖
+            m/s.
         layerwise (bool): Whether every parameter tensor has a precision of its own. Default False.
 
     Returns:
-        A ``StochasticPrior`` with the probes ``xi`` and ``eta``, both (K, P), the ``prior``, and facts about continuous
-        ``targets``. The other stages take ``problem.with_targets(probes.targets)``.
+        A ``StochasticPrior`` with the probes ``xi`` and ``eta``, both (K, P), the ``prior``, and
+        facts about continuous ``targets``. The other stages take
+        ``problem.with_targets(probes.targets)``.
 
     Raises:
         ValueError: If ``num_samples`` is less than 1, or ``g_prior`` is something else.

@@ -1,4 +1,5 @@
-"""The loop of the paper: EM on the whole problem, with one solve for the mode and one for the samples at every λ and σ."""
+"""The loop of the paper: EM on the whole problem, with one solve for the mode and one for the
+samples at every λ and σ."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Whole:
         self.problem, self.noise, self._solver, self._errors = problem, noise, solver, errors
 
     def at(self, q: State) -> tuple[Problem, StochasticPrior, BlockCG | SGD, Newton]:
-        """Return the problem at λ and σ of a state, its noise, and the solvers; η is drawn again if there is a σ per output."""
+        """Return the problem at λ and σ of a state, its noise, and the solvers; η is drawn again if
+        there is a σ per output."""
         problem, noise, (of_samples, of_mode) = self.problem, self.noise, self._errors
         if q.sigma is not None and not torch.equal(q.sigma, problem.sigma):
             last = problem.sigma
@@ -66,7 +68,8 @@ class Whole:
         return q._replace(errors=(samples.error, mode.error), bounds=bounds)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield y, E[y | J m], and of a σ per output J w_k, (K, n, C), of the examples of each batch."""
+        """Yield y, E[y | J m], and of a σ per output J w_k, (K, n, C), of the examples of each
+        batch."""
         columns = torch.cat([q.mean[None], q.samples[: len(q.samples) * q.sigma.dim()]])
         for batch, _, Jw in self.problem.push_forward(columns):
             y = self.problem.loss(batch.targets, None).targets
@@ -76,8 +79,9 @@ class Whole:
 def updated(whole: Whole, q: State, em_steps: int) -> State:
     """Return a posterior with the λ and σ that follow, or why EM has ended.
 
-    λ and σ rest if the remaining distances of geometric convergences are within the Monte Carlo error of log λ, or 1 %. A
-    secant through MacKay's updates accelerates fits of slow convergence, which otherwise end up to 7 % from the fixed point.
+    λ and σ rest if the remaining distances of geometric convergences are within the Monte Carlo
+    error of log λ, or 1 %. A secant through MacKay's updates accelerates fits of slow convergence,
+    which otherwise end up to 7 % from the fixed point.
     """
     precision, sigma = m_step(whole, q)
     gamma, moved = q.gamma.mean(0), (precision / q.precision).log()

@@ -41,8 +41,9 @@ class LaplaceModel(EnsembleModel):
         outputs = samples.shape[2:] or (1,)
         if tuple(outputs) != (self.num_outputs,):
             raise ValueError(
-                f"The network's outputs have shape {tuple(samples.shape[1:])}, not (n, {self.num_outputs}): pass "
-                "num_outputs, or wrap the network in a module that returns the quantities to optimise."
+                f"The network's outputs have shape {tuple(samples.shape[1:])}, not (n, "
+                f"{self.num_outputs}): pass num_outputs, or wrap the network in a module that "
+                "returns the quantities to optimise."
             )
         samples = samples.reshape(len(samples), *X.shape[:-1], self.num_outputs)
         return samples.movedim(0, -3)

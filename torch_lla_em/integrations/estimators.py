@@ -27,10 +27,10 @@ class EstimatorPosterior:
 
     Args:
         module (nn.Module): The network, which returns logits, log rates or means.
-        likelihood (str or Likelihood): As in ``LinearisedLaplace``; of two classes "bernoulli" if the network returns
-            one logit.
-        inputs (callable): Returns the inputs of the network, from those of the estimator, or raises an error for those
-            that the estimator would refuse.
+        likelihood (str or Likelihood): As in ``LinearisedLaplace``; of two classes "bernoulli" if
+            the network returns one logit.
+        inputs (callable): Returns the inputs of the network, from those of the estimator, or raises
+            an error for those that the estimator would refuse.
         classes (array, optional): The sorted labels. Default None: values, or several labels.
         **options: Further arguments of ``LinearisedLaplace``.
 
@@ -78,7 +78,8 @@ class EstimatorPosterior:
         return probs
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the most probable classes at X, or the mean, with ``return_std`` also the standard deviation of y."""
+        """Return the most probable classes at X, or the mean, with ``return_std`` also the standard
+        deviation of y."""
         if self._classes is not None:
             return self._classes[self.predict_proba(X).argmax(1)]
         prediction = self.distribution(X)
@@ -95,7 +96,8 @@ class EstimatorPosterior:
             known = self._classes.tolist()
             if unknown := {*values.tolist()} - {*known}:
                 raise ValueError(
-                    f"y has labels that the estimator has not seen: {[*unknown][:5]}. Its labels are {known[:5]}."
+                    f"y has labels that the estimator has not seen: {[*unknown][:5]}. Its labels "
+                    f"are {known[:5]}."
                 )
             values = np.searchsorted(self._classes, values.astype(self._classes.dtype))
             if not self.laplace.likelihood.elementwise:
@@ -106,8 +108,8 @@ class EstimatorPosterior:
 def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """Return the posterior of a trained estimator, to be fitted to its training data.
 
-    Networks of ``MLPClassifier`` and ``MLPRegressor`` are converted exactly. For the last step of a pipeline, pass the
-    data that the others return: ``pipeline[:-1].transform(X)``.
+    Networks of ``MLPClassifier`` and ``MLPRegressor`` are converted exactly. For the last step of a
+    pipeline, pass the data that the others return: ``pipeline[:-1].transform(X)``.
 
     Args:
         estimator (object): The trained estimator.
@@ -120,8 +122,9 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """
     if "BaseMultilayerPerceptron" not in {cls.__name__ for cls in type(estimator).__mro__}:
         raise TypeError(
-            f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier and MLPRegressor "
-            "(for skorch copy examples/recipes/skorch_networks.py). Pass its network to EstimatorPosterior."
+            f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier "
+            "and MLPRegressor (for skorch copy examples/recipes/skorch_networks.py). Pass its "
+            "network to EstimatorPosterior."
         )
     from sklearn.utils.validation import check_is_fitted, validate_data
 

@@ -52,8 +52,8 @@ _UNUSED = dict.fromkeys(("val_loader", "n_steps", "lr", "loss", "grid_size"), _B
 """Arguments without an effect -> why, of those of ``optimize_prior_precision``."""
 
 _STEPS, _NEAR = 20, 0.01
-"""Most fits of a regression in ``optimize_prior_precision``, and the change of log λ and log σ at which
-they end, below the Monte Carlo error of γ from 32 samples."""
+"""Most fits of a regression in ``optimize_prior_precision``, and the change of log λ and log σ at
+which they end, below the Monte Carlo error of γ from 32 samples."""
 
 _PREFIX = "laplace_torch."
 
@@ -71,10 +71,12 @@ class Laplace:
         hessian_structure (str): Any of laplace-torch's. Default "kron". All use the full GGN.
         sigma_noise (float): Standard deviation of the observation noise. Default 1.0.
         prior_precision (float): Default 1.0.
-        prior_mean (float or Tensor): Mean of the prior, for ``log_marginal_likelihood``. Default 0.0.
+        prior_mean (float or Tensor): Mean of the prior, for ``log_marginal_likelihood``. Default
+            0.0.
         temperature (float): Every example counts 1/temperature times. Default 1.0.
         dict_key_y (str): The key of the targets in batches that are dicts. Default "labels".
-        num_samples (int): Variances have a relative Monte Carlo error of √(2 / num_samples). Default 32.
+        num_samples (int): Variances have a relative Monte Carlo error of √(2 / num_samples).
+            Default 32.
         seed (int): Seed of the samples. Default 0.
         **options: Others of laplace-torch have no effect, or an error says what to use.
 
@@ -121,7 +123,8 @@ class Laplace:
 
     @property
     def posterior(self) -> LinearisedLaplace:
-        """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set after ``fit``."""
+        """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set
+        after ``fit``."""
         if self._posterior is None:
             raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
         given = [torch.as_tensor(v, device="cpu").tolist() for v in self._numbers()]
@@ -138,8 +141,8 @@ class Laplace:
     def fit(self, train_loader: Iterable[Any], **options: Any) -> None:
         """Fit the posterior at the given ``prior_precision``.
 
-        The ``train_loader`` has batches of inputs and targets, or dicts, and is read again later. ``progress_bar`` is
-        one of the ``options``, as in ``LinearisedLaplace.fit``.
+        The ``train_loader`` has batches of inputs and targets, or dicts, and is read again later.
+        ``progress_bar`` is one of the ``options``, as in ``LinearisedLaplace.fit``.
         """
         self._loader = train_loader
         self._fit(options, em_steps=0, prior_precision=self.prior_precision)
@@ -149,12 +152,13 @@ class Laplace:
     ) -> None:
         """Learn λ, and σ of a regression.
 
-        For a regression they maximise ``log_marginal_likelihood``, Laplace's evidence at the trained
-        weights, whose λ is γ / ‖w_MAP‖². For a classification λ is learnt by EM for the linear model, γ /
-        ‖w_lin‖² at the mode of that model, which is several times larger than laplace-torch's; a message
-        says so.
+        For a regression they maximise ``log_marginal_likelihood``, Laplace's evidence at the
+        trained weights, whose λ is γ / ‖w_MAP‖². For a classification λ is learnt by EM for the
+        linear model, γ / ‖w_lin‖² at the mode of that model, which is several times larger than
+        laplace-torch's; a message says so.
 
-        ``pred_type`` and ``method`` must be the defaults; of the ``options``, ``progress_bar`` has an effect.
+        ``pred_type`` and ``method`` must be the defaults; of the ``options``, ``progress_bar`` has
+        an effect.
         """
         options |= {"pred_type": pred_type, "method": method}
         if self._loader is None:
@@ -166,13 +170,15 @@ class Laplace:
             return
         report(
             "log",
-            "optimize_prior_precision learns prior_precision by EM for the linear model. laplace-torch "
-            "maximises the evidence at the trained weights, which gives a smaller one and wider predictions.",
+            "optimize_prior_precision learns prior_precision by EM for the linear model. "
+            "laplace-torch maximises the evidence at the trained weights, which gives a smaller "
+            "one and wider predictions.",
         )
         self._fit(options)
 
     def _maximise_evidence(self, options: dict[str, Any]) -> None:
-        """Take λ and σ of a regression to where the derivatives of its evidence are 0 (MacKay, 1992)."""
+        """Take λ and σ of a regression to where the derivatives of its evidence are 0 (MacKay,
+        1992)."""
         squares, count = 0.0, 0
         fit = partial(self._fit, options, em_steps=0)
         fit(prior_precision=self.prior_precision)
@@ -196,15 +202,17 @@ class Laplace:
         report("log", f"prior_precision has not converged after {_STEPS} fits.")
 
     def log_marginal_likelihood(self, *given: Any, **named: Any) -> Tensor:
-        """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape ().
+        """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape
+        ().
 
         ``la.posterior.log_marginal_likelihood()`` is that of the linear model, at its own mode.
         """
         own = self.posterior
         if any(v is not None for v in (*given, *named.values())):
             raise ValueError(
-                "log_marginal_likelihood is that of the fitted prior_precision, without derivatives: set "
-                f"la.prior_precision, call la.fit(train_loader), and pass nothing. {_LEARN}."
+                "log_marginal_likelihood is that of the fitted prior_precision, without "
+                "derivatives: set la.prior_precision, call la.fit(train_loader), and pass "
+                f"nothing. {_LEARN}."
             )
         estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if self._evidence is None:
@@ -224,7 +232,8 @@ class Laplace:
     def __call__(
         self, x: Any, pred_type: str = "glm", link_approx: str = "probit", **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return probabilities (B, C), or mean and covariance of f, (B, C) and (B, C, C), of a regression.
+        """Return probabilities (B, C), or mean and covariance of f, (B, C) and (B, C, C), of a
+        regression.
 
         They are differentiable in x if x requires gradients.
 
@@ -249,9 +258,11 @@ class Laplace:
         n_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return ``n_samples`` samples of f at x, shape (n_samples, B, C), joint over inputs and outputs.
+        """Return ``n_samples`` samples of f at x, shape (n_samples, B, C), joint over inputs and
+        outputs.
 
-        ``pred_type`` must be "glm". Without a ``generator``, that of this posterior draws, whose seed is ``seed``.
+        ``pred_type`` must be "glm". Without a ``generator``, that of this posterior draws, whose
+        seed is ``seed``.
         """
         mean, deviations = self._at(x, pred_type)
         drawn = deviations.new_empty(n_samples, len(deviations))
@@ -272,7 +283,8 @@ class Laplace:
         return self.posterior.state_dict() | tensors
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Load a ``state_dict`` that this class has returned; an error is raised for those of laplace-torch."""
+        """Load a ``state_dict`` that this class has returned; an error is raised for those of
+        laplace-torch."""
         own = {k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)}
         if not own:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
@@ -330,7 +342,8 @@ class Laplace:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of laplace-torch, enums as strings, or raise an error that says what to use."""
+    """Return arguments of laplace-torch, enums as strings, or raise an error that says what to
+    use."""
     given = {name: getattr(option, "value", option) for name, option in options.items()}
     for name, value in given.items():
         known = _CHOICES.get(name)

@@ -22,12 +22,13 @@ _SCORES |= {"network NLL": "network_NLL", "90 % coverage": "coverage_90"}
 class LaplaceCallback(Callback):
     """Fit a posterior to the network when training ends, and log its scores on the validation set.
 
-    If a ``ModelCheckpoint`` with ``monitor`` has saved a best checkpoint, the posterior is that of a copy of
-    the network with its weights, ``la.model``; the module keeps those of the last step. Otherwise it is
-    that of the last step. A message says which.
+    If a ``ModelCheckpoint`` with ``monitor`` has saved a best checkpoint, the posterior is that of
+    a copy of the network with its weights, ``la.model``; the module keeps those of the last step.
+    Otherwise it is that of the last step. A message says which.
 
     Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
-    coverage), prior precision λ and effective dimension γ; "calibrated_NLL" after ``calibrate`` on the validation set.
+    coverage), prior precision λ and effective dimension γ; "calibrated_NLL" after ``calibrate`` on
+    the validation set.
 
     Args:
         likelihood (str or Likelihood): As in ``LinearisedLaplace``.
@@ -71,8 +72,9 @@ class LaplaceCallback(Callback):
         network: nn.Module = pl_module.get_submodule(self.network or "")
         if network is pl_module and type(pl_module).forward is LightningModule.forward:
             raise TypeError(
-                f"{type(pl_module).__name__} has no forward method, which the posterior needs: define "
-                'it, or name the submodule that is the network: LaplaceCallback(..., network="net").'
+                f"{type(pl_module).__name__} has no forward method, which the posterior needs: "
+                "define it, or name the submodule that is the network: LaplaceCallback(..., "
+                'network="net").'
             )
         network = self._at_best(trainer, pl_module, network)
         self.la = LinearisedLaplace(network, self.likelihood, **self.options)
@@ -93,7 +95,8 @@ class LaplaceCallback(Callback):
             logger.save()
 
     def _at_best(self, trainer: Trainer, module: LightningModule, network: nn.Module) -> nn.Module:
-        """Return a copy of the network with the weights of the best checkpoint, or itself if there is none."""
+        """Return a copy of the network with the weights of the best checkpoint, or itself if there
+        is none."""
         for saved in trainer.checkpoint_callbacks:
             if isinstance(saved, ModelCheckpoint) and saved.monitor and saved.best_model_path:
                 break
@@ -113,8 +116,8 @@ class LaplaceCallback(Callback):
         score = "" if saved.best_model_score is None else f" {saved.best_model_score:.4g}"
         report(
             "log",
-            f"The posterior is that of the best checkpoint ({saved.monitor}{score}), {path}. Its network is "
-            "`la.model`; the module keeps the weights of the last step.",
+            f"The posterior is that of the best checkpoint ({saved.monitor}{score}), {path}. Its "
+            "network is `la.model`; the module keeps the weights of the last step.",
         )
         return network
 

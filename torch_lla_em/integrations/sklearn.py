@@ -23,12 +23,13 @@ from torch_lla_em.runtime import check_whole, first, group_of, report, require
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
-# with 192 the NLL of four tables changes by 3 % at most; with 64 also, but on one is 22 % less, in 1.5 times the time
+# with 192 the NLL of four tables changes by 3 % at most; with 64 also, but on one is 22 % less, in
+# 1.5 times the time
 _BATCH = 128
 # half of them are the reference of sets and intervals, and those of 90 % need nine
 _LEAST_HELD_OUT = 20
-# AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was chosen
-# on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
+# AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was
+# chosen on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
 _DECAY = 300
 _DTYPES = [np.float64, np.float32]
 # held in a fit: initial weights and dropout are drawn from torch's global generator
@@ -51,7 +52,8 @@ class _Standardise(nn.Module):
 
 
 class _Estimator(BaseEstimator):
-    """Trains a network by AdamW, with standardised inputs, and fits and calibrates its posterior."""
+    """Trains a network by AdamW, with standardised inputs, and fits and calibrates its
+    posterior."""
 
     _likelihood: Any
     _options: dict[str, Any] = {}
@@ -74,18 +76,21 @@ class _Estimator(BaseEstimator):
         """Keep the hyperparameters, which ``fit`` checks.
 
         Args:
-            module (callable, optional): Called with the numbers of features and outputs, returns the
-                network to train. Default None: a perceptron with tanh activations.
+            module (callable, optional): Called with the numbers of features and outputs, returns
+                the network to train. Default None: a perceptron with tanh activations.
             hidden (int or tuple of int): Widths of its hidden layers. Default (50, 50).
-            epochs (int, optional): Passes over the training data. Default None: at least 100, and 1,000
-                gradient steps.
-            learning_rate (float): Initial step size of AdamW. Default 0.01; reduce it if the loss oscillates.
-            weight_decay (float, optional): Default None: 300 / number of training examples, 1 at most.
-            validation_fraction (float): Share of the examples that calibrate the posterior instead of
-                training. Default 0.1. If that is fewer than 20 examples, none are held out.
+            epochs (int, optional): Passes over the training data. Default None: at least 100, and
+                1,000 gradient steps.
+            learning_rate (float): Initial step size of AdamW. Default 0.01; reduce it if the loss
+                oscillates.
+            weight_decay (float, optional): Default None: 300 / number of training examples, 1 at
+                most.
+            validation_fraction (float): Share of the examples that calibrate the posterior instead
+                of training. Default 0.1. If that is fewer than 20 examples, none are held out.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
-            random_state (int, RandomState or None): Seed of all random numbers. Default None. In threads,
-                fits wait for each other, so that results are the same; processes run at once.
+            random_state (int, RandomState or None): Seed of all random numbers. Default None. In
+                threads, fits wait for each other, so that results are the same; processes run at
+                once.
         """
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
@@ -98,9 +103,9 @@ class _Estimator(BaseEstimator):
         Args:
             X (array): Inputs, shape (N, D).
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
-            sample_weight (array, optional): Weights, shape (N,), of the network's loss and of the posterior: an
-                example of weight 2 counts twice, and one of weight 0 is left out. Examples that are held
-                out for calibration count equally. Default None: all are 1.
+            sample_weight (array, optional): Weights, shape (N,), of the network's loss and of the
+                posterior: an example of weight 2 counts twice, and one of weight 0 is left out.
+                Examples that are held out for calibration count equally. Default None: all are 1.
         """
         for width in np.atleast_1d(self.hidden):
             check_whole(1, hidden=width)
@@ -282,8 +287,8 @@ def _weights(given: Any, count: int) -> np.ndarray:
     known: np.ndarray = check_array(given, input_name="sample_weight", **how)
     if known.shape != (count,) or not known.any():
         raise ValueError(
-            f"sample_weight must be {count} numbers, one for each example, and not all zero; its shape is "
-            f"{known.shape}."
+            f"sample_weight must be {count} numbers, one for each example, and not all zero; its "
+            f"shape is {known.shape}."
         )
     return known
 

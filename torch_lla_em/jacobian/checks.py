@@ -22,17 +22,17 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     again, reached_again = _traced(network, names, x)
     if not (f.ndim and f.is_floating_point()):
         raise TypeError(
-            f"The outputs are {f.dtype} of shape {tuple(f.shape)}. They must be floating point, of shape (B, ..., C): "
-            "for every example its logits, not its label or the loss."
+            f"The outputs are {f.dtype} of shape {tuple(f.shape)}. They must be floating point, of "
+            "shape (B, ..., C): for every example its logits, not its label or the loss."
         )
     if not f.isfinite().all():
         raise FloatingPointError("The outputs are not finite. Check the inputs and the weights.")
     if reached - reached_again:
         raise RuntimeError(
-            f"The parameter {min(reached - reached_again)!r} is used in the first forward pass only: the "
-            "model caches a tensor computed from it (in a dict, functools.cache or a global), so "
-            "there is no derivative in later passes. Clear the cache, and compute the tensor in "
-            "every forward pass."
+            f"The parameter {min(reached - reached_again)!r} is used in the first forward pass "
+            "only: the model caches a tensor computed from it (in a dict, functools.cache or a "
+            "global), so there is no derivative in later passes. Clear the cache, and compute the "
+            "tensor in every forward pass."
         )
     change = (f.double() - again.double()).norm() / again.double().norm().clamp(min=1e-300)
     if change > math.sqrt(torch.finfo(f.dtype).eps):
@@ -43,8 +43,9 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     unused = sorted(set(names) - reached_again)
     if unused and _skips_weights(network, x):
         raise NotImplementedError(
-            f"The model uses reentrant activation checkpointing, which has no derivatives in {unused[0]!r}. "
-            "Pass use_reentrant=False to torch.utils.checkpoint, or switch checkpointing off."
+            "The model uses reentrant activation checkpointing, which has no derivatives in "
+            f"{unused[0]!r}. Pass use_reentrant=False to torch.utils.checkpoint, or switch "
+            "checkpointing off."
         )
     if not reached_again:
         raise NotImplementedError(
@@ -56,8 +57,9 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
         report(
             "log",
             f"The outputs do not depend on {len(unused)} of {len(names)} parameter tensors in the "
-            f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they should "
-            "matter, what depends on them is cached, for example in an attribute: clear that.",
+            f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they "
+            "should matter, what depends on them is cached, for example in an attribute: clear "
+            "that.",
         )
     return f
 
@@ -107,10 +109,11 @@ def _upstream(nodes: list[Any]) -> Iterator[Any]:
 
 
 def last_layers(network: Network, x: Any) -> tuple[str, ...]:
-    """Return the paths of the layers with weights that act on f(x) through no other such layer, in the order of calls.
+    """Return the paths of the layers with weights that act on f(x) through no other such layer, in
+    the order of calls.
 
-    They are several if the network has several heads. Where the graph of f(x) does not show them, as under ``no_grad``, it
-    is the layer that is called last.
+    They are several if the network has several heads. Where the graph of f(x) does not show them,
+    as under ``no_grad``, it is the layer that is called last.
     """
     layers = {layer: path for path, layer in network.module.named_modules() if owns_weights(layer)}
     calls: list[tuple[nn.Module, list[Any], list[Any]]] = []  # with the nodes of inputs and outputs
@@ -130,7 +133,8 @@ def last_layers(network: Network, x: Any) -> tuple[str, ...]:
                 hooks.callback(handle.remove)
         every = dict(network.module.named_parameters())
         names = tuple(n for n, p in every.items() if p.is_floating_point() or p.is_complex())
-        # a graph that keeps no tensors takes no memory; functions of torch.func in a network do not allow that
+        # a graph that keeps no tensors takes no memory; functions of torch.func in a network do not
+        # allow that
         unsaved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda kept: kept)
         failures: list[Exception] = []
         with suppressed(failures), torch.enable_grad(), unsaved:

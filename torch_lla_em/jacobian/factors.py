@@ -100,7 +100,8 @@ class Lookup(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """J itself, of weights for which that takes less arithmetic: a LeNet's fit takes 6 s, by factors alone 22 s."""
+    """J itself, of weights for which that takes less arithmetic: a LeNet's fit takes 6 s, by
+    factors alone 22 s."""
 
     names: tuple[str, ...]
     sizes: list[int]  # how many columns of J belong to each

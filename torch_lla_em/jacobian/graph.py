@@ -1,4 +1,5 @@
-"""The linear model at one batch by a recorded graph, in place of ``torch.func.vjp``, and of ``jvp`` where that fails."""
+"""The linear model at one batch by a recorded graph, in place of ``torch.func.vjp``, and of ``jvp``
+where that fails."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from torch_lla_em.jacobian.parameters import ParameterLayout
 def contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Copy inputs of linear layers that are not contiguous, for ``as_in_training``.
 
-    For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func`` takes a product, and
-    a gradient of the weight's size, for each of B or L entries: four to six times as long for a ViT.
+    For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func``
+    takes a product, and a gradient of the weight's size, for each of B or L entries: four to six
+    times as long for a ViT.
     """
     # the functions that multi-head attention calls do not come here
     count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)
@@ -30,11 +32,12 @@ def contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
 
 
 class ByGraph(Linearised):
-    """The linear model at a batch by one recorded graph for Jᵀu, and J w by its definition, or by reverse mode twice.
+    """The linear model at a batch by one recorded graph for Jᵀu, and J w by its definition, or by
+    reverse mode twice.
 
-    For Jᵀu ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one 1.1 (LeNet) to 2.3 times (an
-    MLP with one input). Reverse mode twice, column by column, is for operations that have no forward mode.
-    Differentiable in x inside ``enable_grad``.
+    For Jᵀu ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one 1.1
+    (LeNet) to 2.3 times (an MLP with one input). Reverse mode twice, column by column, is for
+    operations that have no forward mode. Differentiable in x inside ``enable_grad``.
     """
 
     def __init__(
@@ -67,9 +70,9 @@ class ByGraph(Linearised):
                 self._graph = self._function(self._leaves)
             if not self._graph.requires_grad:
                 raise NotImplementedError(
-                    "The outputs of a batch do not depend on the parameters in the posterior, unlike "
-                    "those of earlier batches: for some inputs the forward pass runs under no_grad, or "
-                    "takes another branch. Choose `parameters` that all inputs use."
+                    "The outputs of a batch do not depend on the parameters in the posterior, "
+                    "unlike those of earlier batches: for some inputs the forward pass runs under "
+                    "no_grad, or takes another branch. Choose `parameters` that all inputs use."
                 )
         return self._graph
 

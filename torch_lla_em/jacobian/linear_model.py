@@ -39,7 +39,8 @@ class LinearModel:
 
     @property
     def factored(self) -> tuple[str, ...]:
-        """The parameters whose Jacobian is computed by factors: all that have an influence, or none."""
+        """The parameters whose Jacobian is computed by factors: all that have an influence, or
+        none."""
         return self.ways.names if self.ways else ()
 
     @property
@@ -69,7 +70,8 @@ class LinearModel:
     def probe(self, x: Any) -> Ways | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
 
-        Raises an error with a remedy if no way is exact; returns None if J is zero, so that other inputs are needed.
+        Raises an error with a remedy if no way is exact; returns None if J is zero, so that other
+        inputs are needed.
         """
         with self.network.guarded(), self.network.computing("float32"), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
@@ -84,7 +86,8 @@ class LinearModel:
         return found
 
     def push(self, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside ``network.guarded()``."""
+        """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside
+        ``network.guarded()``."""
         if sum(block.numel() for block in w) <= _COPIED:
             w = (torch.cat(w),)
         rows = self.at(x, sum(map(len, w)))
@@ -96,8 +99,8 @@ class LinearModel:
     ) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
-        ``columns`` is the total number of columns, of which ``at_once`` fit into memory (None: all); ``keep`` is whether
-        the result should be stored between passes, if possible.
+        ``columns`` is the total number of columns, of which ``at_once`` fit into memory (None:
+        all); ``keep`` is whether the result should be stored between passes, if possible.
         """
         known = self.ways
         may = known is not None and bool(known.names) and not torch.is_grad_enabled()
@@ -108,7 +111,8 @@ class LinearModel:
         return self.by_autodiff(x, at_once)
 
     def by_autodiff(self, x: Any, at_once: int | None = None) -> Rows:
-        """Return the linear model at a batch by ``torch.func`` and a recorded graph, for ``at_once`` columns."""
+        """Return the linear model at a batch by ``torch.func`` and a recorded graph, for
+        ``at_once`` columns."""
         known = self.ways or Ways()
         if known.fault:
             raise NotImplementedError(known.fault)
@@ -116,7 +120,8 @@ class LinearModel:
         return ByGraph(self.network, self.layout, x, columns, known.forward)
 
     def steady(self, x: Any) -> LinearModel:
-        """Return the same model for programs: by ``torch.func``, all columns at once for batches of any size."""
+        """Return the same model for programs: by ``torch.func``, all columns at once for batches of
+        any size."""
         if self.ways is None:
             self.probe(x)
         other = copy(self)

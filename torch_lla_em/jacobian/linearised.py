@@ -1,4 +1,5 @@
-"""J by its definition: the derivatives of f(x; w), a function of the parameters w in the posterior, at the trained ones."""
+"""J by its definition: the derivatives of f(x; w), a function of the parameters w in the posterior,
+at the trained ones."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Intercepted(TorchFunctionMode):
 
 
 def as_in_training(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Give the row of padding of a table no derivative: it gets no gradient in training, but one by forward mode."""
+    """Give the row of padding of a table no derivative: it gets no gradient in training, but one by
+    forward mode."""
     z = func(*args, **kwargs)
     padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
     if func is not F.embedding or padding is None:
@@ -40,9 +42,11 @@ def as_in_training(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
 
 class Linearised(Rows):
-    """The linear model at a batch by ``torch.func.jvp`` and ``vjp`` of ``functional_call``, vmapped over columns.
+    """The linear model at a batch by ``torch.func.jvp`` and ``vjp`` of ``functional_call``, vmapped
+    over columns.
 
-    Vectors in parameter space are flat; a network takes them as tensors by name. The other ways are compared with this.
+    Vectors in parameter space are flat; a network takes them as tensors by name. The other ways are
+    compared with this.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A trained network as a pure function of its parameters, whose tensors are restored after a call."""
+"""A trained network as a pure function of its parameters, whose tensors are restored after a
+call."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class _Inside(NamedTuple):
 
 
 class Network:
-    """f(x; w) of a module, which is not changed, with the axis of the classes last. Call it inside ``guarded()``."""
+    """f(x; w) of a module, which is not changed, with the axis of the classes last. Call it inside
+    ``guarded()``."""
 
     def __init__(
         self,
@@ -49,8 +51,8 @@ class Network:
             raise TypeError(f"The model is a {type(module).__name__}. Pass an nn.Module.")
         if any(isinstance(layer, torch.jit.ScriptModule) for layer in module.modules()):
             raise TypeError(
-                "The model, or a part of it, is a scripted or traced module (torch.jit), whose weights cannot be "
-                "replaced. Pass the Python module that it was made from."
+                "The model, or a part of it, is a scripted or traced module (torch.jit), whose "
+                "weights cannot be replaced. Pass the Python module that it was made from."
             )
         self.module, self.class_dim, self.precision = module, class_dim, precision
         self.forward_fn: ForwardFn = forward_fn or default_forward
@@ -70,7 +72,8 @@ class Network:
         return {name: tensors[name].detach().requires_grad_() for name in names}
 
     def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
-        """Return f(x), shape (B, ..., C), with some weights replaced; call it inside ``guarded()``."""
+        """Return f(x), shape (B, ..., C), with some weights replaced; call it inside
+        ``guarded()``."""
         tensors, places, written, attributes = self._inside
         assert attributes, "outside of guarded()"
         placed = {**tensors, **(weights or {})}
@@ -78,9 +81,9 @@ class Network:
             placed[name] = placed[name].clone()
         at = {place: placed[name] for place, name in places.items()}
         try:
-            # tensors for each place of tied weights, as torch.func looks for these each time, and does
-            # not restore a module with two names (pytorch#164759); a copy of the inputs, since a layer
-            # that works in place writes to them
+            # tensors for each place of tied weights, as torch.func looks for these each time, and
+            # does not restore a module with two names (pytorch#164759); a copy of the inputs, since
+            # a layer that works in place writes to them
             f = functional_call(self._called, at, (copied(x),), tie_weights=False)
         except RuntimeError as error:
             self._explain(error, x)
@@ -91,20 +94,23 @@ class Network:
         return f.float() if self.precision == "bfloat16" else f
 
     def _explain(self, error: RuntimeError, x: Any) -> None:
-        """Raise an error for inputs of another floating point dtype than the weights, which layers refuse."""
+        """Raise an error for inputs of another floating point dtype than the weights, which layers
+        refuse."""
         given = {t.dtype for t in tensors_in(x) if t.is_floating_point()}
         known = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         if not given or not known or given & known or is_shortage(error):
             return
         (one, *_), (other, *_) = given, known
         raise TypeError(
-            f"Inputs have the dtype {one}, but the network's weights {other} ({error}). Pass inputs.to({other}). If the "
-            "network was converted after fit, it has no longer the dtype of the training data: pass those in its dtype, too."
+            f"Inputs have the dtype {one}, but the network's weights {other} ({error}). Pass "
+            f"inputs.to({other}). If the network was converted after fit, it has no longer the "
+            "dtype of the training data: pass those in its dtype, too."
         ) from error
 
     @contextmanager
     def guarded(self) -> Iterator[_Inside]:
-        """Make calls safe for torch.func, in eval mode; restore everything on exit, also attributes of layers.
+        """Make calls safe for torch.func, in eval mode; restore everything on exit, also attributes
+        of layers.
 
         One thread at a time can enter, because flags of the module and of the process are changed.
         """

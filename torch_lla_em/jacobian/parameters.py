@@ -72,10 +72,10 @@ def select_parameters(
     """Return the names of the parameters in the posterior, tied ones once.
 
     ``None`` selects all that require gradients, except those of normalisation layers;
-    ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layers at the paths
-    ``last``, or the last registered one if they are not known. A name pattern
-    (``"encoder.*"``), a list of patterns or a predicate ``(name, parameter) -> bool`` selects what it
-    matches.
+    ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layers at the
+    paths ``last``, or the last registered one if they are not known. A name pattern
+    (``"encoder.*"``), a list of patterns or a predicate ``(name, parameter) -> bool`` selects what
+    it matches.
     """
     with ONE_AT_A_TIME:
         parameters = dict(module.named_parameters())

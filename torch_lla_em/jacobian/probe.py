@@ -1,4 +1,5 @@
-"""Compares every way to J w and Jᵀu with the definition at the first batch, and chooses the fastest that agrees."""
+"""Compares every way to J w and Jᵀu with the definition at the first batch, and chooses the fastest
+that agrees."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ _ROUNDING = 0.03
 # blocks with a gradient below this share of the largest one count for less, because of rounding
 _SMALL = 1e-3
 
-# torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all that
-# is not a product with a weight; factors take twice the multiplications by weights and gradients
+# torch.func takes four forward passes for a column of J w and of Jᵀu, and also has to compute all
+# that is not a product with a weight; factors take twice the multiplications by weights and
+# gradients
 _MOST_GRADIENTS = 5
 
 _FAULT = (
@@ -42,7 +44,8 @@ _FAULT = (
 def probe(network: Network, layout: ParameterLayout, x: Any) -> Ways | None:
     """Return the ways of computing J that agree with its definition; raise an error if none does.
 
-    Returns None if J is zero at these inputs. The module, its buffers and the random state are not changed.
+    Returns None if J is zero at these inputs. The module, its buffers and the random state are not
+    changed.
     """
     devices = {p.device.index or 0 for p in network.module.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
@@ -100,7 +103,8 @@ def _twice(x: Any) -> Any:
 
 
 def _measured(network: Network, plain: ByGraph, x: Any) -> Ways:
-    """Check the outputs, and return their sizes and those of what a forward pass keeps of an example."""
+    """Check the outputs, and return their sizes and those of what a forward pass keeps of an
+    example."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
 
     def see(tensor: Tensor) -> Tensor:
@@ -152,7 +156,8 @@ def _error(plain: Rows, known: tuple[Tensor, Tensor, Tensor], eps: float, rows: 
 def _with_torch_func(
     ways: list[ByGraph], chosen: Ways, error: Callable[[Rows], float], tolerance: float
 ) -> Ways:
-    """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is right."""
+    """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is
+    right."""
     best, reasons = chosen._replace(adjoint_error=math.inf), list[str]()
     for rows, name in zip(ways, ("forward mode", "two reverse passes"), strict=True):
         own, failures = math.inf, list[Exception]()

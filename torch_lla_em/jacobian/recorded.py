@@ -1,4 +1,5 @@
-"""Finds weights that act only by products z = W a + b, and computes the factors of their Jacobian."""
+"""Finds weights that act only by products z = W a + b, and computes the factors of their
+Jacobian."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Call(NamedTuple):
         return z.permute(1, 0, 3, 4, 2, 5).flatten(4)
 
     def inputs(self, rows: int) -> Tensor:
-        """Return a as (rows, groups, channels × kernel, places), or (rows, channels); a lookup as (rows, places)."""
+        """Return a as (rows, groups, channels × kernel, places), or (rows, channels); a lookup as
+        (rows, places)."""
         a = self.given.detach()
         if self.is_lookup:
             return a.reshape(rows, -1)
@@ -92,7 +94,8 @@ class Call(NamedTuple):
         return node == self.edge.node
 
     def is_dense(self, a: Tensor, D: int) -> bool:
-        """Whether columns of J take less arithmetic than factors, and no more than four times the memory."""
+        """Whether columns of J take less arithmetic than factors, and no more than four times the
+        memory."""
         if a.dim() == 2:
             return False
         rows, G, I, T = a.shape
@@ -119,7 +122,8 @@ def _recorded(
 ) -> tuple[Tensor, list[Call], bool]:
     """Return f(x), the calls at which its graph ends, and whether weights are used otherwise, too.
 
-    A lookup in a ``shared`` table, such as that of positions, serves all rows, for each of which it is repeated.
+    A lookup in a ``shared`` table, such as that of positions, serves all rows, for each of which it
+    is repeated.
     """
     leaves = network.leaves(layout.names)
     names = {id(leaf): name for name, leaf in leaves.items()}
@@ -160,10 +164,12 @@ def _recorded(
 
 
 def find(network: Network, layout: ParameterLayout, x: Any, known: Ways) -> tuple[Ways, int] | None:
-    """Return a report of the weights with influence and the shared tables, if all weights act by products at x.
+    """Return a report of the weights with influence and the shared tables, if all weights act by
+    products at x.
 
-    The number is that of multiplications by weights, for a table its gradient's size. One example is not enough to
-    decide. If one weight acts otherwise, factors of the rest save nothing: on a tiny BERT 4.7 s instead of 5.1.
+    The number is that of multiplications by weights, for a table its gradient's size. One example
+    is not enough to decide. If one weight acts otherwise, factors of the rest save nothing: on a
+    tiny BERT 4.7 s instead of 5.1.
     """
     f, calls, others = _recorded(network, layout, x, known.shared)
     used = {name for call in calls for name in call.names}
@@ -196,7 +202,8 @@ def by_factors(
     keep: bool = False,
     at_once: int | None = None,
 ) -> ByFactors | None:
-    """Return the linear model at x by one backward pass for each output; None if a weight acts otherwise than before.
+    """Return the linear model at x by one backward pass for each output; None if a weight acts
+    otherwise than before.
 
     Factors that are stored (``keep``) share no memory with other tensors.
     """
@@ -242,7 +249,8 @@ def by_factors(
         else:
             a = a[:, 0, :, 0] if a.dim() == 4 and a.shape[1] == a.shape[3] == 1 else a
             parts.append(Outer(call.names, a.clone() if keep else a, b))
-    # products by factors hold what the layers of these return, without places that a `Dense` has summed over
+    # products by factors hold what the layers of these return, without places that a `Dense` has
+    # summed over
     widths = [
         f[0].numel(),
         *(t.b.shape[2] for t in parts if not isinstance(t, Dense) and t.b is not None),

@@ -33,7 +33,8 @@ class Ways(NamedTuple):
     nbytes: float = inf  # of Jacobian factors; infinity if they are computed in every pass
 
     def columns(self, x: Any, most: int | None) -> int | None:
-        """Return the number of columns, of ``most``, whose tensors a CPU does not allocate each time; None: all."""
+        """Return the number of columns, of ``most``, whose tensors a CPU does not allocate each
+        time; None: all."""
         if self.example_bytes is None:
             return most
         best = max(1, int(_FETCHED_BYTES / max(1, self.example_bytes * num_examples(x))))
@@ -41,7 +42,8 @@ class Ways(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """Jᵀ u, (K, P), as gradients by name, which take no more memory than the total they are added to."""
+    """Jᵀ u, (K, P), as gradients by name, which take no more memory than the total they are added
+    to."""
 
     layout: ParameterLayout
 
@@ -52,7 +54,8 @@ class Pulled(NamedTuple):
     """For every ``step`` columns, (step, *shape) by name; 0 where a name is missing."""
 
     def parts(self, total: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return views of a total (K, P), each with what is to be added, on its device and in its dtype."""
+        """Return views of a total (K, P), each with what is to be added, on its device and in its
+        dtype."""
         found = []
         for some, gradients in zip(total.split(self.step), self.gradients, strict=True):
             views = some.split(self.layout.sizes, dim=1)
@@ -84,7 +87,8 @@ class Rows:
     """Number of columns that are computed at once; None: all."""
 
     features: Tensor | None = None
-    """h, (B, ..., D), if J w = W h for all parameters W of a last linear layer; the last is 1 if it has a bias."""
+    """h, (B, ..., D), if J w = W h for all parameters W of a last linear layer; the last is 1 if it
+    has a bias."""
 
     nbytes: float = inf
     """Memory in bytes for storing this between passes; infinity: not worth storing."""

@@ -1,4 +1,5 @@
-"""What a network was at one time, and whether it still is: its layers, parameters and statistics."""
+"""What a network was at one time, and whether it still is: its layers, parameters and
+statistics."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ if hasattr(os, "register_at_fork"):
 class NetworkState:
     """The layers, parameters and statistics of a network at one time.
 
-    ``holds`` compares objects, addresses, version counters and sums of the bits in memory, since ``.data`` and fused
-    optimisers write without a new version. If anything looks changed, a hash of every bit decides.
+    ``holds`` compares objects, addresses, version counters and sums of the bits in memory, since
+    ``.data`` and fused optimisers write without a new version. If anything looks changed, a hash of
+    every bit decides.
     """
 
     def __init__(self, network: Any, fingerprint: Tensor | None = None):
@@ -57,7 +59,8 @@ class NetworkState:
             return True
 
     def _is_cast(self, now: dict[str, Tensor]) -> bool:
-        """Whether tensors are those of before in another dtype; a cast leaves those as they were."""
+        """Whether tensors are those of before in another dtype; a cast leaves those as they
+        were."""
         known = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
         if not known or self._tensors.keys() != now.keys():
             return False
@@ -69,7 +72,8 @@ class NetworkState:
 
 
 def _marks(module: nn.Module) -> list[Any]:
-    """Return what a change of a layer or tensor alters, and sums of the bits in memory; a GPU is waited for once."""
+    """Return what a change of a layer or tensor alters, and sums of the bits in memory; a GPU is
+    waited for once."""
     marks: list[Any] = []
     sums: list[Tensor] = []
     for layer in module.modules():

@@ -10,8 +10,8 @@ class Likelihood:
     """Base class of all likelihoods p(y | f), for targets y and outputs f of a network.
 
     Outputs f have shape (..., B, *sites, C), with the classes or output columns last; leading
-    sample axes broadcast. Targets y have shape (B, *sites), or that of the outputs if ``elementwise``. A
-    subclass must define ``log_prob``, ``hessian_sqrt_product`` and
+    sample axes broadcast. Targets y have shape (B, *sites), or that of the outputs if
+    ``elementwise``. A subclass must define ``log_prob``, ``hessian_sqrt_product`` and
     ``mean``. ``gradient`` and ``hessian_product`` have defaults by automatic differentiation.
     ``variance``, ``sample`` and ``entropy`` are optional: define them for
     aleatoric uncertainty, draws of y and entropies. Every fit compares
@@ -58,11 +58,13 @@ class Likelihood:
         raise self._lacks("log_prob(f, y)")
 
     def label_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return log p of each label by itself, (..., B, labels); their sum over an example is ``log_prob``.
+        """Return log p of each label by itself, (..., B, labels); their sum over an example is
+        ``log_prob``.
 
-        A label is the target of a site, or of one output if ``elementwise``. Default: ``log_prob`` of every
-        label as an example, with axes of size 1 for sites. Define it if the likelihood has parameters for each
-        output or site: ``calibrate`` and ``compare`` call it for examples with several labels.
+        A label is the target of a site, or of one output if ``elementwise``. Default: ``log_prob``
+        of every label as an example, with axes of size 1 for sites. Define it if the likelihood has
+        parameters for each output or site: ``calibrate`` and ``compare`` call it for examples with
+        several labels.
         """
         labels, ones = y.shape[1:].numel(), (1,) * (y.dim() - 1)
         shape = ones if self.elementwise else (*ones, f.shape[-1])
@@ -107,7 +109,8 @@ class Likelihood:
         return gradient
 
     def hessian_product(self, f: Tensor, u: Tensor) -> Tensor:
-        """Return H(f) u in the shape of u. Default: S(Sᵀ u), where Sᵀ is computed by reverse mode."""
+        """Return H(f) u in the shape of u. Default: S(Sᵀ u), where Sᵀ is computed by reverse
+        mode."""
         f = f.expand_as(u)
         transpose = torch.func.vjp(lambda e: self.hessian_sqrt_product(f, e), u)[1]
         return self.hessian_sqrt_product(f, transpose(u)[0])
@@ -133,15 +136,17 @@ class Likelihood:
     def uncertainties(self, f: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the aleatoric and the epistemic part of the uncertainty about y.
 
-        ``f`` are the outputs of S functions, (S, B, *sites, C), and ``weights`` their weights, (S,), with
-        sum 1; None: equal ones. Default: the parts of Var[y], in the shape of outputs; for labels, of the entropy.
+        ``f`` are the outputs of S functions, (S, B, *sites, C), and ``weights`` their weights,
+        (S,), with sum 1; None: equal ones. Default: the parts of Var[y], in the shape of outputs;
+        for labels, of the entropy.
         """
         mean, variance = self.mean(f), self.variance(f)
         spread = (mean - average(mean, weights)).square()
         return average(variance, weights), average(spread, weights)
 
     def entropy(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the entropy of y, (B, *sites), under functions with ``weights``, as in ``uncertainties``."""
+        """Return the entropy of y, (B, *sites), under functions with ``weights``, as in
+        ``uncertainties``."""
         raise self._lacks("entropy(f, weights). Or use .aleatoric and .epistemic")
 
     def sample(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -151,15 +156,18 @@ class Likelihood:
     def predictive_log_prob(
         self, f: Tensor, deviations: Tensor, y: Tensor, joint: bool = False
     ) -> Tensor | None:
-        """Return log E[p(y | f)] for normally distributed outputs, (B,), or None if it has no closed form.
+        """Return log E[p(y | f)] for normally distributed outputs, (B,), or None if it has no
+        closed form.
 
-        ``f`` are the means, (B, *sites, C), and ``deviations`` samples less their mean, (K, B, *sites, C), or
-        none. With ``joint`` all examples are one, whose outputs are correlated: the result is ().
+        ``f`` are the means, (B, *sites, C), and ``deviations`` samples less their mean, (K, B,
+        *sites, C), or none. With ``joint`` all examples are one, whose outputs are correlated: the
+        result is ().
         """
         return None
 
     def mask(self, y: Tensor) -> Tensor | None:
-        """Return which sites count, a mask or weights (B, *sites); None if every site counts once."""
+        """Return which sites count, a mask or weights (B, *sites); None if every site counts
+        once."""
         return None
 
     def labelled(self, y: Tensor) -> Tensor:
@@ -170,7 +178,8 @@ class Likelihood:
         return mask.unsqueeze(-1).flatten(1).any(1)
 
     def align(self, y: Tensor, class_dim: int) -> Tensor:
-        """Return targets of a loader as ``log_prob`` takes them, with the axis ``class_dim`` of the outputs last.
+        """Return targets of a loader as ``log_prob`` takes them, with the axis ``class_dim`` of the
+        outputs last.
 
         Small integers become int64, as do booleans of an elementwise likelihood.
         """
@@ -182,10 +191,12 @@ class Likelihood:
         return y
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Raise a ValueError or TypeError with its remedy if outputs or targets do not fit. Default: no check."""
+        """Raise a ValueError or TypeError with its remedy if outputs or targets do not fit.
+        Default: no check."""
 
     def mistaken(self, f: Tensor, y: Tensor) -> tuple[Tensor, str] | None:
-        """Return log p(y) by another meaning of the outputs, (B,), and a warning if it is higher; None: there is none."""
+        """Return log p(y) by another meaning of the outputs, (B,), and a warning if it is higher;
+        None: there is none."""
         return None
 
     @property
@@ -194,13 +205,16 @@ class Likelihood:
         return None
 
     def with_noise(self, sigma_noise: Tensor) -> Likelihood:
-        """Return the same likelihood with ``sigma_noise``, one σ or one per output, if it has a σ."""
+        """Return the same likelihood with ``sigma_noise``, one σ or one per output, if it has a
+        σ."""
         return self
 
     def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
-        """Return the constant in f, (C,) or (), for targets with this mean and variance; None: there is none.
+        """Return the constant in f, (C,) or (), for targets with this mean and variance; None:
+        there is none.
 
-        The linear model takes it, and so finds the same posterior for targets y + b or in another unit.
+        The linear model takes it, and so finds the same posterior for targets y + b or in another
+        unit.
         """
         return None
 
@@ -227,7 +241,8 @@ class Labels(Likelihood):
 
 
 class ElementwiseLikelihood(Likelihood):
-    """Base class for independent targets, whose H is diagonal; ``check`` requires y of the shape of f.
+    """Base class for independent targets, whose H is diagonal; ``check`` requires y of the shape of
+    f.
 
     A subclass defines ``log_prob``, ``curvature`` and ``mean``.
     """

@@ -14,14 +14,16 @@ _TOLERANCE = 1e-3
 _DRAWS = 256
 
 _FEWEST, _CLEAR = 20, 3.0
-"""Fewest examples of which the meaning of outputs is judged, and by how many standard errors another one has to be better."""
+"""Fewest examples of which the meaning of outputs is judged, and by how many standard errors
+another one has to be better."""
 
 
 def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     """Raise an error if the derivatives of a custom likelihood are not those of its log_prob.
 
-    They are compared at the first examples, and at a tenth of their outputs, where the network is less certain. H may be the
-    Hessian of -log p, or its expectation over y (the Fisher information), which is checked by draws of y.
+    They are compared at the first examples, and at a tenth of their outputs, where the network is
+    less certain. H may be the Hessian of -log p, or its expectation over y (the Fisher
+    information), which is checked by draws of y.
 
     Args:
         likelihood (Likelihood): The likelihood. Those of the library are not checked.
@@ -53,7 +55,8 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         reason = f"{type(failures[0]).__name__}: {failures[0]}".split("\n")[0]
         report(
             "log",
-            f"The derivatives of {name} could not be compared with its log_prob ({reason}): check them yourself.",
+            f"The derivatives of {name} could not be compared with its log_prob ({reason}): check "
+            "them yourself.",
         )
         return
     of_gradient, of_root, of_H = errors
@@ -63,23 +66,26 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     ):
         if error:
             raise ValueError(
-                f"{name}: {words}: it is off by {error} on the first batch. Correct it, or leave gradient and "
-                "hessian_product out for their defaults."
+                f"{name}: {words}: it is off by {error} on the first batch. Correct it, or leave "
+                "gradient and hessian_product out for their defaults."
             )
     message = (
-        f"{name}: H u by hessian_product (or curvature, or S Sᵀ u) is neither the Hessian of -log_prob in f, from "
-        f"which it is off by {of_H} on the first batch, nor its expectation over y"
+        f"{name}: H u by hessian_product (or curvature, or S Sᵀ u) is neither the Hessian of "
+        f"-log_prob in f, from which it is off by {of_H} on the first batch, nor its expectation "
+        "over y"
     )
     if of_H and likelihood.convex:
         raise ValueError(
-            f"{message}. Correct it; if it is that expectation, define sample(f, generator) for the check."
+            f"{message}. Correct it; if it is that expectation, define sample(f, generator) for "
+            "the check."
         )
     if of_H:
         report("log", f"{message}: the posterior is that of the H given.")
 
 
 def require_labels(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Raise an error if the log-probabilities of single labels of a custom likelihood do not sum to log_prob."""
+    """Raise an error if the log-probabilities of single labels of a custom likelihood do not sum to
+    log_prob."""
     if type(likelihood).__module__.startswith("torch_lla_em."):
         return
     failures: list[Exception] = []
@@ -88,14 +94,15 @@ def require_labels(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
         if torch.allclose(labels.sum(-1), whole, _TOLERANCE, _TOLERANCE, equal_nan=True):
             return
     raise ValueError(
-        f"{type(likelihood).__name__}: log_prob(f, y) is not the sum of label_log_prob(f, y), of shape "
-        "(..., B, labels), whose default calls log_prob with one site or output at a time. Define "
-        "label_log_prob(f, y) if the likelihood has parameters for each site or output."
+        f"{type(likelihood).__name__}: log_prob(f, y) is not the sum of label_log_prob(f, y), of "
+        "shape (..., B, labels), whose default calls log_prob with one site or output at a time. "
+        "Define label_log_prob(f, y) if the likelihood has parameters for each site or output."
     )
 
 
 def warn_if_mistaken(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Report a warning if outputs f, (B, *sites, C), predict targets clearly better by another meaning than the likelihood's.
+    """Report a warning if outputs f, (B, *sites, C), predict targets clearly better by another
+    meaning than the likelihood's.
 
     Args:
         likelihood (Likelihood): The likelihood, whose ``mistaken`` is the other meaning.
@@ -114,7 +121,8 @@ def warn_if_mistaken(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 
 def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str]:
-    """Return the relative errors of the gradient, of S Sᵀ u and of H u in percent, empty strings for rounding."""
+    """Return the relative errors of the gradient, of S Sᵀ u and of H u in percent, empty strings
+    for rounding."""
 
     def by_autograd(y: Tensor) -> tuple[Tensor, Tensor]:
         """Return ∇(-log p) and ∇²(-log p) u."""

@@ -107,27 +107,28 @@ class Classification(Labels):
         is_integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
         if not is_integer or y.shape != f.shape[:-1]:
             raise (ValueError if is_integer else TypeError)(
-                f"Class labels must be integers of shape {tuple(f.shape[:-1])} for outputs of shape "
-                f"{tuple(f.shape)} (classes last), but are {y.dtype} of shape {tuple(y.shape)}. Pass one "
-                "class index per example or site: y.long(), or for one-hot labels y.argmax(-1). For "
-                'several 0/1 labels use likelihood="bernoulli"; if axis 1 of the outputs holds the '
-                "classes, pass class_dim=1."
+                f"Class labels must be integers of shape {tuple(f.shape[:-1])} for outputs of "
+                f"shape {tuple(f.shape)} (classes last), but are {y.dtype} of shape "
+                f"{tuple(y.shape)}. Pass one class index per example or site: y.long(), or for "
+                'one-hot labels y.argmax(-1). For several 0/1 labels use likelihood="bernoulli"; '
+                "if axis 1 of the outputs holds the classes, pass class_dim=1."
             )
         is_logit = (f < 0).any() | (f > 1).any() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
         if not is_logit and f[..., 0].numel() >= 4:  # fewer may sum to 1 by chance
             raise ValueError(
-                "The outputs are probabilities: all lie between 0 and 1, and those of an example sum to 1. "
-                "Classification needs logits. Leave out the last softmax, or pass "
-                "adapter=Adapter(lambda model, x: model(x).log()), since log probabilities are logits."
+                "The outputs are probabilities: all lie between 0 and 1, and those of an example "
+                "sum to 1. Classification needs logits. Leave out the last softmax, or pass "
+                "adapter=Adapter(lambda model, x: model(x).log()), since log probabilities are "
+                "logits."
             )
         if is_beyond:
             kept = y[self.mask(y)]
             raise ValueError(
                 f"Class labels are between {kept.min()} and {kept.max()}, outside of 0 to "
-                f"{f.shape[-1] - 1}: the network needs as many outputs as there are classes. If one "
-                "label marks missing ones, pass it as Classification(ignore_index=...)."
+                f"{f.shape[-1] - 1}: the network needs as many outputs as there are classes. If "
+                "one label marks missing ones, pass it as Classification(ignore_index=...)."
             )
 
     def _chosen(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,9 +216,9 @@ class Bernoulli(Labels, ElementwiseLikelihood):
             return None
         p = f.double().clamp(1e-9, 1 - 1e-9)
         return sum_rows(torch.where(y > 0.5, p, 1 - p).log(), y), (
-            "The outputs look like probabilities: all lie between 0 and 1, and read so they predict the targets better. "
-            '"bernoulli" needs logits: leave out the last sigmoid, or pass adapter=Adapter(lambda model, x: '
-            "model(x).logit(1e-6))."
+            "The outputs look like probabilities: all lie between 0 and 1, and read so they "
+            'predict the targets better. "bernoulli" needs logits: leave out the last sigmoid, or '
+            "pass adapter=Adapter(lambda model, x: model(x).logit(1e-6))."
         )
 
     def check(self, f: Tensor, y: Tensor) -> None:
@@ -255,9 +256,9 @@ class Poisson(ElementwiseLikelihood):
         if not (f >= 0).all():
             return None
         return Poisson.log_prob(self, f.double().clamp_min(1e-9).log(), y.double()), (
-            'The outputs look like rates: none is negative, and read so they predict the targets better. "poisson" '
-            "needs log rates: train without the last exp or softplus, or pass adapter=Adapter(lambda model, x: "
-            "model(x).log())."
+            "The outputs look like rates: none is negative, and read so they predict the targets "
+            'better. "poisson" needs log rates: train without the last exp or softplus, or pass '
+            "adapter=Adapter(lambda model, x: model(x).log())."
         )
 
     def check(self, f: Tensor, y: Tensor) -> None:
@@ -278,9 +279,9 @@ def compare(model: nn.Module, inputs: Any) -> Tensor:
     for outputs in (default_forward(model, each) for each in candidates):
         if outputs.dim() > 2 or outputs.shape[1:] not in ((), (1,)):
             raise ValueError(
-                "A reward is one number per example, shape (B,) or (B, 1), but the network returned "
-                f"{tuple(outputs.shape)}. Pass adapter=Adapter(lambda model, candidates: ...) that returns "
-                "(B, candidates)."
+                "A reward is one number per example, shape (B,) or (B, 1), but the network "
+                f"returned {tuple(outputs.shape)}. Pass adapter=Adapter(lambda model, candidates: "
+                "...) that returns (B, candidates)."
             )
         rewards.append(outputs.view(-1, 1))
     return torch.cat(rewards, dim=-1)

@@ -1,4 +1,5 @@
-"""Likelihoods with Gaussian observation noise, constant or predicted, also of linear measurements."""
+"""Likelihoods with Gaussian observation noise, constant or predicted, also of linear
+measurements."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ class Regression(Gaussian, ElementwiseLikelihood):
     """Gaussian observation noise, y ~ N(f, σ²); targets have the shape of the outputs.
 
     Args:
-        sigma_noise (float or Tensor (C,), optional): Standard deviation σ of the noise from which EM
-            starts, one number for all outputs or one per output. Default None: the standard
+        sigma_noise (float or Tensor (C,), optional): Standard deviation σ of the noise from which
+            EM starts, one number for all outputs or one per output. Default None: the standard
             deviation of the network's residuals. Set it to learn one σ per output, or if the
             network has overfitted its training set, so that its residuals are too small.
 
     Raises:
         TypeError: In ``fit``, if targets are complex.
-        ValueError: If sigma_noise is not a positive number or tensor; in ``fit``, if it does not fit the outputs.
+        ValueError: If sigma_noise is not a positive number or tensor; in ``fit``, if it does not
+            fit the outputs.
 
     Example:
         >>> la = LinearisedLaplace(torch.nn.Linear(2, 1), Regression(0.1))
@@ -131,9 +133,10 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
 
     -log p = ½ s + ½ (y - μ)² exp(-s) is not convex in (μ, s) together. H is its expectation
     over y, the Fisher information diag(exp(-s), ½), which is positive semi-definite, does not
-    depend on y, and equals the generalised Gauss-Newton matrix. The posterior includes both μ and s,
-    so the uncertainty of the noise is included too. The mode is found with H in place of the Hessian
-    (Fisher scoring), which is slower than Newton's method: expect a relative error of about 1e-3.
+    depend on y, and equals the generalised Gauss-Newton matrix. The posterior includes both μ and
+    s, so the uncertainty of the noise is included too. The mode is found with H in place of the
+    Hessian (Fisher scoring), which is slower than Newton's method: expect a relative error of about
+    1e-3.
 
     Raises:
         ValueError: In ``fit``, if there are not twice as many outputs as targets.
@@ -178,8 +181,9 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
         variance = (y - mu).square().flatten(0, -2).mean(0)
         constant = torch.cat([mu, variance.log().expand(mu.shape)], -1)
         return HeteroscedasticRegression.log_prob(self, constant, y.double()), (
-            "The log variances predict the targets worse than a constant variance: the network was probably trained by "
-            'squared error. Train it with torch.nn.GaussianNLLLoss, or pass its means alone to "regression".'
+            "The log variances predict the targets worse than a constant variance: the network was "
+            "probably trained by squared error. Train it with torch.nn.GaussianNLLLoss, or pass "
+            'its means alone to "regression".'
         )
 
     def check(self, f: Tensor, y: Tensor) -> None:

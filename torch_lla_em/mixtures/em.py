@@ -1,4 +1,5 @@
-"""EM for exponential families, log p(x, component k) = θ_k · φ(x), and the parameters from which it starts.
+"""EM for exponential families, log p(x, component k) = θ_k · φ(x), and the parameters from which it
+starts.
 
 For any distribution q over the components z of the examples,
 
@@ -19,7 +20,8 @@ from torch.nn.functional import one_hot
 from torch_lla_em.mixtures.gaussian import Family, Point, Tensors
 
 _ROWS = 1024
-"""How many examples to compute with at once. Half and twice as many take as long, within a fifth, for 20 to 256 columns."""
+"""How many examples to compute with at once. Half and twice as many take as long, within a fifth,
+for 20 to 256 columns."""
 
 _STARTS = 10
 """Number of clusterings, of which every other one is in the units of the data. Of 24 data sets of 2
@@ -27,11 +29,13 @@ to 13 columns none ends more than .001 per example below scikit-learn's best of 
 second kind two end up to .36 lower; with k-means of scaled columns three, up to .56."""
 
 _SAMPLE = 4000
-"""Most examples of which starts are made: of 8,000, with 2,000 or 6,000 one of these six ends .05 lower, others as high."""
+"""Most examples of which starts are made: of 8,000, with 2,000 or 6,000 one of these six ends .05
+lower, others as high."""
 
 _STEPS, _TOLERANCE = 100, 1e-4
-"""Largest number of EM steps from each start and after a component is emptied, and the change of the bound per example
-at which they end. Half as many, or ten times as much or as little, change no end by more than .0005 per example."""
+"""Largest number of EM steps from each start and after a component is emptied, and the change of
+the bound per example at which they end. Half as many, or ten times as much or as little, change no
+end by more than .0005 per example."""
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -40,7 +44,8 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class MixtureState(NamedTuple):
-    """Parameters in the coordinates of the fit, and their bound: log p(X | θ) plus the log prior of θ."""
+    """Parameters in the coordinates of the fit, and their bound: log p(X | θ) plus the log prior of
+    θ."""
 
     parameters: Any
     bound: float = -math.inf
@@ -49,7 +54,8 @@ class MixtureState(NamedTuple):
 
 @dataclass(frozen=True)
 class EM:
-    """EM for one family on one data set; examples belong to the components of their label, ``classes`` (K,)."""
+    """EM for one family on one data set; examples belong to the components of their label,
+    ``classes`` (K,)."""
 
     family: Family
     x: Tensor
@@ -87,7 +93,8 @@ class EM:
 
 
 def start_of(em: EM, generator: torch.Generator) -> Any:
-    """Return parameters to begin with: of several starts, that with the highest bound of a sample."""
+    """Return parameters to begin with: of several starts, that with the highest bound of a
+    sample."""
     order = torch.randperm(len(em.x), generator=generator, device=generator.device)
     rows = order.to(em.x.device)[:_SAMPLE].sort().values
     # the number of examples decides how many components they are worth
@@ -151,7 +158,8 @@ def _of_clusters(em: EM, generator: torch.Generator, is_lloyd: bool) -> Any:
 
 
 def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: int) -> Tensor:
-    """Return the cluster of each row of x (n, D), shape (n,), by k-means++ and Lloyd's iteration."""
+    """Return the cluster of each row of x (n, D), shape (n,), by k-means++ and Lloyd's
+    iteration."""
     centres = plus_plus(x, num_clusters, generator)
     for _ in range(max_steps):
         nearest = torch.cdist(x, centres).argmin(1)
@@ -166,8 +174,8 @@ def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: 
 def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
     """Return rows of x as centres, by greedy k-means++.
 
-    Odds grow with the squared distance to earlier centres. Of 2 + log K rows that are drawn, the one
-    is taken after which the sum of these distances is least.
+    Odds grow with the squared distance to earlier centres. Of 2 + log K rows that are drawn, the
+    one is taken after which the sum of these distances is least.
     """
     trials = 2 + int(math.log(num_clusters))
     centres, distance = x[:0], x.new_full((len(x),), torch.inf)

@@ -1,6 +1,7 @@
 """Out-of-distribution detection by a density of a network's features.
 
-One Gaussian for each class, or a mixture without labels, is fitted to the outputs of one layer (Mukhoti et al., 2023).
+One Gaussian for each class, or a mixture without labels, is fitted to the outputs of one layer
+(Mukhoti et al., 2023).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,8 +38,9 @@ class FeatureDensity:
             if the layer has hundreds of outputs.
         by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
             Default False; set it for a classifier.
-        pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h: h.mean(1)``
-            for tokens (B, T, D). Default None: the mean over all axes but the first two, as of convolutions.
+        pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h:
+            h.mean(1)`` for tokens (B, T, D). Default None: the mean over all axes but the first
+            two, as of convolutions.
         adapter (Adapter): How a batch becomes outputs and targets, as in ``LinearisedLaplace``.
 
     Example:
@@ -70,10 +72,10 @@ class FeatureDensity:
         """Fit the density to the features of training data.
 
         Args:
-            data (DataLoader, Dataset, list of batches or Tensor): Training data. Batches are inputs,
-                tuples (inputs, labels) or dicts with "labels".
-            labels (Tensor, optional): Labels, if ``data`` is a tensor of inputs. Default None. A fit
-                by label ignores the label −100, as PyTorch's losses do.
+            data (DataLoader, Dataset, list of batches or Tensor): Training data. Batches are
+                inputs, tuples (inputs, labels) or dicts with "labels".
+            labels (Tensor, optional): Labels, if ``data`` is a tensor of inputs. Default None. A
+                fit by label ignores the label −100, as PyTorch's losses do.
 
         Returns:
             The density itself.
@@ -99,7 +101,8 @@ class FeatureDensity:
         return self.mixture.log_prob(self.features(inputs))
 
     def class_scores(self, inputs: Any) -> Tensor:
-        """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), labels in increasing order."""
+        """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), labels in
+        increasing order."""
         return self.mixture.class_log_prob(self.features(inputs))
 
     def features(self, inputs: Any) -> Tensor:

@@ -23,7 +23,8 @@ With 1e-6, one of 24 data sets ends .15 per example lower, since a cluster is na
 
 
 class Gaussians(NamedTuple):
-    """A Gaussian mixture: π (K,), μ (K, D), and Σ, full (K, D, D) or diagonal (K, D); in blocks during a fit."""
+    """A Gaussian mixture: π (K,), μ (K, D), and Σ, full (K, D, D) or diagonal (K, D); in blocks
+    during a fit."""
 
     weights: Tensor
     means: Tensor
@@ -70,8 +71,8 @@ class Point(NamedTuple):
 class NormalWishart(NamedTuple):
     """q(π, μ, Λ) = Dirichlet(π | α) Π_k N(μ_k | m_k, (κ_k Λ_k)⁻¹) Wishart(Λ_k | ν_k, Ψ_k⁻¹).
 
-    The fields are α (K,), m (K, D), κ, the number of examples that a mean is worth, (K,), ν (K,), and Ψ in the shape of
-    the covariances of ``Gaussians``.
+    The fields are α (K,), m (K, D), κ, the number of examples that a mean is worth, (K,), ν (K,),
+    and Ψ in the shape of the covariances of ``Gaussians``.
     """
 
     concentration: Tensor
@@ -134,8 +135,8 @@ class Family:
     """Gaussian components in coordinates u = (x − centre) / unit, in float64.
 
     In these coordinates the columns have mean 0 and variance 1, so that sums of squares keep their
-    digits. θ is a tuple of a constant for each component (K,), the coefficients of x (K, D), and those
-    of x xᵀ in blocks; sums of φ have the same shapes.
+    digits. θ is a tuple of a constant for each component (K,), the coefficients of x (K, D), and
+    those of x xᵀ in blocks; sums of φ have the same shapes.
 
     ``worth`` is that of the prior of a ``Point``; None: the fit is variational. In its prior, a
     mean is worth a hundredth of an example, and ν = d + 2. The covariance of either prior is

@@ -25,8 +25,8 @@ class GaussianMixture:
 
     Args:
         num_components (int): Number of components K; with labels, that of each label.
-        covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if there
-            are few examples per component, or hundreds of columns.
+        covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if
+            there are few examples per component, or hundreds of columns.
         prior (float, optional): Examples that a conjugate prior of Σ_k is worth in each component.
             Its covariance is diagonal, that of the data's columns times K^(−2/D), and the fit is
             the mode of the posterior (MAP). Default None: maximum likelihood. Pass 1 if components
@@ -77,7 +77,8 @@ class GaussianMixture:
                 components of its own. Default False. Examples with the label −100 are ignored.
 
         Returns:
-            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` at the start and after each step.
+            The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` at the
+            start and after each step.
 
         Raises:
             ValueError: If the data are empty, not finite, fewer than components, or lack labels.
@@ -86,8 +87,9 @@ class GaussianMixture:
         names, counts = labels.unique(return_counts=True)
         if counts.min() < self.num_components:
             raise ValueError(
-                f"{'The smallest class has' if by_label else 'The data have'} {counts.min()} examples "
-                f"for {self.num_components} components. Give at most one component per example."
+                f"{'The smallest class has' if by_label else 'The data have'} {counts.min()} "
+                f"examples for {self.num_components} components. Give at most one component per "
+                "example."
             )
         classes = names.repeat_interleave(self.num_components)
         family = Family(x, len(classes), self.covariance == "full", self._worth)
@@ -111,7 +113,10 @@ class GaussianMixture:
     def __repr__(self) -> str:
         words = "not fitted"
         if self.lower_bounds:
-            words = f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds) - 1} steps, "
+            words = (
+                f"{'' if self.converged else 'not '}converged after {len(self.lower_bounds) - 1} "
+                "steps, "
+            )
             words += f"lower bound {self.lower_bounds[-1]:.6g}"
         options = f"{self.num_components}, covariance={self.covariance!r}"
         return f"{type(self).__name__}({options}), {words}"
@@ -137,7 +142,8 @@ class GaussianMixture:
         return self.log_joint(x).softmax(1).to(_floating(x))
 
     def predict(self, x: Rows) -> Tensor:
-        """Return the most probable component of examples x (n, D), or the label if fitted by label, (n,)."""
+        """Return the most probable component of examples x (n, D), or the label if fitted by label,
+        (n,)."""
         if self.classes is None:
             return self.log_joint(x).argmax(1)
         scores = self.class_log_prob(x)
@@ -165,8 +171,8 @@ class GaussianMixture:
     def bic(self, x: Rows | None = None) -> float:
         """Return the Bayesian information criterion, −2 log p(x) + P log n, of examples x (n, D).
 
-        By default they are those of the fit. P is the number of free parameters. Of fits with several
-        numbers of components, that with the lowest is chosen.
+        By default they are those of the fit. P is the number of free parameters. Of fits with
+        several numbers of components, that with the lowest is chosen.
         """
         n, log_prob = self._log_evidence(x)
         return self._num_parameters * math.log(n) - 2 * log_prob
@@ -180,8 +186,8 @@ class GaussianMixture:
         self._ready()
         if self._worth is None:
             raise RuntimeError(
-                "A variational mixture has no information criteria: compare lower_bounds[-1], which "
-                "bounds the log marginal likelihood."
+                "A variational mixture has no information criteria: compare lower_bounds[-1], "
+                "which bounds the log marginal likelihood."
             )
         return self._of_training if x is None else (len(x), float(self.log_prob(x).double().sum()))
 
@@ -198,7 +204,8 @@ class GaussianMixture:
         return self._fitted
 
     def class_log_prob(self, x: Rows) -> Tensor:
-        """Return log p(x, label) of examples x (n, D) after a fit by label, (n, C), labels in increasing order."""
+        """Return log p(x, label) of examples x (n, D) after a fit by label, (n, C), labels in
+        increasing order."""
         if self.classes is None:
             raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
         log_joint = self.log_joint(x).to(_floating(x))
@@ -235,7 +242,8 @@ class VariationalGaussianMixture(GaussianMixture):
 
 
 def _examples(data: Rows | Iterable[Any], by_label: bool) -> tuple[Tensor, Tensor]:
-    """Return all examples of a tensor or batches, (N, D), and their labels, (N,), 0 without labels."""
+    """Return all examples of a tensor or batches, (N, D), and their labels, (N,), 0 without
+    labels."""
     is_whole = isinstance(data, Tensor) or hasattr(data, "__array__")
     batches: Iterable[Any] = [data] if is_whole else data
     parts = [_batch(batch, by_label) for batch in batches]
@@ -249,7 +257,8 @@ def _examples(data: Rows | Iterable[Any], by_label: bool) -> tuple[Tensor, Tenso
     if not x.double().square().sum(1).isfinite().all():
         bad = int((~torch.isfinite(x)).any(1).sum())
         raise ValueError(
-            f"The data have {bad} examples with NaN or infinity, or values too large to square. Remove or rescale them."
+            f"The data have {bad} examples with NaN or infinity, or values too large to square. "
+            "Remove or rescale them."
         )
     return x, labels
 
@@ -260,16 +269,16 @@ def _batch(batch: Any, by_label: bool) -> tuple[Tensor, Tensor]:
     x = _tensor(x)
     if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] == 0:
         raise ValueError(
-            f"A batch holds a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}. Pass tensors with "
-            "one row per example, shape (n, D); a single column is x[:, None]."
+            f"A batch holds a {type(x).__name__} of shape {tuple(getattr(x, 'shape', ()))}. Pass "
+            "tensors with one row per example, shape (n, D); a single column is x[:, None]."
         )
     labels = x.new_zeros(len(x), dtype=torch.long)
     if by_label:
         labels = torch.as_tensor(others[0] if others else (), device=x.device)
         if labels.shape != x.shape[:1] or labels.is_floating_point():
             raise ValueError(
-                "A fit by label needs batches (x, labels) with one integer per example, but "
-                f"the labels are {labels.dtype} {tuple(labels.shape)}. Pass [(x, labels)] or a loader."
+                "A fit by label needs batches (x, labels) with one integer per example, but the "
+                f"labels are {labels.dtype} {tuple(labels.shape)}. Pass [(x, labels)] or a loader."
             )
     return x.detach(), labels
 

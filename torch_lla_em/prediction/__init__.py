@@ -1,7 +1,8 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-``predictor``, ``calibrates`` and ``stored`` have what users call as methods of the objects that hold a record, ``posterior``;
-each makes a ``prediction`` by way of a ``pushforward``. ``arrays`` has functions that students need as well.
+``predictor``, ``calibrates`` and ``stored`` have what users call as methods of the objects that
+hold a record, ``posterior``; each makes a ``prediction`` by way of a ``pushforward``. ``arrays``
+has functions that students need as well.
 """
 
 from torch_lla_em.prediction import arrays, calibrates, exports, predictor, stored, summary

@@ -1,6 +1,7 @@
 """Functions of arrays: ranks among reference scores, conformal sets and intervals.
 
-Predictions of posteriors and of students use the same ones. Outputs are last. Differences by rounding are ties.
+Predictions of posteriors and of students use the same ones. Outputs are last. Differences by
+rounding are ties.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood
 
 NUMBERS = 4_000_000
-"""Numbers, of comparisons, of differences between examples, or of functions, that are held in memory at a time."""
+"""Numbers, of comparisons, of differences between examples, or of functions, that are held in
+memory at a time."""
 
 ROUNDING = 1e-9
-"""Scores below this are rounding errors of double precision, and products of a level and a count round in their last bit."""
+"""Scores below this are rounding errors of double precision, and products of a level and a count
+round in their last bit."""
 
 
 class Interval(NamedTuple):
@@ -66,7 +69,8 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the relative difference up to which scores are ties: products differ between batches by more than eps."""
+    """Return the relative difference up to which scores are ties: products differ between batches
+    by more than eps."""
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
@@ -85,9 +89,10 @@ def p_values(
 ) -> Tensor:
     """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
-    A mean of the shares of examples with at least the same score (``combined``) is ranked among examples and input.
-    A score is at least as large as s if it exceeds s - ``room`` (s + ``unit``). All are treated alike, so p-values are
-    exact without ties, and conservative with them. Examples count by ``weights``, (n,), inputs by ``own``, (1 or B,).
+    A mean of the shares of examples with at least the same score (``combined``) is ranked among
+    examples and input. A score is at least as large as s if it exceeds s - ``room`` (s + ``unit``).
+    All are treated alike, so p-values are exact without ties, and conservative with them. Examples
+    count by ``weights``, (n,), inputs by ``own``, (1 or B,).
     """
     reference = reference.to(scores.device)
     weights, own = _weights(reference, weights, own)
@@ -105,7 +110,8 @@ def p_values(
     theirs, bounds, is_shared = mass_of(reference), least(reference), len(own) == 1
 
     def of_some(some: Tensor, mass: Tensor, *each: Tensor) -> Tensor:
-        # an example's share is that among the examples, or, where the input has at least its score, has the input too
+        # an example's share is that among the examples, or, where the input has at least its score,
+        # has the input too
         weight = own if is_shared else each[0]
         total = scores.new_zeros(())
         for score, least_of, share in zip(some.T, bounds.T, theirs.T, strict=True):
@@ -120,7 +126,8 @@ def p_values(
 
 
 def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Tensor:
-    """Return a function of rows, so many at a time; of few without their number, so that exported programs take any."""
+    """Return a function of rows, so many at a time; of few without their number, so that exported
+    programs take any."""
     if len(values[0]) <= max(1, size):
         return function(*values)
     parts = zip(*(value.split(max(1, size)) for value in values))
@@ -128,14 +135,16 @@ def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Ten
 
 
 def _weights(reference: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the weights of reference examples, (n,), and of inputs, (1 or B,): 1 where they are not given."""
+    """Return the weights of reference examples, (n,), and of inputs, (1 or B,): 1 where they are
+    not given."""
     sizes = len(reference), 1
     filled = (reference.new_ones(n) if w is None else w for n, w in zip(sizes, given))
     return tuple(weights.to(reference.device, torch.float64) for weights in filled)
 
 
 def combined(shares: Tensor) -> Tensor:
-    """Return the harmonic mean of shares in columns, up to a factor: small if one of them is, and smaller if all are."""
+    """Return the harmonic mean of shares in columns, up to a factor: small if one of them is, and
+    smaller if all are."""
     return 1 / (1 / shares).sum(-1)
 
 
@@ -158,8 +167,9 @@ def quantiles(
 ) -> Tensor:
     """Return the conformal quantile of each column of errors (n, outputs), (1 or B, outputs).
 
-    ``of`` says in an error which part of the examples these are. The error of an input itself counts as infinity, and
-    so the quantile is infinite if its weight is more than a share 1 - ``level`` of all weights.
+    ``of`` says in an error which part of the examples these are. The error of an input itself
+    counts as infinity, and so the quantile is infinite if its weight is more than a share 1 -
+    ``level`` of all weights.
     """
     require_share(level)
     require(len(errors), ceil(level / (1 - level) - ROUNDING), f"level={level}", of)
@@ -177,8 +187,9 @@ def require(count: int, needed: int, asked: str, of: str = "") -> None:
     """Raise an error if there are fewer reference examples, or of a part of them, than needed."""
     if count < needed:
         raise ValueError(
-            f"{asked} needs at least {needed} reference examples{of}, and there are {count}: calibrate with "
-            f"{2 * needed} examples{of}, half of which are the reference, or a student with {needed}."
+            f"{asked} needs at least {needed} reference examples{of}, and there are {count}: "
+            f"calibrate with {2 * needed} examples{of}, half of which are the reference, or a "
+            f"student with {needed}."
         )
 
 
@@ -209,7 +220,8 @@ def aligned(likelihood: Likelihood, y: Tensor, f: Tensor, class_dim: int) -> Ten
 def conformal_interval(
     mean: Tensor, variance: Tensor, size: Tensor, room: float | Tensor
 ) -> Interval:
-    """Return intervals of a size in standard deviations; targets at the ends are inside however they are rounded."""
+    """Return intervals of a size in standard deviations; targets at the ends are inside however
+    they are rounded."""
     size = size.flatten() if mean.dim() == 1 else size
     half = size.to(mean) * variance.sqrt() * (1 + room)
     half = half + 8 * torch.finfo(mean.dtype).eps * mean.abs()
@@ -217,7 +229,8 @@ def conformal_interval(
 
 
 def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
-    """Return, for each class, the probability of all that are more probable by a factor over 1 + ``room``, (B, C)."""
+    """Return, for each class, the probability of all that are more probable by a factor over 1 +
+    ``room``, (B, C)."""
     probs = probs.double()  # sorted among their products with this factor, which have no mass
     mass = torch.cat([torch.zeros_like(probs), probs], 1)
     places = torch.cat([probs * (1 + room), probs], 1)
@@ -235,8 +248,8 @@ def conformal_set(probs: Tensor, threshold: Tensor, room: float | Tensor) -> Ten
 def errors_of(prediction: Any, y: Tensor) -> Tensor:
     """Return the error of each prediction, (B, outputs); no columns for targets of other forms.
 
-    Of classes it is the probability of all that are more probable than the label, of values the residual in predictive
-    standard deviations.
+    Of classes it is the probability of all that are more probable than the label, of values the
+    residual in predictive standard deviations.
     """
     likelihood, mean = prediction.likelihood, prediction.expectation
     if has_classes(likelihood, prediction._f):

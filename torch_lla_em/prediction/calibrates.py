@@ -1,4 +1,5 @@
-"""The functions that use a validation set, of a posterior or of an ensemble: they are methods of both."""
+"""The functions that use a validation set, of a posterior or of an ensemble: they are methods of
+both."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def calibrate(
         data, of_data = getattr(la, "trained_with", (None, None))
         if data is None or groups is not None or weights is not None:
             raise NoDistance(
-                "that needs the training data of fit, which files, copies and ensembles do not hold, and no groups or weights"
+                "that needs the training data of fit, which files, copies and ensembles do not "
+                "hold, and no groups or weights"
             )
         found = calibrated_on_moved(known, data, of_data)
     if isinstance(la, type(found)):
@@ -62,7 +64,8 @@ def calibrate(
 def calibrated_on(
     known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
 ) -> Correction:
-    """Fit the correction of ``calibrate`` to a validation set in one pass for each network, shared by the ranks."""
+    """Fit the correction of ``calibrate`` to a validation set in one pass for each network, shared
+    by the ranks."""
     group = group_of(known.setting.shard if isinstance(known, Posterior) else None)
     with torch.inference_mode(False), torch.no_grad():
         _, data = pushed(known.members, loader, group)
@@ -73,7 +76,8 @@ def calibrated_on(
 
 
 def _agreed(known: Posterior | Posteriors, found: Correction, group: Group) -> Correction:
-    """Return the correction of the first rank, since others may round differently, with the marks of its members."""
+    """Return the correction of the first rank, since others may round differently, with the marks
+    of its members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
     calibration = group.meet(found.calibration, first_of)
     if not calibration.applied:
@@ -90,8 +94,8 @@ def calibrated_on_moved(
     """Return a posterior as fitted, calibrated on moved training examples.
 
     Raises:
-        NoDistance: If training examples cannot be moved or have changed, or if that was not ``asked`` and inputs are
-            not columns.
+        NoDistance: If training examples cannot be moved or have changed, or if that was not
+            ``asked`` and inputs are not columns.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
     network, group = setting.linear_model.network, group_of(setting.shard)
@@ -110,7 +114,8 @@ def calibrated_on_moved(
             batches, length = moved(network, moves, likelihood)
             read = replace(posterior, setting=setting._replace(target_fn=None))
             _, part = pushed((read,), batches)
-            # memorised labels make a network too confident; below 1 the simple model only knows more
+            # memorised labels make a network too confident; below 1 the simple model only knows
+            # more
             memorised = asked or not likelihood.gives_probabilities
             if not memorised and temperature_of(likelihood, part.f, part.y) < 1:
                 return None
@@ -121,7 +126,8 @@ def calibrated_on_moved(
 
 
 def without_validation(posterior: Posterior, loader: Any, weights: Weights | None) -> Posterior:
-    """Return a posterior of some parameters, calibrated on moved training examples, or as fitted with a message why not."""
+    """Return a posterior of some parameters, calibrated on moved training examples, or as fitted
+    with a message why not."""
     if posterior.result.why == "budget":
         return posterior
     try:
@@ -136,7 +142,8 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
 
 
 def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
-    """Return the record of an ensemble, calibrated on a loader of unseen examples for each member."""
+    """Return the record of an ensemble, calibrated on a loader of unseen examples for each
+    member."""
     with torch.inference_mode(False), torch.no_grad():
         parts = [pushed((own,), rows)[1] for own, rows in zip(known.members, unseen, strict=True)]
         found, _ = calibrated(parts, known.tables)

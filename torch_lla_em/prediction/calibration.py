@@ -1,4 +1,5 @@
-"""Calibration: a few numbers of the predictions, fitted to examples whose outputs one pass has stored."""
+"""Calibration: a few numbers of the predictions, fitted to examples whose outputs one pass has
+stored."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from torch_lla_em.prediction.reference import (
 from torch_lla_em.prediction.targets import count_labels, label_log_prob
 
 _OF_FACTOR = 0.5
-"""Prior standard deviation of log factors of logits; that of log scales and of the logits of weights is 1. Of 1, test
-NLLs on ten tables are .5 % higher in the mean, and up to 3 %."""
+"""Prior standard deviation of log factors of logits; that of log scales and of the logits of
+weights is 1. Of 1, test NLLs on ten tables are .5 % higher in the mean, and up to 3 %."""
 
 
 _UNLIKE, _SPREAD = 0.1, 3.0
-"""Share of inputs beyond all training examples, and relative spread of targets, from which validation data are unlike
-those of the fit."""
+"""Share of inputs beyond all training examples, and relative spread of targets, from which
+validation data are unlike those of the fit."""
 
 
 class Calibration(NamedTuple):
@@ -60,23 +61,27 @@ class Calibration(NamedTuple):
     """Whether predictions were changed: not if the NLL before was lower."""
 
     rmse: tuple[float, float] | None = None
-    """The RMSE of the point predictions of a regression before and after; equal if they were kept."""
+    """The RMSE of the point predictions of a regression before and after; equal if they were
+    kept."""
 
     network: float | None = None
     """The NLL of the network alone, or of the networks of an ensemble."""
 
     temperature: float | None = None
-    """The NLL of the network with temperature scaling, fitted to the same examples and corrected as ``after``."""
+    """The NLL of the network with temperature scaling, fitted to the same examples and corrected as
+    ``after``."""
 
     labels: float = 1.0
-    """The mean number of labels of an example, such as pixels, tokens or outputs, of which NLLs are means."""
+    """The mean number of labels of an example, such as pixels, tokens or outputs, of which NLLs are
+    means."""
 
     length: float | None = None
-    """None for a validation set; for training examples the length by which they were moved, relative to the
-    distance to their nearest neighbours."""
+    """None for a validation set; for training examples the length by which they were moved,
+    relative to the distance to their nearest neighbours."""
 
     unlike: str = ""
-    """A warning if the validation examples do not look like those of the fit, for example in another unit; else empty."""
+    """A warning if the validation examples do not look like those of the fit, for example in
+    another unit; else empty."""
 
     @property
     def is_measurable(self) -> bool:
@@ -92,8 +97,8 @@ class Calibration(NamedTuple):
         before, after, error = self[1:4]
         if not self.applied:
             return (
-                f"not applied, because it would not lower the {self.source} NLL ({before:.4g} as fitted, "
-                f"{after:.4g} calibrated): probabilities stay as they were"
+                f"not applied, because it would not lower the {self.source} NLL ({before:.4g} as "
+                f"fitted, {after:.4g} calibrated): probabilities stay as they were"
             )
         what = "improvement" if self.is_measurable else "no measurable difference:"
         words = f"{before:.4g} → {after:.4g} ({what} {before - after:.2g} ± {error:.2g})"
@@ -116,7 +121,8 @@ class Numbers(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """The result of ``calibrate`` for one posterior, or for several together; before it all fields are empty."""
+    """The result of ``calibrate`` for one posterior, or for several together; before it all fields
+    are empty."""
 
     table: Tensor | None = None
     """The components of predictions; None: as fitted."""
@@ -130,7 +136,8 @@ class Correction(NamedTuple):
     calibration: Calibration | None = None
 
     room: float = 0.0
-    """Relative difference up to which scores are ties: that of the dtype in which they were computed."""
+    """Relative difference up to which scores are ties: that of the dtype in which they were
+    computed."""
 
     marks: tuple[str, ...] = ()
     """Those of the several posteriors that it belongs to; empty in files of 0.4."""
@@ -139,7 +146,8 @@ class Correction(NamedTuple):
 def calibrated(
     parts: Sequence[Pushforward], before: Sequence[Tables], length: float | None = None
 ) -> tuple[Correction, Numbers]:
-    """Fit the numbers to held-out or, with a ``length``, moved examples; ``before`` are the parts' tables as fitted."""
+    """Fit the numbers to held-out or, with a ``length``, moved examples; ``before`` are the parts'
+    tables as fitted."""
     likelihood = parts[0].likelihood
     parts = [part.part(likelihood.labelled(part.y)) for part in parts]
     count = sum(len(part.y) for part in parts)
@@ -180,14 +188,17 @@ def calibrated(
 
 
 def unlike(parts: Sequence[Pushforward]) -> str:
-    """Return a warning if validation examples do not look like those of the fit, an empty string otherwise.
+    """Return a warning if validation examples do not look like those of the fit, an empty string
+    otherwise.
 
-    Training examples are exceeded by a tenth of others from their distribution with probability .9^n: n are kept, 89 or
-    more below. For 24 classifiers of three tables, half of them overfitted, at most 4.5 % exceed them; with inputs times
-    16, 88 % or more. For regressions the spread of targets is compared with that of the network's predictions, which
-    overfitting keeps: for 32 networks, half of them overfitted, it was .54 to 1.61 times as large; with targets times ten
-    7.9 or more, with a tenth of them .32 or less. (With Cauchy noise it was .4 to 7.) The NLL on training examples is no
-    measure: on overfitted networks the NLL of others exceeds it as much as in wrong units.
+    Training examples are exceeded by a tenth of others from their distribution with probability
+    .9^n: n are kept, 89 or more below. For 24 classifiers of three tables, half of them overfitted,
+    at most 4.5 % exceed them; with inputs times 16, 88 % or more. For regressions the spread of
+    targets is compared with that of the network's predictions, which overfitting keeps: for 32
+    networks, half of them overfitted, it was .54 to 1.61 times as large; with targets times ten 7.9
+    or more, with a tenth of them .32 or less. (With Cauchy noise it was .4 to 7.) The NLL on
+    training examples is no measure: on overfitted networks the NLL of others exceeds it as much as
+    in wrong units.
     """
     if parts[0].likelihood.real_valued:
         return _unlike_targets(parts)
@@ -200,15 +211,17 @@ def unlike(parts: Sequence[Pushforward]) -> str:
             share = (variance > training.largest_variance.to(variance)).double().mean().item()
             if share > _UNLIKE and len(variance) * _UNLIKE > 1:
                 return (
-                    f"At {share:.0%} of the validation inputs the network's outputs are more uncertain than at all "
-                    f"{len(training.deviations)} training examples that are compared: check that they are "
-                    "preprocessed as in the fit. Calibrated predictions hold for inputs like these."
+                    f"At {share:.0%} of the validation inputs the network's outputs are more "
+                    f"uncertain than at all {len(training.deviations)} training examples that are "
+                    "compared: check that they are preprocessed as in the fit. Calibrated "
+                    "predictions hold for inputs like these."
                 )
     return ""
 
 
 def _unlike_targets(parts: Sequence[Pushforward]) -> str:
-    """Return the warning for continuous targets, whose spread is compared with that of the network's predictions."""
+    """Return the warning for continuous targets, whose spread is compared with that of the
+    network's predictions."""
     for part in parts:
         prediction, y = part.network(), part.y
         mean, variance = prediction.expectation, prediction.predictive_variance
@@ -220,8 +233,9 @@ def _unlike_targets(parts: Sequence[Pushforward]) -> str:
         worst = ratio[ratio.log().abs().argmax()].item()
         if not 1 / _SPREAD < worst < _SPREAD:
             return (
-                f"The validation targets vary {worst:.3g} times as much as the network predicts: check that targets and "
-                "inputs have the units of the fit. Calibrated predictions hold for data like these."
+                f"The validation targets vary {worst:.3g} times as much as the network predicts: "
+                "check that targets and inputs have the units of the fit. Calibrated predictions "
+                "hold for data like these."
             )
     return ""
 
@@ -233,7 +247,8 @@ def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:
-    """Fit the numbers to every other labelled example, of each group, and return scores of the remaining ones."""
+    """Fit the numbers to every other labelled example, of each group, and return scores of the
+    remaining ones."""
     kept = data.likelihood.labelled(data.y)
     data, (groups, weights) = data.part(kept), stated.part(kept)
     by_class = isinstance(groups, str)
@@ -253,7 +268,8 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
 def reference_of(
     parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None, folds: bool = False
 ) -> Reference:
-    """Return the scores of examples to which these numbers were not fitted, ``folds`` if each member has its own."""
+    """Return the scores of examples to which these numbers were not fitted, ``folds`` if each
+    member has its own."""
     parts = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     each = [(part.prediction(table, noise), part) for part in parts]
     return Reference(
@@ -266,7 +282,8 @@ def reference_of(
 
 
 def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) -> Numbers:
-    """Return the numbers of a likelihood's predictions; ``kept`` are the shares of J w_lin and f in a mean to keep."""
+    """Return the numbers of a likelihood's predictions; ``kept`` are the shares of J w_lin and f in
+    a mean to keep."""
     if likelihood.observation_noise is not None:
 
         def mixed_mean(theta: Tensor) -> tuple[Rows, Tensor]:
@@ -302,7 +319,8 @@ def _of_temperature(parts: Sequence[Pushforward]) -> Numbers:
 
 
 def with_temperature(data: Pushforward) -> Pushforward:
-    """Return the networks' logits times a factor, which for each half of the examples is fitted to the other half."""
+    """Return the networks' logits times a factor, which for each half of the examples is fitted to
+    the other half."""
     labelled, factors = data.likelihood.labelled(data.y), torch.ones_like(data.f[:, 0])
     factors = factors.flatten(1)[:, 0] if factors.dim() > 1 else factors
     is_second = torch.arange(len(labelled), device=labelled.device) % 2 == 1
@@ -325,7 +343,8 @@ def _log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None
 
 
 def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> Tensor | None:
-    """Return the squared error of the mean of every example, (N,); None if targets have another form."""
+    """Return the squared error of the mean of every example, (N,); None if targets have another
+    form."""
     found: list[Tensor] = []
     for part, table in zip(parts, tables, strict=True):
         for piece in part.pieces():
@@ -337,7 +356,8 @@ def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> T
 
 
 def _mean_of(before: Sequence[Tables]) -> tuple[float, float] | None:
-    """Return the shares of J w_lin and of f in the mean as fitted; None if they differ between members."""
+    """Return the shares of J w_lin and of f in the mean as fitted; None if they differ between
+    members."""
     tables = [table for own in before for table in (own if isinstance(own, tuple) else (own,))]
     shares = {(float(table[0][MODE]), float(table[0][NETWORK])) for table in tables}
     return shares.pop() if len(shares) == 1 and all(len(table) == 1 for table in tables) else None
@@ -349,11 +369,13 @@ def most_probable(
     alone: Tensor | None = None,
     held_out: bool = True,
 ) -> Tensor:
-    """Return θ at a maximum of log p(y | x, θ) + log p(θ); ``alone`` is that of the networks, if known.
+    """Return θ at a maximum of log p(y | x, θ) + log p(θ); ``alone`` is that of the networks, if
+    known.
 
-    If ``held_out`` examples show that the network is too sure, and with a temperature it is more likely by more than a
-    number is worth, the search goes on with the prior of that temperature: a last layer after 400 epochs had 1.3 times
-    the NLL without, and on ten tables test NLLs fall by up to 8 %. Of other networks they would rise by up to 3 %.
+    If ``held_out`` examples show that the network is too sure, and with a temperature it is more
+    likely by more than a number is worth, the search goes on with the prior of that temperature: a
+    last layer after 400 epochs had 1.3 times the NLL without, and on ten tables test NLLs fall by
+    up to 8 %. Of other networks they would rise by up to 3 %.
     """
     theta = _searched(numbers, parts)
     if not held_out or parts[0].likelihood.observation_noise is not None:
@@ -394,8 +416,8 @@ def _searched(
 def _determined(numbers: Numbers, theta: Tensor, parts: Sequence[Pushforward]) -> float:
     """Return by how much the fitted log-likelihood exceeds that of new examples: tr((I + H)⁻¹ J).
 
-    H is the sum of squared gradients over labels, J that over examples, whose labels may depend on each other. With one
-    label each it is the number of parameters that the data determine.
+    H is the sum of squared gradients over labels, J that over examples, whose labels may depend on
+    each other. With one label each it is the number of parameters that the data determine.
     """
     deviations = theta.new_tensor(numbers.deviations)
     of_labels = theta.new_zeros(len(theta), len(theta))

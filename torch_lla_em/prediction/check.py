@@ -1,4 +1,5 @@
-"""Checks on held-out examples: coverage within groups, OOD flags of shifted images, and the size of residuals."""
+"""Checks on held-out examples: coverage within groups, OOD flags of shifted images, and the size of
+residuals."""
 
 from __future__ import annotations
 
@@ -23,20 +24,24 @@ from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.prediction.validation import auroc
 
 _FEWEST, _CLEAR = 10, 3.0
-"""Fewest examples of a group, and standard errors below the level at which its coverage is too low: groups are many."""
+"""Fewest examples of a group, and standard errors below the level at which its coverage is too low:
+groups are many."""
 
 _COPIES, _AT_ONCE, _RATE = 200, 50, 0.05
-"""Most images of which shifted copies are made, how many at once, and the rate of false alarms at which they are flagged."""
+"""Most images of which shifted copies are made, how many at once, and the rate of false alarms at
+which they are flagged."""
 
 _BLIND, _UNFLAGGED = 0.7, 0.2
-"""The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores with this AUROC is 0.18."""
+"""The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores
+with this AUROC is 0.18."""
 
 _ALARM = 0.01
-"""The rate at which a regression whose noise is the same everywhere is said to need another likelihood."""
+"""The rate at which a regression whose noise is the same everywhere is said to need another
+likelihood."""
 
 _WITHOUT_SETS = (
-    "No coverage was measured: sets and intervals are for one label, or one row of values, per example. RiskControl(la, "
-    "validation_loader) has sets of classes for pixels and tokens."
+    "No coverage was measured: sets and intervals are for one label, or one row of values, per "
+    "example. RiskControl(la, validation_loader) has sets of classes for pixels and tokens."
 )
 
 
@@ -53,7 +58,8 @@ class GroupCoverage(NamedTuple):
     """Number of calibration examples that its sets or intervals are from."""
 
     def is_low(self, level: float) -> bool:
-        """Whether the coverage is below the level, beyond chance of these and of the calibration examples."""
+        """Whether the coverage is below the level, beyond chance of these and of the calibration
+        examples."""
         error = sqrt(level * (1 - level) * (1 / max(1, self.number) + 1 / (2 + self.references)))
         return self.number >= _FEWEST and self.coverage < level - _CLEAR * error
 
@@ -70,20 +76,23 @@ class Check(Printed):
     """The level that was requested."""
 
     groups: list[GroupCoverage]
-    """``name``, ``number``, ``coverage`` and ``size`` of each group; the first holds all examples. Empty for targets
-    without sets and intervals, such as the labels of pixels."""
+    """``name``, ``number``, ``coverage`` and ``size`` of each group; the first holds all examples.
+    Empty for targets without sets and intervals, such as the labels of pixels."""
 
     shifted: dict[str, float]
-    """The AUROC with which p-values separate shifted copies of images from the images, by the name of the shift."""
+    """The AUROC with which p-values separate shifted copies of images from the images, by the name
+    of the shift."""
 
     flagged: dict[str, float]
-    """The share of these copies that ``is_ood(0.05)`` flags; empty with fewer than 19 reference examples."""
+    """The share of these copies that ``is_ood(0.05)`` flags; empty with fewer than 19 reference
+    examples."""
 
     prediction: Prediction
     """The prediction of the examples."""
 
     residuals: ResidualSize | None = None
-    """Whether the size of residuals depends on the inputs; None for others than a regression with one observation noise."""
+    """Whether the size of residuals depends on the inputs; None for others than a regression with
+    one observation noise."""
 
     @property
     def problems(self) -> list[str]:
@@ -99,16 +108,17 @@ class Check(Printed):
         ]
         if blind:
             lines.append(
-                f"OOD flags miss many shifted copies of these images: {', '.join(blind)}. Do not rely on is_ood for "
-                "such shifts."
+                f"OOD flags miss many shifted copies of these images: {', '.join(blind)}. Do not "
+                "rely on is_ood for such shifts."
             )
         found = self.residuals
         if found is not None and found.p_value <= _ALARM:
             lines.append(
-                f"The size of residuals depends on the inputs (permutation test, p = {found.p_value:.3f}; rank correlation "
-                f"{found.correlation:.2f} with {found.most}), but this likelihood has the same noise everywhere. Train a "
-                "network that returns means, then log variances, with torch.nn.GaussianNLLLoss, and fit it with "
-                'likelihood="heteroscedastic".'
+                "The size of residuals depends on the inputs (permutation test, p = "
+                f"{found.p_value:.3f}; rank correlation {found.correlation:.2f} with "
+                f"{found.most}), but this likelihood has the same noise everywhere. Train a "
+                "network that returns means, then log variances, with torch.nn.GaussianNLLLoss, "
+                'and fit it with likelihood="heteroscedastic".'
             )
         return lines
 
@@ -134,7 +144,10 @@ class Check(Printed):
             )
         average = "The guarantee is an average over all inputs"
         if kinds <= {"entropy,", "predicted"}:
-            return f"{average}, and calibrate has none for those of one uncertainty: expect this coverage."
+            return (
+                f"{average}, and calibrate has none for those of one uncertainty: expect this "
+                "coverage."
+            )
         call = "la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)"
         if "class" in kinds and "group" not in kinds and by.groups is None:
             call = 'la.calibrate(validation_loader, groups="classes")'
@@ -239,7 +252,8 @@ def _groups(
 
 
 def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield p-values of shifted copies of images (B, channels, H, W), after the name of the shift."""
+    """Yield p-values of shifted copies of images (B, channels, H, W), after the name of the
+    shift."""
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)
     turns, width = 1 if x.shape[2] == x.shape[3] else 2, 2 * (min(x.shape[2:]) // 8) + 1

@@ -1,4 +1,5 @@
-"""A prediction compared with a validation set: p-values, flags, sets and intervals; methods of ``Prediction``."""
+"""A prediction compared with a validation set: p-values, flags, sets and intervals; methods of
+``Prediction``."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def p_values(prediction: Any, score: Score = "all") -> Tensor:
 
     Args:
         prediction: The prediction, which has this as a method.
-        score: "all" (default), "epistemic", or "distance": all but that one, which regressions do not have.
+        score: "all" (default), "epistemic", or "distance": all but that one, which regressions do
+            not have.
 
     Raises:
         ValueError: If there are no reference examples, or none with this score.
@@ -71,8 +73,8 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
 
     Args:
         prediction: The prediction, which has this as a method.
-        rate (float): The largest accepted share of false alarms among inputs from the validation set's
-            distribution. Default 0.05; it needs at least 1 / rate - 1 reference examples.
+        rate (float): The largest accepted share of false alarms among inputs from the validation
+            set's distribution. Default 0.05; it needs at least 1 / rate - 1 reference examples.
         score: "all" (default), "epistemic" or "distance", as in ``p_values``.
 
     Raises:
@@ -89,10 +91,11 @@ def is_ood(prediction: Any, rate: float = 0.05, score: Score = "all") -> Tensor:
 
 
 def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
-    """Return a set of classes that contains the label with probability ``level`` or more, a mask (B, C).
+    """Return a set of classes that contains the label with probability ``level`` or more, a mask
+    (B, C).
 
-    It is an adaptive prediction set (APS) without randomisation: classes are added in the order of falling probability
-    until their probability exceeds a conformal quantile.
+    It is an adaptive prediction set (APS) without randomisation: classes are added in the order of
+    falling probability until their probability exceeds a conformal quantile.
 
     Args:
         prediction: The prediction, which has this as a method.
@@ -107,8 +110,9 @@ def prediction_set(prediction: Any, level: float = 0.9) -> Tensor:
     """
     if not has_classes(prediction.likelihood, prediction._f):
         raise TypeError(
-            "prediction_set is for one class label per example: use interval(level) for a regression, and "
-            "RiskControl(la, validation_loader) for a label at every pixel or token."
+            "prediction_set is for one class label per example: use interval(level) for a "
+            "regression, and RiskControl(la, validation_loader) for a label at every pixel or "
+            "token."
         )
     reference, own = prediction._judged("prediction_set")
     probs = own.expectation
@@ -125,7 +129,8 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     Args:
         prediction: The prediction, which has this as a method.
         level (float): Coverage for each output, between 0 and 1. Default 0.9.
-        joint (bool): Whether the level is that of all outputs of an example at once, which needs wider intervals.
+        joint (bool): Whether the level is that of all outputs of an example at once, which needs
+            wider intervals.
 
     Returns:
         An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
@@ -139,8 +144,8 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
     """
     if not has_values(prediction.likelihood, prediction._f):
         raise TypeError(
-            "interval is for continuous targets of shape (B,) or (B, C): use prediction_set(level) for classes, and "
-            "credible_interval(level) otherwise."
+            "interval is for continuous targets of shape (B,) or (B, C): use prediction_set(level) "
+            "for classes, and credible_interval(level) otherwise."
         )
     reference, own = prediction._judged("interval")
     centre, errors = own.expectation, reference.errors
@@ -154,7 +159,8 @@ def interval(prediction: Any, level: float = 0.9, joint: bool = False) -> Interv
 
 
 def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
-    """Return the reference, and the prediction by the numbers that its scores are of; raise if there is none.
+    """Return the reference, and the prediction by the numbers that its scores are of; raise if
+    there is none.
 
     Args:
         prediction: The prediction, which has this as a method.
@@ -173,7 +179,8 @@ def judged(prediction: Any, name: str) -> tuple[Reference, Any]:
 
 
 def _variance_of_error(prediction: Any) -> Tensor:
-    """Return the expected squared error of the mean of all members, v - D to first order in D: v / (1 + D / v)."""
+    """Return the expected squared error of the mean of all members, v - D to first order in D: v /
+    (1 + D / v)."""
     v = torch.stack([member.predictive_variance for member in prediction.members]).mean(0)
     means = torch.stack([member.expectation for member in prediction.members])
     return v / (1 + means.var(0, correction=0) / v)

@@ -1,6 +1,7 @@
 """Predictions as programs of torch operations, which run without this library.
 
-They are recorded at B and B + 1 examples, as derivatives in C++ have no symbolic sizes: numbers that differ are linear in B.
+They are recorded at B and B + 1 examples, as derivatives in C++ have no symbolic sizes: numbers
+that differ are linear in B.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def program_of(
     x: Any,
     path: str | PathLike[str] | None,
 ) -> ExportedProgram:
-    """Return the program that maps any number of inputs to what ``direct`` returns, and save it to ``path``.
+    """Return the program that maps any number of inputs to what ``direct`` returns, and save it to
+    ``path``.
 
     ``recorded`` computes the same by operations that can be recorded, and calls these ``networks``.
     """
@@ -163,9 +165,9 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
                     error, most = apart.mean().item(), 0.01 + 1 / max(1, apart.numel())
             if not error <= most:
                 raise RuntimeError(
-                    f"The exported program is off by {error:.2g} in {name!r} at {kind}: it contains "
-                    "constants that the network computed from the example inputs, or the network "
-                    f"draws random numbers. {_REMEDY}"
+                    f"The exported program is off by {error:.2g} in {name!r} at {kind}: it "
+                    "contains constants that the network computed from the example inputs, or the "
+                    f"network draws random numbers. {_REMEDY}"
                 )
 
 
@@ -219,7 +221,8 @@ def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
 
 
 def _changed(x: Tensor) -> Tensor:
-    """Return inputs that are flipped along their last axis, of the opposite sign, or with a half of 0."""
+    """Return inputs that are flipped along their last axis, of the opposite sign, or with a half of
+    0."""
     x = x.flip(-1) if x.dim() > 1 else x
     if x.is_floating_point():
         return -1.5 * x
@@ -236,8 +239,9 @@ def _without_nan(
 
 
 _REMEDY = (
-    "Exported networks must use only torch operations on values that depend on their inputs: no .item(), .tolist(), "
-    "numpy, `if`, or loop over examples. Otherwise distil a student with another network, and export it: la.distil(x, student=...)."
+    "Exported networks must use only torch operations on values that depend on their inputs: no "
+    ".item(), .tolist(), numpy, `if`, or loop over examples. Otherwise distil a student with "
+    "another network, and export it: la.distil(x, student=...)."
 )
 
 # replacements for operations that torch.export or ONNX does not know

@@ -1,4 +1,5 @@
-"""Functions by which averages over a posterior are taken, made from its K samples, and averages over them."""
+"""Functions by which averages over a posterior are taken, made from its K samples, and averages
+over them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from torch_lla_em.prediction.arrays import NUMBERS
 from torch_lla_em.runtime import without_autocast
 
 Take = Callable[[Tensor, "Tensor | None", slice], Tensor]
-"""Maps functions (S, b, ..., C), their weights (S,) or None, and the rows of these examples to values."""
+"""Maps functions (S, b, ..., C), their weights (S,) or None, and the rows of these examples to
+values."""
 
 FUNCTIONS = 64
-"""The least number of functions in an average over one example: with mirror images alone, averages have 1 to 20 % more
-error than with any number of rotations; with one rotation, 1 to 9 % more."""
+"""The least number of functions in an average over one example: with mirror images alone, averages
+have 1 to 20 % more error than with any number of rotations; with one rotation, 1 to 9 % more."""
 
 JOINT = 1024
 """The same for joint log-probabilities, where few functions dominate a product of many terms."""
@@ -32,7 +34,8 @@ Each row is a component: its weight, how much of J w_lin and of f its mean conta
 of the posterior's variance. The first row has the samples' deviations, the others have none.
 """
 
-# most outputs of an example, and most samples, for which rotations are drawn: these take K³ operations
+# most outputs of an example, and most samples, for which rotations are drawn: these take K³
+# operations
 _OUTPUTS, _SAMPLES = 1024, 256
 
 
@@ -46,7 +49,8 @@ class Component(NamedTuple):
     """The mean of f, (B, ..., C), classes last."""
 
     deviations: Tensor
-    """The samples minus their mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 for a function."""
+    """The samples minus their mean, √τ J w_k, (K, B, ..., C), joint over inputs; K is 0 for a
+    function."""
 
     weight: float | Tensor = 1.0
     """The weight in the mixture; those of all components have the sum 1."""
@@ -63,9 +67,11 @@ def weights_of(components: Sequence[Component]) -> Tensor:
 
 
 def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
-    """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...); outside of autocast.
+    """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...); outside
+    of autocast.
 
-    They are the samples, random rotations of them by K alone, and mirror images: each set has the samples' covariance.
+    They are the samples, random rotations of them by K alone, and mirror images: each set has the
+    samples' covariance.
     """
     count, _, *outputs = deviations.shape
     sets = max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
@@ -77,7 +83,8 @@ def functions_of(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _rotations(count: int, sets: int) -> np.ndarray:
-    """Return the identity, random orthogonal matrices, and all of them with the other sign, (S, K)."""
+    """Return the identity, random orthogonal matrices, and all of them with the other sign, (S,
+    K)."""
     # no tensors, since one that is made in torch.inference_mode cannot be differentiated later
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
@@ -91,7 +98,8 @@ def _rotations(count: int, sets: int) -> np.ndarray:
 def functions_at(
     components: Sequence[Component], rows: slice = slice(None), at_least: int = FUNCTIONS
 ) -> tuple[Tensor, Tensor | None]:
-    """Return S functions of components, (S, B, ..., C), those of the first one first, and their weights; None: equal."""
+    """Return S functions of components, (S, B, ..., C), those of the first one first, and their
+    weights; None: equal."""
     each = [
         part.centre[rows] + functions_of(part.deviations[:, rows], at_least)
         if len(part.deviations)
@@ -120,7 +128,8 @@ def over_rows(
 
 
 def in_shares(samples: Tensor, others: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Return samples, (K, B, ..., C), of which other functions replace some in proportion to the weights of all."""
+    """Return samples, (K, B, ..., C), of which other functions replace some in proportion to the
+    weights of all."""
     every = torch.cat([samples, *(f[None] for f in others)])
     count = torch.arange(len(samples), device="cpu")
     # multiples of the golden ratio have the shares among the first few, too

@@ -1,4 +1,5 @@
-"""Evidence that the inputs of a deployed posterior or student are no longer distributed as its validation set."""
+"""Evidence that the inputs of a deployed posterior or student are no longer distributed as its
+validation set."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from torch_lla_em.prediction import arrays
 from torch_lla_em.prediction.summary import Cells, Printed
 
 _POWERS = 0.25, 0.5, 0.75, 2.0
-"""After a change P(p <= u) is u to one of these powers. Without .75 changes to u^.7 and u^.8 take twice as long or are never
-found, without 2 larger p-values are not; .125 in addition gains nothing (median delays of 200 simulated streams)."""
+"""After a change P(p <= u) is u to one of these powers. Without .75 changes to u^.7 and u^.8 take
+twice as long or are never found, without 2 larger p-values are not; .125 in addition gains nothing
+(median delays of 200 simulated streams)."""
 
 _SHARE, _WINDOW, _POINTS = 0.05, 200, 1000
-"""Share of inputs that ``is_ood`` flags without a change, last inputs of which the share is shown, and points of a plot."""
+"""Share of inputs that ``is_ood`` flags without a change, last inputs of which the share is shown,
+and points of a plot."""
 
 _NEW: dict[str, Any] = {"seen": 0, "since": None, "evidence": 0.0, "counts": {}, "wealth": []}
 _NEW |= {"history": [[0, 0.0]], "flags": [], "inside": []}
@@ -27,11 +30,13 @@ _NEW |= {"history": [[0, 0.0]], "flags": [], "inside": []}
 
 
 class Monitor(Printed):
-    """Evidence that a stream of inputs is not distributed as the validation set; ``la.monitor(rate)`` returns it.
+    """Evidence that a stream of inputs is not distributed as the validation set;
+    ``la.monitor(rate)`` returns it.
 
-    The evidence is a test martingale, a mean over the OOD scores. If the validation set and all inputs are exchangeable, an
-    alarm is ever raised with a probability of at most ``rate``, however long the stream and small the validation set.
-    Threads may call ``update`` at the same time. Pass every input once.
+    The evidence is a test martingale, a mean over the OOD scores. If the validation set and all
+    inputs are exchangeable, an alarm is ever raised with a probability of at most ``rate``, however
+    long the stream and small the validation set. Threads may call ``update`` at the same time. Pass
+    every input once.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or Student): The calibrated object.
@@ -40,8 +45,9 @@ class Monitor(Printed):
         seed (int): Seed of the random order of equal scores. Default 0.
 
     Attributes:
-        state (dict): ``seen`` inputs; the input ``since`` which the alarm is raised, or None; the logarithm of the
-            ``evidence``; its ``history`` at up to 1,000 batches; and what else ``load_state_dict`` needs, as plain numbers.
+        state (dict): ``seen`` inputs; the input ``since`` which the alarm is raised, or None; the
+            logarithm of the ``evidence``; its ``history`` at up to 1,000 batches; and what else
+            ``load_state_dict`` needs, as plain numbers.
 
     Example:
         >>> monitor = la.calibrate(x, y).monitor(rate=0.1)
@@ -54,13 +60,13 @@ class Monitor(Printed):
         self._la, self._seed, self._lock, known = la, seed, Lock(), la.reference
         if known is None:
             raise ValueError(
-                "A monitor compares inputs with a validation set, and there is none: call calibrate(validation_loader) "
-                "of the posterior or of the student that is deployed."
+                "A monitor compares inputs with a validation set, and there is none: call "
+                "calibrate(validation_loader) of the posterior or of the student that is deployed."
             )
         if any(getattr(known, name, None) is not None for name in ("folds", "weights")):
             raise ValueError(
-                "P-values by folds or with weights are not exact, so no rate of false alarms can be guaranteed: call "
-                "calibrate(validation_loader) without weights."
+                "P-values by folds or with weights are not exact, so no rate of false alarms can "
+                "be guaranteed: call calibrate(validation_loader) without weights."
             )
         self._mark = _mark_of(known.unusual)
         self.reset()
@@ -78,13 +84,14 @@ class Monitor(Printed):
         """Return whether the alarm is raised, after a batch of new inputs.
 
         Args:
-            x: Inputs, as the model takes them, or their prediction by ``la.predict``. Inputs with NaN count as the most
-                unusual ones.
+            x: Inputs, as the model takes them, or their prediction by ``la.predict``. Inputs with
+                NaN count as the most unusual ones.
             y (Tensor, optional): Targets, if they are known, of which the coverage is measured.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
 
         Raises:
-            ValueError: If there are no inputs, or targets do not fit the outputs. The batch does not count then.
+            ValueError: If there are no inputs, or targets do not fit the outputs. The batch does
+                not count then.
         """
         with torch.no_grad():
             stated = {} if groups is None else {"groups": groups}
@@ -92,8 +99,8 @@ class Monitor(Printed):
             found = prediction._compared_scores()
             if _mark_of(found.reference) != self._mark:
                 raise ValueError(
-                    "Inputs are compared with another validation set than that of this monitor: la was calibrated "
-                    "again. Make another monitor, la.monitor(rate)."
+                    "Inputs are compared with another validation set than that of this monitor: la "
+                    "was calibrated again. Make another monitor, la.monitor(rate)."
                 )
             if not len(found.scores):
                 raise ValueError("The batch has no inputs: pass one or more.")
@@ -147,12 +154,13 @@ class Monitor(Printed):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state`` that ``state_dict`` has returned, of the same calibrated object."""
+        """Continue from a ``state`` that ``state_dict`` has returned, of the same calibrated
+        object."""
         own = self.state_dict()
         if {*state} != {*own} or any(state[k] != own[k] for k in {*own} - {*_NEW}):
             raise ValueError(
-                "This is not the state of a monitor with the same rate, level and seed, of an object with the same "
-                "validation set: make the monitor as the saved one was made."
+                "This is not the state of a monitor with the same rate, level and seed, of an "
+                "object with the same validation set: make the monitor as the saved one was made."
             )
         self.state = {key: state[key] for key in _NEW}
 
@@ -177,7 +185,10 @@ class Monitor(Printed):
         ):
             if hits:
                 low, high = clopper_pearson(sum(hits), len(hits))
-                words = f"{sum(hits) / len(hits):.3f} of the last {len(hits)}, 95 % interval {low:.3f} to {high:.3f}"
+                words = (
+                    f"{sum(hits) / len(hits):.3f} of the last {len(hits)}, 95 % interval {low:.3f} "
+                    f"to {high:.3f}"
+                )
                 rows.append((name, f"{words}; without a change {share:g}"))
         return f"Monitor: {title}", rows
 
@@ -191,7 +202,8 @@ def _mark_of(scores: Tensor) -> list[float]:
 def _cells(
     scores: Tensor, room: Tensor, known: Tensor, seeds: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the cell of the rank of each score, (B, S), and how many ranks each cell has, doubling from the largest scores on.
+    """Return the cell of the rank of each score, (B, S), and how many ranks each cell has, doubling
+    from the largest scores on.
 
     Equal scores have a random order, which is the same for the reference in all batches.
     """

@@ -1,7 +1,9 @@
-"""Training examples, moved by x_i + s (x_near(k) - x_k) d_i / d_k with distances d to neighbours, for a validation set.
+"""Training examples, moved by x_i + s (x_near(k) - x_k) d_i / d_k with distances d to neighbours,
+for a validation set.
 
-A network should err there as often as kernel ridge regression without the example: s is 1, or up to 2 if it errs less often
-(with shorter steps NLLs of networks with wrong labels are up to 10 % higher; with 1 alone, up to 60 %).
+A network should err there as often as kernel ridge regression without the example: s is 1, or up to
+2 if it errs less often (with shorter steps NLLs of networks with wrong labels are up to 10 %
+higher; with 1 alone, up to 60 %).
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from torch_lla_em.prediction.calibration import temperature_of
 from torch_lla_em.prediction.summary import CALL
 
 _MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20
-"""Most examples and bytes of inputs among which neighbours are looked for, and fewest different examples."""
+"""Most examples and bytes of inputs among which neighbours are looked for, and fewest different
+examples."""
 
 _AT_ONCE, _COLUMNS, _SEARCHED = 250, 64, 500
-"""Examples that the network predicts at once, targets of an example that the simple model predicts, and examples by
-which that model is chosen."""
+"""Examples that the network predicts at once, targets of an example that the simple model predicts,
+and examples by which that model is chosen."""
 
 Batches = list[tuple[Any, Tensor]]
 
@@ -64,7 +67,8 @@ class Moves(NamedTuple):
     """The squared distances of all examples, (n, n), relative to their median."""
 
     def batches(self, length: float, kept: Tensor | None = None) -> Iterator[tuple[Any, Tensor]]:
-        """Yield moved inputs and their targets, a few at a time, of all examples or of those that are kept."""
+        """Yield moved inputs and their targets, a few at a time, of all examples or of those that
+        are kept."""
         factors = length * self.scale
         every = torch.arange(len(factors), device=factors.device) if kept is None else kept
         for rows in every.split(_AT_ONCE):
@@ -119,7 +123,8 @@ def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
 
 
 def without_itself(squares: Tensor, table: Tensor) -> Tensor:
-    """Return the leave-one-out predictions of kernel ridge regression for the columns of a table, (n, columns)."""
+    """Return the leave-one-out predictions of kernel ridge regression for the columns of a table,
+    (n, columns)."""
     few, best = slice(_SEARCHED), (torch.inf, 1.0, 1.0)
     some = table[few] - table[few].mean(0)
 
@@ -172,7 +177,8 @@ def _errors(likelihood: Likelihood, mean: Tensor, y: Tensor) -> Tensor:
 
 
 def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tensor:
-    """Return the mean error of the simple model, each example without itself; raise if all targets are equal."""
+    """Return the mean error of the simple model, each example without itself; raise if all targets
+    are equal."""
     has_classes = likelihood.gives_probabilities and not likelihood.elementwise
     if not has_classes and y.shape != mean.shape:
         raise NoDistance("their targets do not have the form of the predictions")
@@ -226,12 +232,13 @@ def temperature_of_neighbours(
 ) -> float:
     """Return a temperature for the logits of a classifier, from its training data alone.
 
-    It has the least NLL on training examples that are moved, so that a network that has memorised its training set is
-    as wrong there as at new inputs. Divide logits by it.
+    It has the least NLL on training examples that are moved, so that a network that has memorised
+    its training set is as wrong there as at new inputs. Divide logits by it.
 
     Args:
         model (nn.Module): The trained network. It is called in eval mode, and not changed.
-        loader (DataLoader, Dataset, list of batches, or inputs): The training data, without augmentation.
+        loader (DataLoader, Dataset, list of batches, or inputs): The training data, without
+            augmentation.
         targets (Tensor, optional): The labels, if ``loader`` are inputs.
         class_dim (int): Axis of the classes in the outputs. Default -1.
 
@@ -249,7 +256,8 @@ def temperature_of_neighbours(
 
 
 def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Tensor]:
-    """Return the inputs and targets of the labelled examples of all ranks, or of some, spread evenly, in their order."""
+    """Return the inputs and targets of the labelled examples of all ranks, or of some, spread
+    evenly, in their order."""
     parts: list[Any] = []
     share, most = 1.0, _MOST
 

@@ -1,4 +1,5 @@
-"""Training examples that a fit keeps, the distances of inputs to them, and the variance above which means are shrunk."""
+"""Training examples that a fit keeps, the distances of inputs to them, and the variance above which
+means are shrunk."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ class TrainingExamples(NamedTuple):
     def distances(self, deviations: Tensor) -> Tensor:
         """Return the distances of inputs, by J w_k (K, B, ..., C), to the nearest example, (B, 2).
 
-        The second is the posterior standard deviation d of a difference of outputs, the first d / √(σ σ') by their own.
+        The second is the posterior standard deviation d of a difference of outputs, the first d /
+        √(σ σ') by their own.
         """
         known, K = self._features(), len(deviations)
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
         if points.shape[1] != known.shape[1]:
             raise ValueError(
-                f"These inputs have outputs of shape {tuple(deviations.shape[2:])}, but training examples "
-                f"{tuple(self.deviations.shape[2:])}: their distances cannot be compared. Pass inputs of the "
-                "same size."
+                f"These inputs have outputs of shape {tuple(deviations.shape[2:])}, but training "
+                f"examples {tuple(self.deviations.shape[2:])}: their distances cannot be compared. "
+                "Pass inputs of the same size."
             )
         squares = known.square().sum(1)
         sizes = squares.sqrt()
@@ -53,7 +55,8 @@ class TrainingExamples(NamedTuple):
         return in_parts(nearest, NUMBERS // max(1, len(known)), points)
 
     def unit(self) -> Tensor:
-        """Return the largest standard deviation of these examples, relative to which distances round."""
+        """Return the largest standard deviation of these examples, relative to which distances
+        round."""
         outputs = self.deviations[:1, 0].numel()
         return (self.largest_variance.double() * outputs).sqrt()
 
@@ -76,9 +79,11 @@ def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
 
 
 def largest_variance(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:
-    """Return the largest of these variances among training examples, each in the posterior without itself, ().
+    """Return the largest of these variances among training examples, each in the posterior without
+    itself, ().
 
-    The factors (I - L)^-½ of its leverage L, (n, K, K), turn J w_k, (n, K, ..., C), into draws without the example.
+    The factors (I - L)^-½ of its leverage L, (n, K, K), turn J w_k, (n, K, ..., C), into draws
+    without the example.
     """
     shares, vectors = torch.linalg.eigh(leverages.double())
     factors = (1 - shares.clamp(0, _MOST)).rsqrt()[..., None] * vectors.mT

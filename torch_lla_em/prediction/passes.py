@@ -16,14 +16,15 @@ from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
 _LEAST, _MANY, _DISTINCT = 50, 0.5, 0.8
-"""Number and share of training examples in a validation set that are refused, and the share of different
-training examples below which equal ones are no sign of it."""
+"""Number and share of training examples in a validation set that are refused, and the share of
+different training examples below which equal ones are no sign of it."""
 
 
 def pushed(
     posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group | None = None
 ) -> tuple[Tensor | None, Pushforward]:
-    """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass for each posterior.
+    """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass
+    for each posterior.
 
     With a ``group`` each rank computes its share, and training examples of a posterior are refused.
     """
@@ -42,7 +43,8 @@ def pushed(
 def _pushed_by(
     posterior: Posterior, loader: Iterable[Any], shared: Group | None
 ) -> tuple[list[Any], Pushforward]:
-    """Return this rank's batches of inputs, and the examples of all ranks with their products, in one pass."""
+    """Return this rank's batches of inputs, and the examples of all ranks with their products, in
+    one pass."""
     device, group = posterior.setting.linear_model.network.device, shared or Group()
 
     def at(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[Any, ...]:
@@ -85,15 +87,16 @@ def same_targets(y: Tensor, known: Tensor) -> None:
 def refuse_training_data(
     validation: Identity, trained_on: Sequence[int], num_data: int | None
 ) -> None:
-    """Raise an error if many validation examples are training examples, of which some hashes are known."""
+    """Raise an error if many validation examples are training examples, of which some hashes are
+    known."""
     share, _ = validation.shared_with(trained_on)
     count = share * validation.num_rows
     if count < _LEAST or share < _MANY or distinct(trained_on, num_data or 1) < _DISTINCT:
         return
     raise ValueError(
-        f"About {share:.0%} of the {validation.num_rows:,} validation examples are training examples of "
-        "this posterior. The network has been fitted to them, so calibrated probabilities would be "
-        "overconfident, and no error rate would be guaranteed. Pass examples that were used neither "
-        "for training nor for fit. If there are none, use the predictions as fitted, or "
-        "LaplaceEnsemble.from_folds, which needs no validation set."
+        f"About {share:.0%} of the {validation.num_rows:,} validation examples are training "
+        "examples of this posterior. The network has been fitted to them, so calibrated "
+        "probabilities would be overconfident, and no error rate would be guaranteed. Pass "
+        "examples that were used neither for training nor for fit. If there are none, use the "
+        "predictions as fitted, or LaplaceEnsemble.from_folds, which needs no validation set."
     )

@@ -1,4 +1,5 @@
-"""The frozen records of fits, from which predictions, files and messages are made: ``Posterior`` and ``Posteriors``."""
+"""The frozen records of fits, from which predictions, files and messages are made: ``Posterior``
+and ``Posteriors``."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ class Posterior:
     def of_products(
         self, f: Tensor, Jw: Tensor, targets: Tensor | None = None, class_dim: int = -1
     ) -> Pushforward:
-        """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets if they are known."""
+        """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets if they
+        are known."""
         result = self.result
         if result.constant is not None:
             Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
@@ -203,7 +205,8 @@ class Posterior:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posteriors:
-    """Several posteriors, of which an equally weighted mixture predicts; like ``Posterior`` it is never changed."""
+    """Several posteriors, of which an equally weighted mixture predicts; like ``Posterior`` it is
+    never changed."""
 
     members: tuple[Posterior, ...] = ()
 
@@ -238,32 +241,36 @@ class Posteriors:
 
 
 def required(la: Any, surely: bool | None = False) -> Posterior | Posteriors:
-    """Return the record of an object, or a record itself; raise an error if it is not fitted, or what it belongs to has changed.
+    """Return the record of an object, or a record itself; raise an error if it is not fitted, or
+    what it belongs to has changed.
 
     ``surely`` compares every bit of a network, None nothing.
     """
     found = getattr(la, "posterior", la)
     if found is None:
         raise NotFittedError(
-            "This posterior is not fitted yet. Call la.fit(train_loader), or la.load_state_dict(state)."
+            "This posterior is not fitted yet. Call la.fit(train_loader), or "
+            "la.load_state_dict(state)."
         )
     if not isinstance(found, (Posterior, Posteriors)):
         raise TypeError(
-            f"An object of the class {type(la).__name__} is not a posterior: pass a fitted LinearisedLaplace, a "
-            "LaplaceEnsemble, or the record of one; in place of a student, the posterior that it was distilled from."
+            f"An object of the class {type(la).__name__} is not a posterior: pass a fitted "
+            "LinearisedLaplace, a LaplaceEnsemble, or the record of one; in place of a student, "
+            "the posterior that it was distilled from."
         )
     if surely is None:
         return found
     for member in found.members:
         if not member.setting.state.holds(member.setting.linear_model.network, surely):
             raise NotFittedError(
-                "The model's weights have changed since fit(), so this posterior is no longer valid. "
-                "Call la.fit(train_loader) again."
+                "The model's weights have changed since fit(), so this posterior is no longer "
+                "valid. Call la.fit(train_loader) again."
             )
     marks = found.correction.marks
     if marks and marks != tuple(member.mark for member in found.members):
         raise RuntimeError(
-            "A member was fitted or calibrated again after the ensemble was calibrated, whose numbers belong to "
-            "the members as they were: call ensemble.calibrate(validation_loader) again."
+            "A member was fitted or calibrated again after the ensemble was calibrated, whose "
+            "numbers belong to the members as they were: call "
+            "ensemble.calibrate(validation_loader) again."
         )
     return found

@@ -1,4 +1,5 @@
-"""Predictions of a posterior: moments of f and of targets y, and their comparison with a validation set."""
+"""Predictions of a posterior: moments of f and of targets y, and their comparison with a validation
+set."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ _FORMER = {"variance": "f_variance", "covariance": "f_covariance"}
 class Prediction(Printed):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
-    ``f_mean``, ``f_variance``, ``f_covariance`` and ``samples`` are those of the network's function f, without
-    observation noise; ``mean``, ``predictive_variance``, ``probs`` and what follows from them are those of
-    targets y. After ``calibrate``, ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` compare the inputs
-    with the validation set. All shapes are those of the network's outputs, (B, ..., C). ``print`` shows a table.
+    ``f_mean``, ``f_variance``, ``f_covariance`` and ``samples`` are those of the network's function
+    f, without observation noise; ``mean``, ``predictive_variance``, ``probs`` and what follows from
+    them are those of targets y. After ``calibrate``, ``p_value``, ``is_ood``, ``prediction_set``
+    and ``interval`` compare the inputs with the validation set. All shapes are those of the
+    network's outputs, (B, ..., C). ``print`` shows a table.
 
     Example:
         >>> prediction = la.predict(x)
@@ -54,7 +56,8 @@ class Prediction(Printed):
     """The axis of the classes in the network's outputs."""
 
     _origin: Any = None
-    """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation set."""
+    """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation
+    set."""
 
     _reference: Reference | None = None
     """The scores of validation examples that inputs are compared with."""
@@ -89,7 +92,8 @@ class Prediction(Printed):
         return replace(self, _components=parts, _origin=None)
 
     def _map(self, change: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Prediction:
-        """Return the prediction of some inputs, alone, with tensors changed whose last axes are (B, ..., C)."""
+        """Return the prediction of some inputs, alone, with tensors changed whose last axes are (B,
+        ..., C)."""
         parts = (
             part._replace(
                 centre=change(part.centre[rows]), deviations=change(part.deviations[:, rows])
@@ -151,7 +155,8 @@ class Prediction(Printed):
         return self._shaped(torch.cat(drawn), 1)
 
     def _joint_deviations(self) -> Tensor:
-        """Return samples minus the mean, classes last: those of the posterior, or those of all posteriors."""
+        """Return samples minus the mean, classes last: those of the posterior, or those of all
+        posteriors."""
         if self._components[-1].owner == 0:
             return self._components[0].deviations
         mean = self._centre
@@ -174,14 +179,16 @@ class Prediction(Printed):
 
     @property
     def log_variance(self) -> Tensor:
-        """The mean of the log variance of the noise, (B, ..., C), that a heteroscedastic network predicts."""
+        """The mean of the log variance of the noise, (B, ..., C), that a heteroscedastic network
+        predicts."""
         holds = isinstance(self.likelihood, HeteroscedasticRegression)
         targets.require_kind(holds, self, "log_variance", "its network predicts no noise")
         return self._shaped(self._centre.chunk(2, -1)[1])
 
     @property
     def predictive_variance(self) -> Tensor:
-        """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each indicator."""
+        """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each
+        indicator."""
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
         aleatoric, epistemic = self._uncertainties()
@@ -191,13 +198,13 @@ class Prediction(Printed):
     def standard_error(self) -> Tensor:
         """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
-        On seven tables, fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for continuous
-        targets and NaN for a single sample.
+        On seven tables, fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for
+        continuous targets and NaN for a single sample.
         """
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)
-        # an average over a sample and its mirror image is nearly quadratic in it, so its spread over samples is that of
-        # their covariance, which rotations do not reduce
+        # an average over a sample and its mirror image is nearly quadratic in it, so its spread
+        # over samples is that of their covariance, which rotations do not reduce
         variances = []
         for own in self.members:
             first = own._components[0]
@@ -215,7 +222,8 @@ class Prediction(Printed):
 
     @property
     def probs(self) -> Tensor:
-        """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a probability."""
+        """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a
+        probability."""
         self._require_probabilities("probs")
         return self.expectation
 
@@ -268,10 +276,10 @@ class Prediction(Printed):
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n) of each example by itself, (B,).
 
-        For an example with several labels, such as pixels, tokens or outputs, it is their joint log-probability: they
-        depend on each other through the posterior (the outputs of one regression are independent). ``calibrate``,
-        ``compare`` and ``report`` judge each label by itself. For classes that is
-        ``nll_loss(prediction.log_probs, y)``.
+        For an example with several labels, such as pixels, tokens or outputs, it is their joint
+        log-probability: they depend on each other through the posterior (the outputs of one
+        regression are independent). ``calibrate``, ``compare`` and ``report`` judge each label by
+        itself. For classes that is ``nll_loss(prediction.log_probs, y)``.
 
         Args:
             y (Tensor): Targets, as in the training data.
@@ -282,7 +290,8 @@ class Prediction(Printed):
         return self._log_density(self._aligned(y))
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed form.
+        """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed
+        form.
 
         Args:
             y (Tensor): Targets, as in the training data.
@@ -314,10 +323,11 @@ class Prediction(Printed):
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
-        It is the share of reference examples that are at least as unusual as the input, the input included. For
-        inputs from that distribution, P(p_value <= rate) <= rate; with ``groups`` within each of them.
-        An example is unusual if its ``epistemic`` uncertainty, or its distances to the nearest training example
-        are large; ``p_values`` takes some of these scores alone.
+        It is the share of reference examples that are at least as unusual as the input, the input
+        included. For inputs from that distribution, P(p_value <= rate) <= rate; with ``groups``
+        within each of them. An example is unusual if its ``epistemic`` uncertainty, or its
+        distances to the nearest training example are large; ``p_values`` takes some of these scores
+        alone.
 
         Raises:
             ValueError: Before ``calibrate``.
@@ -366,7 +376,8 @@ class Prediction(Printed):
         return self._averaged(v + (m - mean).square() for v, m in pairs)
 
     def _shaped(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes, if there are any, back to their axis in the outputs, after ``leading`` axes."""
+        """Move the classes, if there are any, back to their axis in the outputs, after ``leading``
+        axes."""
         axis = self._class_dim
         if axis == -1 or values.dim() < self._f.dim() + leading:
             return values

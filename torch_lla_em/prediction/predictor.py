@@ -1,4 +1,5 @@
-"""Predictions of a posterior or of several: functions of their records, which are methods of the objects that hold them."""
+"""Predictions of a posterior or of several: functions of their records, which are methods of the
+objects that hold them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def forward(la: Any, x: Any) -> Tensor | tuple[Tensor, Tensor]:
 def predict(
     la: Any, x: Any, mean: Mean | None = None, groups: Any = None, weights: Any = None
 ) -> Prediction:
-    """Return the predictive distribution at x, as ``LinearisedLaplace.predict``, of an object or a record."""
+    """Return the predictive distribution at x, as ``LinearisedLaplace.predict``, of an object or a
+    record."""
     known = _around(la, mean)
     is_stated = groups is not None or weights is not None
     if isinstance(x, _LOADERS):
@@ -76,8 +78,8 @@ def _around(la: Any, mean: Mean | None) -> Posterior | Posteriors:
         return known
     if not isinstance(mean, str):
         raise TypeError(
-            "la.predict takes all inputs of the model as its first argument: pass several in one tuple, "
-            "la.predict((a, b)), or in a dict by their names."
+            "la.predict takes all inputs of the model as its first argument: pass several in one "
+            "tuple, la.predict((a, b)), or in a dict by their names."
         )
     return known.around(mean)
 

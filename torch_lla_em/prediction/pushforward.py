@@ -52,12 +52,14 @@ class Member(NamedTuple):
     """The stored training examples: logits of inputs with a larger variance are shrunk."""
 
     network_noise: Tensor | None = None
-    """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin; None: 1."""
+    """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin;
+    None: 1."""
 
     def components(
         self, table: Table, noise: Tensor | None, members: int = 1, owner: int = 0
     ) -> Iterator[Component]:
-        """Yield the components of a table, for regression with σ times ``noise``, of one of so many members."""
+        """Yield the components of a table, for regression with σ times ``noise``, of one of so many
+        members."""
         rows: Rows = table.tolist() if isinstance(table, Tensor) else table
         likelihood, factor, f, h = self.likelihood, noise, self.f, self.Jw[0]
         if self.network_noise is not None and rows[0][MODE] == 0:
@@ -139,7 +141,8 @@ class Pushforward(NamedTuple):
         return self.without_samples().prediction(posterior_alone())
 
     def distances(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the distances to the nearest training example, (B, 2), and their unit, if some are kept."""
+        """Return the distances to the nearest training example, (B, 2), and their unit, if some are
+        kept."""
         each, all_units = [], []
         for member in self.members:
             if member.training is None:

@@ -1,7 +1,8 @@
-"""What inputs are compared with: scores of examples that nothing was fitted to, and their p-values and quantiles.
+"""What inputs are compared with: scores of examples that nothing was fitted to, and their p-values
+and quantiles.
 
-Guarantees hold on average, or within groups or classes (Mondrian conformal prediction); weights correct for shifts
-(Tibshirani et al., 2019).
+Guarantees hold on average, or within groups or classes (Mondrian conformal prediction); weights
+correct for shifts (Tibshirani et al., 2019).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Stated(NamedTuple):
     """A weight for each example; None: all are equal."""
 
     def checked(self, count: int, device: torch.device) -> Stated:
-        """Return groups and weights of so many examples as tensors; raise an error if they are not."""
+        """Return groups and weights of so many examples as tensors; raise an error if they are
+        not."""
         groups, weights = (_tensor(*pair, count, device) for pair in self._asdict().items())
         if isinstance(groups, str) and groups != "classes":
             raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
@@ -65,7 +67,8 @@ def _tensor(name: str, values: Any, count: int, device: torch.device) -> Any:
         raise TypeError(_KINDS[name])
     if found.shape != (count,):
         raise ValueError(
-            f"{name} has the shape {tuple(found.shape)}, but there are {count} examples: pass one value for each."
+            f"{name} has the shape {tuple(found.shape)}, but there are {count} examples: pass one "
+            "value for each."
         )
     return found.long() if name == "groups" else found.double()
 
@@ -73,7 +76,8 @@ def _tensor(name: str, values: Any, count: int, device: torch.device) -> Any:
 class Reference(NamedTuple):
     """Numbers of predictions, and scores of examples to which they were not fitted.
 
-    Of ensembles that were trained by folds they are all examples, each scored by the member that has not seen it.
+    Of ensembles that were trained by folds they are all examples, each scored by the member that
+    has not seen it.
     """
 
     table: Tensor
@@ -101,7 +105,8 @@ class Reference(NamedTuple):
     """The weight of each example, (n,)."""
 
     def agree(self, inputs: Stated) -> None:
-        """Raise an error if what is stated of inputs was not stated of the reference, or groups are missing."""
+        """Raise an error if what is stated of inputs was not stated of the reference, or groups are
+        missing."""
         for name, own, given in zip(
             Stated._fields, (self.groups, self.weights), inputs, strict=True
         ):
@@ -112,16 +117,17 @@ class Reference(NamedTuple):
                 )
         if self.groups is not None and inputs.groups is None:
             raise ValueError(
-                "calibrate was called with groups, so every input needs its group: la.predict(x, groups=labels). "
-                'Exported programs take no groups: for them calibrate without groups, or with groups="classes".'
+                "calibrate was called with groups, so every input needs its group: la.predict(x, "
+                "groups=labels). Exported programs take no groups: for them calibrate without "
+                'groups, or with groups="classes".'
             )
         known, asked = (
             set() if each is None else set(each.tolist()) for each in (self.groups, inputs.groups)
         )
         if asked - known:
             raise ValueError(
-                f"There are inputs of the groups {sorted(asked - known)}, of which the validation set had no examples; "
-                f"it had {sorted(known)}."
+                f"There are inputs of the groups {sorted(asked - known)}, of which the validation "
+                f"set had no examples; it had {sorted(known)}."
             )
 
     def require(self, needed: int, asked: str, inputs: Stated) -> None:
@@ -130,7 +136,8 @@ class Reference(NamedTuple):
             require(len(self.unusual[rows]), needed, asked, of)
 
     def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
-        """Return the p-values, (B,), of scores (B, S), ties as in ``scores``; of classes apart, the largest."""
+        """Return the p-values, (B,), of scores (B, S), ties as in ``scores``; of classes apart, the
+        largest."""
         each = [
             p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
@@ -138,7 +145,8 @@ class Reference(NamedTuple):
         return torch.stack(each).amax(0) if self.groups is None else _of_groups(each, inputs)
 
     def quantiles(self, errors: Tensor, level: float, inputs: Stated, classes: int = 0) -> Tensor:
-        """Return the quantiles of errors (n, outputs) for inputs, (1 or B, outputs), or each class's, (1 or B, C)."""
+        """Return the quantiles of errors (n, outputs) for inputs, (1 or B, outputs), or each
+        class's, (1 or B, C)."""
         each = [
             quantiles(errors[rows], level, of, *self._weights(rows, inputs))
             for of, rows in self._parts(inputs, classes)
@@ -160,7 +168,8 @@ class Reference(NamedTuple):
         return [(f" of {word} {label}", own == label) for label in labels.unique().tolist()]
 
     def _weights(self, rows: Any, inputs: Stated) -> tuple[Tensor | None, Tensor | None]:
-        """Return the weights of some examples and of inputs; inputs without weights have the largest."""
+        """Return the weights of some examples and of inputs; inputs without weights have the
+        largest."""
         if self.weights is None:
             return None, None
         own = self.weights.max()[None] if inputs.weights is None else inputs.weights
@@ -180,7 +189,8 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 
 
 def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -> Tensor:
-    """Split the examples in two halves, alternating within each label and within zero or positive weight.
+    """Split the examples in two halves, alternating within each label and within zero or positive
+    weight.
 
     Return a mask of the second half, (N,).
 
@@ -191,8 +201,9 @@ def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -
         if counts[labels == label].sum() < 2:
             of = f" of {word} {label}" if word else ""
             raise ValueError(
-                f"There are fewer than two labelled validation examples{of} with a positive weight. Half of them are the "
-                "reference: 18 are needed for a level of 0.9, 38 for a rate of 0.05. Add some, or join groups."
+                f"There are fewer than two labelled validation examples{of} with a positive "
+                "weight. Half of them are the reference: 18 are needed for a level of 0.9, 38 for "
+                "a rate of 0.05. Add some, or join groups."
             )
     labels = 2 * labels + counts
     in_order, order = labels.sort(stable=True)
@@ -204,7 +215,8 @@ def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -
 def ood_scores(
     prediction: Any, distances: Tensor | None, unit: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each, by which it is rounded.
+    """Return scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each,
+    by which it is rounded.
 
     Distances are (B, 2), if they are known, of which the second has this ``unit``, ().
     """
@@ -232,7 +244,8 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
     check_choice("score", score, ("all", "epistemic", "distance"))
     if score == "distance" and computed < 3:
         raise ValueError(
-            'score="distance" needs distances to training examples, which regressions do not keep: leave score out.'
+            'score="distance" needs distances to training examples, which regressions do not keep: '
+            "leave score out."
         )
     if score == "epistemic" and known < computed:
         raise ValueError(

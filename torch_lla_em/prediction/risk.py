@@ -13,18 +13,22 @@ from torch_lla_em.prediction.arrays import require_share
 
 
 class RiskControl:
-    """Sets of classes for every pixel that miss at most a given share of an image's pixels on average.
+    """Sets of classes for every pixel that miss at most a given share of an image's pixels on
+    average.
 
-    A set holds the classes whose probability is at least ``threshold``. The loss of an image is the share of its labelled
-    pixels whose label is not in its set. The threshold is the largest one at which the loss of the validation images,
-    corrected for their number, is at most ``level`` (conformal risk control, Angelopoulos et al., 2022). Then the expected
-    loss of a new image is at most ``level``, whatever the quality of the probabilities, if it and the validation images
-    are exchangeable and the posterior was not fitted to any of them: for images on average, not for every image.
+    A set holds the classes whose probability is at least ``threshold``. The loss of an image is the
+    share of its labelled pixels whose label is not in its set. The threshold is the largest one at
+    which the loss of the validation images, corrected for their number, is at most ``level``
+    (conformal risk control, Angelopoulos et al., 2022). Then the expected loss of a new image is at
+    most ``level``, whatever the quality of the probabilities, if it and the validation images are
+    exchangeable and the posterior was not fitted to any of them: for images on average, not for
+    every image.
 
     Args:
         predict (callable): Inputs -> probabilities, such as a fitted ``LinearisedLaplace``.
-        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read one by one. Pixels whose
-            label is not a class, such as -100, do not count; an image of them alone has the loss 0.
+        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read
+            one by one. Pixels whose label is not a class, such as -100, do not count; an image of
+            them alone has the loss 0.
         level (float): Largest expected loss. Default 0.1.
         class_dim (int): Axis of the classes in the probabilities. Default 1.
 
@@ -59,8 +63,8 @@ class RiskControl:
             for chosen, counts in _chosen(predict(inputs), labels, class_dim):
                 if (chosen[counts] < 0).any():
                     raise ValueError(
-                        f"Probabilities of image {self.num_images} are NaN, so no threshold bounds the loss: "
-                        "mend the network, or set the labels of such pixels to -100."
+                        f"Probabilities of image {self.num_images} are NaN, so no threshold bounds "
+                        "the loss: mend the network, or set the labels of such pixels to -100."
                     )
                 own = chosen[counts].sort().values
                 total += torch.searchsorted(own, grid).double() / max(1, len(own))
@@ -68,8 +72,8 @@ class RiskControl:
         n = self.num_images
         if 1 / (n + 1) > level:
             raise ValueError(
-                f"An expected loss of {level:g} cannot be guaranteed with {n} validation images: it "
-                f"needs {ceil(1 / level) - 1} or more. Use more images, or a larger level."
+                f"An expected loss of {level:g} cannot be guaranteed with {n} validation images: "
+                f"it needs {ceil(1 / level) - 1} or more. Use more images, or a larger level."
             )
         allowed = ((total + 1) / (n + 1) <= level).nonzero()
         self.threshold = self.risk = 0.0
@@ -103,8 +107,8 @@ def _chosen(probs: Tensor, labels: Tensor, class_dim: int) -> list[tuple[Tensor,
     p = probs.movedim(class_dim, -1)
     if p.shape[:-1] != labels.shape:
         raise ValueError(
-            f"Labels have the shape {tuple(labels.shape)}, but the probabilities are those of sites "
-            f"{tuple(p.shape[:-1])}: pass class_dim if the classes are on another axis."
+            f"Labels have the shape {tuple(labels.shape)}, but the probabilities are those of "
+            f"sites {tuple(p.shape[:-1])}: pass class_dim if the classes are on another axis."
         )
     known = (labels >= 0) & (labels < p.shape[-1])
     index = labels.where(known, 0).long().to(p.device).unsqueeze(-1)

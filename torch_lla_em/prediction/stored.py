@@ -1,4 +1,5 @@
-"""How a posterior is stored, loaded and moved: tensors by name beside one record, and methods of ``LinearisedLaplace``."""
+"""How a posterior is stored, loaded and moved: tensors by name beside one record, and methods of
+``LinearisedLaplace``."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from torch_lla_em.runtime import PRIORS, Compute, files, free_memory, report
 Own = TypeVar("Own", bound=Any)
 State = dict[str, Tensor]
 
-_RESULT = "w_lin w_samples scale prior_precision sigma_noise mixture certificate constant network_noise".split()
+_RESULT = (
+    "w_lin w_samples scale prior_precision sigma_noise mixture certificate constant network_noise"
+).split()
 """Tensors of a fit's result that have the same name in files."""
 
 _FACTS = "num_data", "num_inputs", "trained_on", "history"
@@ -44,7 +47,8 @@ _TRAINING = "training_deviations", "largest_variance"
 
 
 def save_to_state_dict(la: Any, destination: State, prefix: str) -> None:
-    """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and the network its own."""
+    """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and
+    the network its own."""
     try:
         found: Any = required(la, surely=True)
         own = state_of(la, found)
@@ -58,7 +62,8 @@ def save_to_state_dict(la: Any, destination: State, prefix: str) -> None:
 
 
 def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any) -> None:
-    """Load the tensors of this module from its state, or from that of a module, whose networks may be loaded later."""
+    """Load the tensors of this module from its state, or from that of a module, whose networks may
+    be loaded later."""
     _, _, missing, _, errors = more
     own = without_prefix(state_dict, prefix)
     if not prefix:
@@ -103,7 +108,8 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
 
 
 def moved(la: Any, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
-    """Map the network's tensors, unless a module has; return its linear model, to be probed, and the record there."""
+    """Map the network's tensors, unless a module has; return its linear model, to be probed, and
+    the record there."""
     posterior, network = la.posterior, la._linear_model.network
     unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
     la.model._apply(fn)
@@ -151,7 +157,8 @@ def state_of(la: Any, posterior: Posterior) -> State:
 
 
 def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
-    """Return the record of a state with the options of an object, whose network may be loaded ``later``."""
+    """Return the record of a state with the options of an object, whose network may be loaded
+    ``later``."""
     files.check(state, "posterior")
     if setting is None:
         model = la._linear_model
@@ -272,8 +279,8 @@ def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setti
     ):
         if saved != here:
             raise ValueError(
-                f"The posterior was fitted with {str(saved)[:150]}, not with {str(here)[:150]}: pass the same "
-                f"{name}, or fit again."
+                f"The posterior was fitted with {str(saved)[:150]}, not with {str(here)[:150]}: "
+                f"pass the same {name}, or fit again."
             )
     sizes = {"K": len(state.get("w_samples", ())), "P": layout.size}
     for name, axes in _NEEDED.items():
@@ -282,6 +289,6 @@ def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setti
         if shape is None or shape != due:
             words = "is missing" if shape is None else f"has the shape {shape}, not {due}"
             raise ValueError(
-                f"The tensor {name!r} of the state {words}. The state was changed or damaged after it was "
-                "saved: save the posterior again."
+                f"The tensor {name!r} of the state {words}. The state was changed or damaged after "
+                "it was saved: save the posterior again."
             )

@@ -18,14 +18,16 @@ _SHOWN, _WIDTH = 6, 76
 """Number of examples that are printed, and of characters of a line of the last column."""
 
 _FEW = 38
-"""Number of validation examples below which a calibration is not called good: ``is_ood`` needs as many for its rate."""
+"""Number of validation examples below which a calibration is not called good: ``is_ood`` needs as
+many for its rate."""
 
 CALL = "Call la.calibrate(validation_loader)"
 """The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
 
 
 class Printed:
-    """Base class of objects that are printed as a title, a table, and the sentences of ``findings``, if they have some."""
+    """Base class of objects that are printed as a title, a table, and the sentences of
+    ``findings``, if they have some."""
 
     def _table(self) -> tuple[str, Cells]:
         """Return the title and the cells, row by row."""
@@ -92,11 +94,12 @@ def _cell(values: Tensor) -> str:
 
 
 class Accuracy(NamedTuple):
-    """The numerical error of the samples and the mode of a posterior, in posterior standard deviations."""
+    """The numerical error of the samples and the mode of a posterior, in posterior standard
+    deviations."""
 
     error: float
-    """The larger one of two errors: the root mean square error of the samples over all directions that the data determine,
-    and the error of the mode relative to its norm."""
+    """The larger one of two errors: the root mean square error of the samples over all directions
+    that the data determine, and the error of the mode relative to its norm."""
 
     bound: float
     """An upper bound on the error of every output of every sample, at any input."""
@@ -198,8 +201,8 @@ def advice(la: Any) -> Iterator[tuple[str, str]]:
     if error > 0.1 * gamma:
         yield (
             "to do",
-            f"The samples are too few: the number of parameters that the data determine is only known "
-            f"to {error / gamma:.0%}. Increase num_samples.",
+            "The samples are too few: the number of parameters that the data determine is only "
+            f"known to {error / gamma:.0%}. Increase num_samples.",
         )
     yield from of_calibration(la.calibration)
 

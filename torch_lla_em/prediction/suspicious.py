@@ -1,4 +1,5 @@
-"""Training examples whose targets are probably wrong, by the posterior's own predictions at them."""
+"""Training examples whose targets are probably wrong, by the posterior's own predictions at
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Judged(NamedTuple):
     """-log of the probability of the target, (B, ...)."""
 
     margin: Tensor
-    """The logarithm of this probability, relative to that of the most probable other label; -score of numbers."""
+    """The logarithm of this probability, relative to that of the most probable other label; -score
+    of numbers."""
 
     label: Tensor
     probability: Tensor
@@ -44,8 +46,9 @@ class SuspiciousTargets(Printed):
     """
 
     score: Tensor
-    """How suspicious each target is, (N,): -log p(label | x), or of numbers -log of their two-sided probability. Of several
-    outputs it is that of the least probable one, of sites the mean. It is 0 for examples without a label."""
+    """How suspicious each target is, (N,): -log p(label | x), or of numbers -log of their two-sided
+    probability. Of several outputs it is that of the least probable one, of sites the mean. It is 0
+    for examples without a label."""
 
     mask: Tensor
     """Which examples to look at, (N,)."""
@@ -75,7 +78,8 @@ class SuspiciousTargets(Printed):
     def number(self) -> int:
         """The estimated number of wrong targets, those of the mask.
 
-        With 0, 2, 5, 10 and 20 % of wrong labels it was off by 5, 4, 4, 3 and 8 % of N on average over eleven tables.
+        With 0, 2, 5, 10 and 20 % of wrong labels it was off by 5, 4, 4, 3 and 8 % of N on average
+        over eleven tables.
         """
         return int(self.mask.sum())
 
@@ -108,7 +112,8 @@ def suspicious(
     weights: Any = None,
     folds: Tensor | None = None,
 ) -> SuspiciousTargets:
-    """Return which targets of inputs, or of a loader, are probably wrong; see ``LinearisedLaplace.suspicious``."""
+    """Return which targets of inputs, or of a loader, are probably wrong; see
+    ``LinearisedLaplace.suspicious``."""
     record, data, parts = required(la, surely=True), paired(loader, targets), []
     if weights is not None:
         data, weights = with_weights(data, weights)
@@ -156,7 +161,8 @@ def _counts(y: Tensor, *given: Tensor | None) -> Tensor:
 
 
 def of_all(likelihood: Likelihood, y: Tensor, counts: Tensor, found: Judged) -> SuspiciousTargets:
-    """Return the record of all examples, by what is known of every site and output, and how much it counts."""
+    """Return the record of all examples, by what is known of every site and output, and how much it
+    counts."""
     kept = counts > 0
     limit = -log(max(1, kept.sum().item()))
     if likelihood.gives_probabilities:
@@ -194,7 +200,8 @@ def judged(prediction: Prediction, y: Tensor) -> Judged:
         log_p = (2 * torch.minimum(at_least, at_most)).clamp_max(1).log()
     else:
         raise TypeError(
-            f"suspicious cannot judge targets under {type(likelihood).__name__}: it needs probabilities of labels, "
-            "continuous targets, or Poisson counts. Sort by -la.predict(x).log_prob(y) instead."
+            f"suspicious cannot judge targets under {type(likelihood).__name__}: it needs "
+            "probabilities of labels, continuous targets, or Poisson counts. Sort by "
+            "-la.predict(x).log_prob(y) instead."
         )
     return Judged(-log_p, log_p, mean, log_p.exp())

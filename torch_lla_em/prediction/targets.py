@@ -1,4 +1,5 @@
-"""Continuous targets y under a prediction, draws of them and intervals; methods of ``Prediction``."""
+"""Continuous targets y under a prediction, draws of them and intervals; methods of
+``Prediction``."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def credible_interval(prediction: Any, level: float = 0.95) -> Interval:
 
 
 def sample(prediction: Any, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-    """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training data.
+    """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training
+    data.
 
     Args:
         prediction: The prediction, which has this as a method.
@@ -147,7 +149,8 @@ def crps(prediction: Any, y: Tensor) -> Tensor:
 
 
 def label_log_prob(prediction: Any, y: Tensor) -> Tensor:
-    """Return log p(y | x) of each label by itself, (B, labels): of a site, or of an output that has a target of its own.
+    """Return log p(y | x) of each label by itself, (B, labels): of a site, or of an output that has
+    a target of its own.
 
     Where outputs are independent given x it is that of all of them together, (B, 1).
 
@@ -179,7 +182,8 @@ def count_labels(likelihood: Likelihood, y: Tensor) -> int:
 
 
 def gaussians(prediction: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights (P,), means and standard deviations (P, B, ..., C) of Gaussians whose mixture the targets are."""
+    """Return the weights (P,), means and standard deviations (P, B, ..., C) of Gaussians whose
+    mixture the targets are."""
     likelihood, mean = prediction.likelihood, prediction.likelihood.mean
     require_kind(likelihood.real_valued, prediction, name, "its targets are not continuous")
     if likelihood.observation_noise is not None:
@@ -211,9 +215,10 @@ def _mean_size(mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 def require_kind(holds: bool, prediction: Any, name: str, what: str) -> None:
-    """Raise an error if a prediction has no method ``name``, because of ``what`` its likelihood is."""
+    """Raise an error if a prediction has no method ``name``, because of ``what`` its likelihood
+    is."""
     if not holds:
         raise TypeError(
-            f"A prediction under {type(prediction.likelihood).__name__} has no .{name}: {what}. Use .expectation, "
-            ".samples or log_prob(y)."
+            f"A prediction under {type(prediction.likelihood).__name__} has no .{name}: {what}. "
+            "Use .expectation, .samples or log_prob(y)."
         )

@@ -1,4 +1,5 @@
-"""Scores of predictions, tables that compare posteriors on held-out data, and warnings about fits that have failed."""
+"""Scores of predictions, tables that compare posteriors on held-out data, and warnings about fits
+that have failed."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ _COLUMNS = (
 )
 
 _DETERMINED = 0.3
-"""γ per target above which training residuals do not determine the noise, chosen on seven regressions with 200 and 800
-examples: above it 90 % intervals covered 72 to 88 %, below it at least 80 %."""
+"""γ per target above which training residuals do not determine the noise, chosen on seven
+regressions with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at least
+80 %."""
 
 
 def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
@@ -45,7 +47,8 @@ def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
 
 
 def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
-    """Return the scores that apply, by name, of a prediction and its targets, both with the classes last."""
+    """Return the scores that apply, by name, of a prediction and its targets, both with the classes
+    last."""
     likelihood = prediction.likelihood
     values = {"NLL": -per_label(prediction, y).mean()}
     if likelihood.gives_probabilities:
@@ -67,9 +70,11 @@ def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def per_label(prediction: Prediction, y: Tensor) -> Tensor:
-    """Return the log-probability of each labelled example relative to the mean number of labels, (N,).
+    """Return the log-probability of each labelled example relative to the mean number of labels,
+    (N,).
 
-    It is the sum over its labels, each by itself, so that the mean is that of a label: a pixel, a token or an output.
+    It is the sum over its labels, each by itself, so that the mean is that of a label: a pixel, a
+    token or an output.
     """
     likelihood = prediction.likelihood
     sums = label_log_prob(prediction, y).double().sum(1)[likelihood.labelled(y)]
@@ -93,7 +98,8 @@ def calibration_error(stated: Tensor, right: Tensor, bins: int = 15) -> Tensor:
 
 
 def auroc(positive: Tensor, negative: Tensor) -> Tensor:
-    """Return the probability that a positive score exceeds a negative one, ties counted half, ()."""
+    """Return the probability that a positive score exceeds a negative one, ties counted half,
+    ()."""
     ordered = negative.sort().values
     places = torch.stack([torch.searchsorted(ordered, positive, right=r) for r in (False, True)])
     return places.double().mean() / len(ordered)
@@ -122,7 +128,8 @@ class PredictedData(NamedTuple):
     """That of the posterior, as fitted or as calibrated."""
 
     def scaled_network(self) -> Prediction | None:
-        """Return the network's prediction with temperature scaling; None for other targets than labels.
+        """Return the network's prediction with temperature scaling; None for other targets than
+        labels.
 
         Each half of the examples has the temperature that fits the other half.
         """
@@ -137,7 +144,8 @@ class PredictedData(NamedTuple):
 
 
 def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
-    """Return all examples of a loader with their predictions, on this rank alone; one pass for each network."""
+    """Return all examples of a loader with their predictions, on this rank alone; one pass for each
+    network."""
     known = required(la, surely=True)
     inputs, data = pushed(known.members, loader)
     with torch.no_grad():
@@ -156,15 +164,16 @@ class Comparison(Printed):
     """The scores of each posterior by name, in the order given."""
 
     log_probs: dict[str, Tensor]
-    """log p(y | x) of each validation example, (N,), by name; paired across posteriors. With several labels, such as
-    pixels, it is the sum over labels, each by itself, divided by their mean number."""
+    """log p(y | x) of each validation example, (N,), by name; paired across posteriors. With
+    several labels, such as pixels, it is the sum over labels, each by itself, divided by their mean
+    number."""
 
     gains: dict[str, Tensor]
     """The difference from that under the networks alone, (N,), by name."""
 
     over_temperature: dict[str, Tensor] = field(default_factory=dict)
-    """The difference from that under the networks with temperature scaling, (N,), by name; labels alone have it. Each half
-    of the examples has the temperature that fits the other half."""
+    """The difference from that under the networks with temperature scaling, (N,), by name; labels
+    alone have it. Each half of the examples has the temperature that fits the other half."""
 
     @property
     def ranking(self) -> list[str]:
@@ -172,7 +181,8 @@ class Comparison(Printed):
         return sorted(self.records, key=lambda name: self.records[name]["NLL"])
 
     def behind(self, name: str) -> tuple[float, float]:
-        """Return by how much the NLL of a posterior exceeds the best, and the paired standard error.
+        """Return by how much the NLL of a posterior exceeds the best, and the paired standard
+        error.
 
         Args:
             name (str): One of ``ranking``.
@@ -194,8 +204,8 @@ class Comparison(Printed):
                 gap, error = mean_and_error(-gains[name]) if name in gains else (0.0, 0.0)
                 if gap > 2 * error:
                     lines.append(
-                        f"{name!r} is worse than its network {how}, by {gap:.2g} ± {error:.1g}: call calibrate "
-                        "with other held-out data, or predict by the network."
+                        f"{name!r} is worse than its network {how}, by {gap:.2g} ± {error:.1g}: "
+                        "call calibrate with other held-out data, or predict by the network."
                     )
                     break
         return lines
@@ -219,8 +229,10 @@ def compare(
     All posteriors see the same batches, so differences in NLL have paired standard errors.
 
     Args:
-        posteriors (sequence or mapping): Fitted posteriors and ensembles, or a mapping from names to them.
-        validation (DataLoader, Dataset, list of batches, or inputs): Data that none was fitted to or calibrated on.
+        posteriors (sequence or mapping): Fitted posteriors and ensembles, or a mapping from names
+            to them.
+        validation (DataLoader, Dataset, list of batches, or inputs): Data that none was fitted to
+            or calibrated on.
         targets (Tensor, optional): The targets, if ``validation`` are inputs.
 
     Returns:
@@ -244,8 +256,8 @@ def compare(
     likelihoods = [record.likelihood for record in every.values()]
     if len({(each.real_valued, each.gives_probabilities) for each in likelihoods}) > 1:
         raise ValueError(
-            "Some of these posteriors predict continuous targets and others labels or counts: their NLLs are not on "
-            "one scale. Compare posteriors of the same kind of targets."
+            "Some of these posteriors predict continuous targets and others labels or counts: "
+            "their NLLs are not on one scale. Compare posteriors of the same kind of targets."
         )
     loader = as_loader(paired(validation, targets))
     records: dict[str, dict[str, float]] = {}
@@ -293,8 +305,9 @@ def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
     if collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any():
         scaling = 'prior="isotropic", ' if (result.scale != 1).any() else ""
         yield (
-            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the posterior is close "
-            f"to the prior. Try {scaling}a smaller prior_precision, or parameters of later layers."
+            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the "
+            f"posterior is close to the prior. Try {scaling}a smaller prior_precision, or "
+            "parameters of later layers."
         )
     if likelihood.gives_probabilities:
         mask = likelihood.mask(y)
@@ -303,8 +316,9 @@ def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
         nll = -likelihood.log_prob(data.f, y).double().sum().item() / max(count, 1)
         if count and nll >= most:
             yield (
-                f"The network's NLL on training data, {nll:.3g}, is not below that of equal probabilities, "
-                f"{most:.3g}. The posterior is that of a trained network: train it before fit."
+                f"The network's NLL on training data, {nll:.3g}, is not below that of equal "
+                f"probabilities, {most:.3g}. The posterior is that of a trained network: train it "
+                "before fit."
             )
     if likelihood.observation_noise is None:
         return
@@ -315,13 +329,14 @@ def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
     share = gamma / (posterior.num_data * y[0].numel())
     if share > _DETERMINED and not collapsed:
         yield (
-            f"The network has overfitted (γ is {share:.0%} of the number of targets), so σ is probably too small. "
-            f"{CALL} to learn it from other examples, or use more data."
+            f"The network has overfitted (γ is {share:.0%} of the number of targets), so σ is "
+            f"probably too small. {CALL} to learn it from other examples, or use more data."
         )
     count = y.shape[-1] if y.dim() > 1 else 1
     share, output = squares.reshape(-1, count).mean(0).min(0)
     if not result.sigma_noise.dim() and count > 1 and share < 0.01:
         yield (
-            f"All outputs share sigma_noise, but residuals of output {output} are only {share.sqrt():.1%} of "
-            f"it: its intervals are far too wide. Pass Regression(torch.ones({count})) to learn one for each."
+            f"All outputs share sigma_noise, but residuals of output {output} are only "
+            f"{share.sqrt():.1%} of it: its intervals are far too wide. Pass "
+            f"Regression(torch.ones({count})) to learn one for each."
         )

@@ -1,6 +1,8 @@
-"""H, the Hessian of the loss in the outputs, of every example of this rank: four forms with the same methods.
+"""H, the Hessian of the loss in the outputs, of every example of this rank: four forms with the
+same methods.
 
-``product`` multiplies by H, ``root`` by S with S Sᵀ = H; ``values`` has one row for every example, which is what a checkpoint stores.
+``product`` multiplies by H, ``root`` by S with S Sᵀ = H; ``values`` has one row for every example,
+which is what a checkpoint stores.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ ENTRIES = 1 << 20
 
 
 DRAWS = 16_000
-"""Draws of all examples together. With 8 of each of 2,000 the NLL was 1 % higher, with 32 the same."""
+"""Draws of all examples together. With 8 of each of 2,000 the NLL was 1 % higher, with 32 the
+same."""
 
 COPIES = 6
 """Copies of H that must fit into memory."""
@@ -97,8 +100,8 @@ class AtOutputs(NamedTuple):
 class Draws(NamedTuple):
     """H of many classes: the average of diag(p) - p pᵀ over draws of their probabilities p.
 
-    A step to another H averages the probabilities of each draw. H is never too small on the way, as it is
-    between averaged outputs, where λ fell with it.
+    A step to another H averages the probabilities of each draw. H is never too small on the way, as
+    it is between averaged outputs, where λ fell with it.
     """
 
     values: Tensor
@@ -124,8 +127,8 @@ class Draws(NamedTuple):
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         found = torch.empty_like(noise)
         for some in parts_of(len(self.values), self.values[:1].numel()):
-            # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has eigenvalues
-            # up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
+            # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has
+            # eigenvalues up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
             P = self.values[some].double()
             size = diagonal_of(P).sqrt().unsqueeze(-1)
             A = P.mT / size.clamp_min(torch.finfo(P.dtype).tiny)
@@ -155,7 +158,8 @@ def towards(H: Hessian, other: Hessian, share: float) -> Hessian:
 def form_of_H(
     likelihood: Likelihood, classes: int, sites: float, nbytes: float, memory: float
 ) -> tuple[bool, int, float]:
-    """Return whether a moving H is stored as draws, the draws of each of so many sites, and entries of H for each output.
+    """Return whether a moving H is stored as draws, the draws of each of so many sites, and entries
+    of H for each output.
 
     Draws are taken if blocks for the outputs, of ``nbytes`` in all, are too large for the memory.
     """
@@ -166,7 +170,8 @@ def form_of_H(
 
 
 def functions(mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some examples with their draws, (2 S, n, ..., C), or without deviations with their means (1, n, ..., C)."""
+    """Yield some examples with their draws, (2 S, n, ..., C), or without deviations with their
+    means (1, n, ..., C)."""
     count = 0 if deviations is None else len(deviations)
     for rows in parts_of(len(mean), max(1, 2 * count) * mean[:1].numel()):
         if deviations is None or not count:
@@ -177,7 +182,8 @@ def functions(mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, 
 
 
 def parts_of(examples: int, numbers: int) -> Iterator[slice]:
-    """Yield slices of examples with so many numbers each, which are in memory at once; an empty one of none."""
+    """Yield slices of examples with so many numbers each, which are in memory at once; an empty one
+    of none."""
     step = max(1, ENTRIES // max(1, numbers))
     for start in range(0, max(1, examples), step):
         yield slice(start, start + step)

@@ -41,7 +41,8 @@ class Loss:
         return replace(self, targets=self.targets[examples], weights=weights)
 
     def value(self, f: Tensor) -> Tensor:
-        """Return the loss summed over everything, shape (), in float64, for outputs (..., B, ..., C)."""
+        """Return the loss summed over everything, shape (), in float64, for outputs (..., B, ...,
+        C)."""
         log_prob, y, w = self.likelihood.log_prob, self.targets, self.weights
         f = self._shifted(f)
         if w is None:
@@ -75,13 +76,15 @@ class Loss:
         return self._counted(H, columns=not self.likelihood.elementwise)
 
     def roots_of_probabilities(self, f: Tensor) -> Tensor:
-        """Return √(w / S) p, (B, ..., S, C), for the probabilities p of functions (S, B, ..., C)."""
+        """Return √(w / S) p, (B, ..., S, C), for the probabilities p of functions (S, B, ...,
+        C)."""
         p = self.likelihood.mean(self._shifted(f)).movedim(0, -2)
         return self._counted(p / len(f) ** 0.5, root=True, columns=True)
 
     @property
     def counts(self) -> Tensor | None:
-        """The weight of every site, 0 without a label, which broadcasts to outputs; None: all are 1."""
+        """The weight of every site, 0 without a label, which broadcasts to outputs; None: all are
+        1."""
         mask, y, w = self.likelihood.mask(self.targets), self.targets, self.weights
         own = None if mask is None else mask.unsqueeze(-1)
         if w is None:
@@ -93,7 +96,8 @@ class Loss:
         return w if own is None else w * own
 
     def sums_of_targets(self, f: Tensor) -> Tensor:
-        """Return weighted sums of y, y², (y - E[y | f])² and 1, and how many weights are not 0, (5, C) or (5,)."""
+        """Return weighted sums of y, y², (y - E[y | f])² and 1, and how many weights are not 0, (5,
+        C) or (5,)."""
         y, counts = self.targets.double(), self.counts
         w = torch.ones_like(y) if counts is None else counts.expand_as(y).double()
         errors = (y - self.likelihood.mean(f).double()).square()
@@ -124,7 +128,8 @@ class Loss:
         return f if self.shift is None else f + self.shift.to(f)
 
     def _counted(self, u: Tensor, root: bool = False, columns: bool = False) -> Tensor:
-        """Return u times the weights, or their roots; with ``columns`` its last axis is that of columns."""
+        """Return u times the weights, or their roots; with ``columns`` its last axis is that of
+        columns."""
         counts = self.counts
         if counts is not None:
             counts = counts.unsqueeze(-1) if columns else counts
@@ -148,7 +153,8 @@ class TargetFacts(NamedTuple):
     def of(
         cls, sums: Tensor, likelihood: Likelihood, is_learnt: bool, dtype: torch.dtype
     ) -> TargetFacts:
-        """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether σ is."""
+        """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether
+        σ is."""
         known = sums.cpu()
         noise = sigma = moments = None
         if is_learnt:
@@ -169,7 +175,8 @@ def check_weights(likelihood: Likelihood) -> None:
         )
     if likelihood.from_data:
         raise ValueError(
-            "A weighted regression does not learn σ: pass LinearisedLaplace(model, Regression(sigma_noise))."
+            "A weighted regression does not learn σ: pass LinearisedLaplace(model, "
+            "Regression(sigma_noise))."
         )
 
 
@@ -179,7 +186,8 @@ def has_offset(likelihood: Likelihood) -> bool:
 
 
 def moments_of(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return mean and variance of the targets, (2, C) or (2,), from ``sums_of_targets`` of targets of a type."""
+    """Return mean and variance of the targets, (2, C) or (2,), from ``sums_of_targets`` of targets
+    of a type."""
     mean, square = sums[:2] / sums[3]
     least = torch.finfo(dtype).eps ** 2 * square  # they are rounded
     variance = torch.maximum(square - mean.square(), least).where(square > 0, 1)
@@ -187,7 +195,8 @@ def moments_of(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> Tensor:
-    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from its sums on the CPU."""
+    """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from its
+    sums on the CPU."""
     mean, square, errors = sums[:3] / sums[3]
     # by output, but for measurements of a few examples, which have no variance of their own
     variance = square - (mean if likelihood.elementwise else mean.mean()).square()
@@ -196,8 +205,9 @@ def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> 
     if is_start and errors > variance > _LEAST_FIXED * square.mean():  # and not of constant targets
         report(
             "log",
-            f"The network's mean squared error on training data, {errors:.3g}, is not below the variance of the "
-            f"targets, {variance:.3g}. The posterior is that of a trained network: train it before fit.",
+            f"The network's mean squared error on training data, {errors:.3g}, is not below the "
+            f"variance of the targets, {variance:.3g}. The posterior is that of a trained network: "
+            "train it before fit.",
         )
     # networks that have overfitted have residuals close to 0
     found = torch.maximum(errors, (_LEAST_SHARE if is_start else _LEAST_FIXED) * variance)

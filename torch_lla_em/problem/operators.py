@@ -15,7 +15,8 @@ from torch_lla_em.problem.sweep import BLOCK, Contributions
 
 
 class Outputs(NamedTuple):
-    """f and J w of a rank's N examples, with their targets; outputs (N,) get an axis for one class."""
+    """f and J w of a rank's N examples, with their targets; outputs (N,) get an axis for one
+    class."""
 
     share: Share  # which examples they are
     f: Tensor  # (N, ..., C)
@@ -29,7 +30,8 @@ def gathered(
 ) -> Outputs | None:
     """Return f and J w of this rank's examples from those of batches; None if they differ in shape.
 
-    In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as ``each``.
+    In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as
+    ``each``.
     """
     group, like = problem.data.group, problem.zeros(1)
     forms = set()
@@ -63,7 +65,8 @@ def gathered(
 
 
 def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = None) -> Tensor:
-    """Return Jᵀ u, shape (K, P), for u (K, n, ..., C) of the examples of a share, whose rows may be ``sites``.
+    """Return Jᵀ u, shape (K, P), for u (K, n, ..., C) of the examples of a share, whose rows may be
+    ``sites``.
 
     Ranks share sums only, whose size does not depend on N.
     """

@@ -14,7 +14,8 @@ from torch_lla_em.runtime import Compute, free_for_each
 
 # vectors of length P per sample at the peak of a fit, without a span
 _VECTORS = 20
-# share of the free memory for batches that are kept, for their factors, and for what visits a device
+# share of the free memory for batches that are kept, for their factors, and for what visits a
+# device
 _SHARE = 0.25
 # good size of a batch: small batches are joined up to it, and on a CPU large ones are split
 _BATCH_ROWS, _BATCH_BYTES = 1024, 6.4e7
@@ -64,7 +65,8 @@ def place_of_vectors(
 
 
 def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
-    """Return the seconds of a pass over so many examples for all samples, from a piece of the first batch.
+    """Return the seconds of a pass over so many examples for all samples, from a piece of the first
+    batch.
 
     Nothing but the network is counted: no random numbers, and no work on a span between passes.
     """

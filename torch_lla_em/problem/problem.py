@@ -45,7 +45,8 @@ class NoiseFeatures(NamedTuple):
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    The loss of an example is -log p(y | f) times its weight. Continuous targets are taken less their mean. All vectors here are in weight space; solvers see them through ``operators.py``.
+    The loss of an example is -log p(y | f) times its weight. Continuous targets are taken less
+    their mean. All vectors here are in weight space; solvers see them through ``operators.py``.
     """
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
@@ -87,7 +88,8 @@ class Problem:
     def noise_features(
         self, num_samples: int, seed: int, with_squares: bool = True
     ) -> NoiseFeatures:
-        """Return η, s² and facts about continuous targets, from one pass; the problem is not changed.
+        """Return η, s² and facts about continuous targets, from one pass; the problem is not
+        changed.
 
         The noise is keyed by (seed, row). Without ``with_squares``, s² is 0.
         """
@@ -111,9 +113,10 @@ class Problem:
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
             found = {"eta": product}
             if with_squares:
-                # By factors of J the gradients of single examples are known, and the sum is exact, over unit columns
-                # if they are no more than samples. Other weights have the squares of sums over up to 32 examples: the
-                # same expectation, since the draws of examples are independent.
+                # By factors of J the gradients of single examples are known, and the sum is exact,
+                # over unit columns if they are no more than samples. Other weights have the squares
+                # of sums over up to 32 examples: the same expectation, since the draws of examples
+                # are independent.
                 if (outputs := at[0].numel()) <= num_samples:
                     # no index of a list, which a GPU would be waited for
                     eye = num_samples**0.5 * torch.eye(outputs, dtype=at.dtype, device=at.device)
@@ -140,8 +143,8 @@ class Problem:
     ) -> list[Any]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C).
 
-        If ``take`` is given, its values at these three are returned, and nothing else is kept. It may
-        be called again if memory runs out in it. Without w, see ``features``.
+        If ``take`` is given, its values at these three are returned, and nothing else is kept. It
+        may be called again if memory runs out in it. Without w, see ``features``.
         """
         found: list[Any] = []
 
@@ -165,7 +168,8 @@ class Problem:
     def features(
         self, take: Callable[[Batch, Tensor, Tensor], Any]
     ) -> list[tuple[Batch, Tensor, Tensor]] | None:
-        """Return what ``take`` keeps of each of this rank's batches, f and the features of a last layer, (1, B, ..., D).
+        """Return what ``take`` keeps of each of this rank's batches, f and the features of a last
+        layer, (1, B, ..., D).
 
         None if the parameters are not those of one last linear layer, on any rank.
         """
@@ -175,7 +179,8 @@ class Problem:
         return found if self.data.group.meet(None not in found, all) else None
 
     def minibatch_products(self) -> Iterator[Product]:
-        """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are in one."""
+        """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are
+        in one."""
         for batch in self.sweep.batches(in_step=True):
             yield partial(self.ggn_product, batch=batch)
 
@@ -188,7 +193,8 @@ class Problem:
 
     @property
     def shift(self) -> Tensor | None:
-        """The part of the constant on which H depends, and which is not taken from the targets; None: 0."""
+        """The part of the constant on which H depends, and which is not taken from the targets;
+        None: 0."""
         if self.moments is None or self.likelihood.is_quadratic:
             return None
         mean, variance = self.moments

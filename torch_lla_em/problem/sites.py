@@ -1,4 +1,5 @@
-"""The labelled sites (pixels, tokens) of dense outputs as rows with weights; if they are many, some at random."""
+"""The labelled sites (pixels, tokens) of dense outputs as rows with weights; if they are many, some
+at random."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from torch_lla_em.problem.sweep import FEW
 from torch_lla_em.runtime import normals
 
 KEPT_OUTPUTS = 262_144
-"""Number of outputs of all examples above which labelled sites become rows, and most outputs of these."""
+"""Number of outputs of all examples above which labelled sites become rows, and most outputs of
+these."""
 
 
 class Sites(NamedTuple):
-    """One site at random of each stratum of the labelled sites of an example, of as many strata as there is room for.
+    """One site at random of each stratum of the labelled sites of an example, of as many strata as
+    there is room for.
 
-    A sum over them with weights 1 / share is an unbiased estimate of that over all labelled sites, and exact if all are
-    kept. They are keyed by the example, so that they are the same in every pass and on every rank.
+    A sum over them with weights 1 / share is an unbiased estimate of that over all labelled sites,
+    and exact if all are kept. They are keyed by the example, so that they are the same in every
+    pass and on every rank.
     """
 
     share: float
@@ -47,7 +51,8 @@ class Sites(NamedTuple):
         return rows, f.flatten(0, -2)[at], Jw.flatten(1, -2)[:, at.to(Jw.device)]
 
     def of(self, problem: Problem, batch: Batch, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the numbers of the rows, the places of their sites in the batch, and their weights, each (n,)."""
+        """Return the numbers of the rows, the places of their sites in the batch, and their
+        weights, each (n,)."""
         counts = counted(problem, batch, f)
         order = (counts == 0).to(torch.uint8).argsort(dim=1, stable=True)
         labelled = (counts != 0).sum(1, keepdim=True)
@@ -74,7 +79,8 @@ def counted(problem: Problem, batch: Batch, f: Tensor) -> Tensor:
 
 
 def sites_of(problem: Problem, seed: int) -> Sites | None:
-    """Return the sites that become rows, or None if the outputs are few, have one site each, or are continuous."""
+    """Return the sites that become rows, or None if the outputs are few, have one site each, or are
+    continuous."""
     data, model = problem.data, problem.linear_model
     if data.facts.num_outputs <= KEPT_OUTPUTS or problem.likelihood.real_valued:
         return None

@@ -15,22 +15,24 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
 Kind = tuple[int | str, ...]
-"""The shape of a sum, in which "K" are the columns and "P" the parameters; without "P" it is in float64."""
+"""The shape of a sum, in which "K" are the columns and "P" the parameters; without "P" it is in
+float64."""
 
 BLOCK: Kind = ("K", "P")
 VECTOR: Kind = ("P",)
-"""A sum over examples of squared gradients; without factors of J, of squares of sums over a few examples."""
+"""A sum over examples of squared gradients; without factors of J, of squares of sums over a few
+examples."""
 
 SCALAR: Kind = ()
 
 OUTPUTS = (
-    "The network's outputs on batch {} are not finite. Remove examples with NaN or infinite inputs; if there are "
-    "none, check the weights of the network."
+    "The network's outputs on batch {} are not finite. Remove examples with NaN or infinite "
+    "inputs; if there are none, check the weights of the network."
 )
 _INFLUENCE = (
-    "The network's outputs for an example change by {:.0%} with the other examples in its batch, and so do predictions. "
-    "Let layers use running statistics, as BatchNorm with track_running_stats=True, or always predict with batches "
-    "like those of the fit."
+    "The network's outputs for an example change by {:.0%} with the other examples in its batch, "
+    "and so do predictions. Let layers use running statistics, as BatchNorm with "
+    "track_running_stats=True, or always predict with batches like those of the fit."
 )
 _IN_LATER_PASS = (
     "The network's outputs, or their derivatives, are not finite, although they were in the first "
@@ -38,15 +40,16 @@ _IN_LATER_PASS = (
     "without a derivative, for example a norm at 0, needs a small constant, as in sqrt(x + 1e-12)."
 )
 _NO_ROOM = (
-    "One column of {} examples of batch {} does not fit into memory ({}). It needs a forward pass with its activations, "
-    "and 2 P numbers ({:.2g} GB for P = {}). Use smaller batches or inputs, fewer parameters in the posterior "
-    '(parameters="last_layer", or name patterns), fewer samples, or keep their vectors on the CPU '
-    '(compute=Compute(vectors="cpu")).'
+    "One column of {} examples of batch {} does not fit into memory ({}). It needs a forward pass "
+    "with its activations, and 2 P numbers ({:.2g} GB for P = {}). Use smaller batches or inputs, "
+    'fewer parameters in the posterior (parameters="last_layer", or name patterns), fewer samples, '
+    'or keep their vectors on the CPU (compute=Compute(vectors="cpu")).'
 )
 
 _OF_LAST_LAYERS = (
-    "The time of a fit of a last layer is not that of its few passes: it is that of products of the features with "
-    "directions, and grows with examples, classes and samples. Compute(budget=seconds) limits it."
+    "The time of a fit of a last layer is not that of its few passes: it is that of products of "
+    "the features with directions, and grows with examples, classes and samples. "
+    "Compute(budget=seconds) limits it."
 )
 
 FEW = 8
@@ -67,11 +70,13 @@ Contributions = Mapping[str, Tensor | Pulled]
 Add = Callable[[Rows, Batch, Tensor], Contributions]
 """(rows, batch, columns w) -> what the batch contributes to the sums for these columns, by name.
 
-The sweep adds it after the call has returned, so that nothing counts twice if memory runs out in it."""
+The sweep adds it after the call has returned, so that nothing counts twice if memory runs out in
+it."""
 
 
 class Plan(NamedTuple):
-    """What passes keep to, and the memory and time of a fit; replaced, never changed, if memory runs out."""
+    """What passes keep to, and the memory and time of a fit; replaced, never changed, if memory
+    runs out."""
 
     device: torch.device
     """Device on which vectors are stored."""
@@ -79,8 +84,8 @@ class Plan(NamedTuple):
     rows: float = inf
     columns: int | None = None
     group: int | None = None
-    """Largest numbers of examples, and of columns of a product, that are computed at once, and of columns that are on
-    the device at once, if vectors are stored elsewhere; None: all."""
+    """Largest numbers of examples, and of columns of a product, that are computed at once, and of
+    columns that are on the device at once, if vectors are stored elsewhere; None: all."""
 
     batches: float = 0.0
     factors: float = 0.0
@@ -90,24 +95,27 @@ class Plan(NamedTuple):
     size: int = 0
     vectors: float = 0.0
     free: float = 0.0
-    """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are stored."""
+    """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are
+    stored."""
 
     example: Ways = Ways()
     """What an example takes."""
 
     memory: tuple[float, float] | None = None
-    """The peak in bytes: of most fits like it within a factor of two, and with three times the passes."""
+    """The peak in bytes: of most fits like it within a factor of two, and with three times the
+    passes."""
 
     pass_seconds: float | None = None
     is_last_layer: bool = False
-    """Seconds of a pass, and whether the fit is that of a last layer, whose time is not that of passes."""
+    """Seconds of a pass, and whether the fit is that of a last layer, whose time is not that of
+    passes."""
 
     def __str__(self) -> str:
         expected, most = self.memory or (self.vectors, 2 * self.vectors)
         words = (
-            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about {expected / 1e9:.2g} GB of "
-            f"memory on {self.device}, and up to {most / 1e9:.2g} GB if it needs three times the usual passes; "
-            f"{self.free / 1e9:.3g} GB are free."
+            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about "
+            f"{expected / 1e9:.2g} GB of memory on {self.device}, and up to {most / 1e9:.2g} GB if "
+            f"it needs three times the usual passes; {self.free / 1e9:.3g} GB are free."
         )
         if self.pass_seconds is None:
             return words
@@ -115,7 +123,8 @@ class Plan(NamedTuple):
 
 
 class Sweep:
-    """Takes passes over the data; if memory runs out, with fewer columns at a time, then with fewer examples."""
+    """Takes passes over the data; if memory runs out, with fewer columns at a time, then with fewer
+    examples."""
 
     def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
         self.linear_model, self.data, self._likelihood = linear_model, data, likelihood
@@ -124,13 +133,15 @@ class Sweep:
 
         self._alone: bool | None = None
         self._factors: dict[tuple[int, int], Rows] = {}
-        """Factors of J of batches that are kept; they save a CNN three quarters of the time of a fit."""
+        """Factors of J of batches that are kept; they save a CNN three quarters of the time of a
+        fit."""
 
         self.columns = 0.0
         """Columns that have gone through all data."""
 
         self._checks: list[tuple[Tensor, Exception | None]] = []
-        """Whether tensors of this pass are finite, read once, at its end, and the errors if they are not."""
+        """Whether tensors of this pass are finite, read once, at its end, and the errors if they
+        are not."""
 
         self.begun_with = NetworkState(linear_model.network)
         """What the network was at the start, and has to be until the end."""
@@ -147,8 +158,9 @@ class Sweep:
     ) -> Sums:
         """Return sums of these kinds over all batches of all ranks, or over one batch of each.
 
-        The columns are w, (K, P), or the numbers of samples, (K,). Without sums, ``add`` gets all columns at once.
-        ``weight`` is what a column counts: a product with G is 1, one with J or its transpose half of it.
+        The columns are w, (K, P), or the numbers of samples, (K,). Without sums, ``add`` gets all
+        columns at once. ``weight`` is what a column counts: a product with G is 1, one with J or
+        its transpose half of it.
         """
         model, group, plan = self.linear_model, self.data.group, self.plan
         if kinds and len(w) > (plan.group or len(w)):  # one pass for each group of columns
@@ -230,7 +242,8 @@ class Sweep:
         return rows
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
-        """Halve the number of columns or examples that are processed at once; raise if not possible."""
+        """Halve the number of columns or examples that are processed at once; raise if not
+        possible."""
         model, size = self.linear_model, (len(piece.rows) + 1) // 2
         if model.factored:
             self._factors.clear()
@@ -252,7 +265,8 @@ class Sweep:
         return DoesNotFit(words)
 
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
-        """Yield the batches of one pass, each inside the network's guard: other threads wait for one batch."""
+        """Yield the batches of one pass, each inside the network's guard: other threads wait for
+        one batch."""
         self._checks = []
         for whole in self.data.batches(in_step):
             with self.linear_model.network.guarded():
@@ -314,7 +328,8 @@ class Sweep:
         return pieces if len(pieces) > 1 and self.stand_alone(whole) else [whole]
 
     def stand_alone(self, whole: Batch) -> bool:
-        """Whether the outputs of two examples are the same alone as among four, or of one as among two."""
+        """Whether the outputs of two examples are the same alone as among four, or of one as among
+        two."""
         model, size = self.linear_model, 2 if len(whole.rows) > 3 else 1
         if self._alone is None and len(whole.rows) > 1:
             piece, more = next(whole.split(size)), next(whole.split(2 * size))
@@ -357,7 +372,8 @@ def _sum_up(sums: Sums, contributions: Contributions) -> None:
 
 
 def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = False) -> str:
-    """Return what is known of the time of a fit whose passes take so long; "" if only long fits are of interest."""
+    """Return what is known of the time of a fit whose passes take so long; "" if only long fits are
+    of interest."""
     (least, most), remedy = _PASSES, ""
     if is_last_layer:  # a few passes, whose products are those of features
         return "" if only_long else _OF_LAST_LAYERS
@@ -365,7 +381,10 @@ def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = Fals
         remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
     elif only_long:
         return ""
-    return f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to {most}.{remedy}"
+    return (
+        f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to "
+        f"{most}.{remedy}"
+    )
 
 
 def duration(seconds: float) -> str:

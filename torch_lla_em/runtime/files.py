@@ -1,4 +1,5 @@
-"""Files of tensors and records, with checksums, and what they are compared with: settings as text."""
+"""Files of tensors and records, with checksums, and what they are compared with: settings as
+text."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> Non
 
 
 def _record_types() -> list[Any]:
-    """Return the NamedTuples of this package, the only classes that files may hold besides tensors."""
+    """Return the NamedTuples of this package, the only classes that files may hold besides
+    tensors."""
     package = __name__.partition(".")[0]
     modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
     types = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
@@ -136,7 +138,8 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def read(path: str | PathLike, kind: str) -> dict[str, Any]:
-    """Return the tensors of a saved "posterior", "ensemble" or "student"; raise an error if the file holds none."""
+    """Return the tensors of a saved "posterior", "ensemble" or "student"; raise an error if the
+    file holds none."""
     state = contents_of(path, (), f"Pass a file of {_SAVED_BY[kind]}.save.")
     check(state, kind)
     return state
@@ -153,8 +156,8 @@ def check(state: Any, kind: str) -> None:
         found = "another program: it has no version key"
     if found != kind:
         raise ValueError(
-            f"This state is that of {_SAVED_BY.get(found, found)}, not of {_SAVED_BY[kind]}: pass what the latter has "
-            "saved, or returned as state_dict()."
+            f"This state is that of {_SAVED_BY.get(found, found)}, not of {_SAVED_BY[kind]}: pass "
+            "what the latter has saved, or returned as state_dict()."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:

@@ -34,7 +34,8 @@ class Group:
             self._is_shared = True
 
     def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Return ``merge`` of the list of all ranks' picklable values; its error is raised on all of them."""
+        """Return ``merge`` of the list of all ranks' picklable values; its error is raised on all
+        of them."""
         every: list[Any] = [value] * self.size
         if self._is_shared:
             dist.all_gather_object(every, value)
@@ -56,7 +57,8 @@ class Group:
         return own
 
     def fail(self, error: Exception) -> None:
-        """Raise an error on the other ranks where they meet next: this one fails, and is not there."""
+        """Raise an error on the other ranks where they meet next: this one fails, and is not
+        there."""
         fault = Fault(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # others may have died, but this rank's own error is raised
             if self._is_shared:
@@ -71,7 +73,8 @@ class Group:
         return total
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and dtype are free."""
+        """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and
+        dtype are free."""
         if not self._is_shared:
             return rows
         forms = self.meet((len(rows), rows.shape[1:], rows.dtype), list)
@@ -94,7 +97,8 @@ class Group:
 
 
 def group_of(shard: str | None = "data") -> Group:
-    """Return the initialised process group, once all ranks are here; without one, or if ``shard`` is None, this process."""
+    """Return the initialised process group, once all ranks are here; without one, or if ``shard``
+    is None, this process."""
     if shard is None or not dist.is_available() or not dist.is_initialized():
         return Group()
     is_shared = dist.get_world_size() > 1

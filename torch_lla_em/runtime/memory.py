@@ -16,8 +16,8 @@ import torch
 
 from torch_lla_em.runtime.group import Group
 
-# out-of-memory errors of the CPU's allocator, and of libraries, whose handles take memory of the GPU; the last two
-# are also raised for layers that are not supported, then for a single example too
+# out-of-memory errors of the CPU's allocator, and of libraries, whose handles take memory of the
+# GPU; the last two are also raised for layers that are not supported, then for a single example too
 _WORDS = re.compile(
     "can't allocate memory|not enough memory|std::bad_alloc|CUDA error: out of memory"
     "|ALLOC_FAILED|ALLOCATION_FAILED|_STATUS_NOT_INITIALIZED"
@@ -88,7 +88,8 @@ def container_room(
 ) -> float:
     """Return the bytes left below the limits of a container or job, infinity without one.
 
-    These are the limits of this process's control group (of version 2) and of all groups that it is in.
+    These are the limits of this process's control group (of version 2) and of all groups that it is
+    in.
     """
     folder, room = mount, inf
     with suppress(OSError):

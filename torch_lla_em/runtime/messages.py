@@ -27,8 +27,10 @@ def report(kind: Literal["log", "warn"], text: str) -> None:
     It is stored first, whatever the settings of ``logging`` and ``warnings``.
 
     Args:
-        kind (str): "log" for what happens while a program runs; "warn" for what the user's code should change.
-        text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is collected.
+        kind (str): "log" for what happens while a program runs; "warn" for what the user's code
+            should change.
+        text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is
+            collected.
     """
     lists = _LISTS.get()
     told = bool(lists) and all(text in messages for messages in lists)

@@ -1,4 +1,5 @@
-"""Contexts for what belongs to the whole process: precision of matrix products, and turns of threads."""
+"""Contexts for what belongs to the whole process: precision of matrix products, and turns of
+threads."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Turns:
-    """A reentrant lock for one thread at a time, in turns: a holder that comes back waits for the next in line."""
+    """A reentrant lock for one thread at a time, in turns: a holder that comes back waits for the
+    next in line."""
 
     def __init__(self) -> None:
         self._lock, self._next = threading.Lock(), threading.Lock()

@@ -24,10 +24,12 @@ PRIORS: dict[str, bool | None] = {"scalar": None, "g": True, "isotropic": False}
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a batch becomes outputs and targets, where ``model(inputs)`` and (inputs, targets) do not tell.
+    """How a batch becomes outputs and targets, where ``model(inputs)`` and (inputs, targets) do not
+    tell.
 
     Example:
-        >>> la = LinearisedLaplace(model, "classification", adapter=Adapter(targets=lambda batch: batch["kind"]))
+        >>> adapter = Adapter(targets=lambda batch: batch["kind"])
+        >>> la = LinearisedLaplace(model, "classification", adapter=adapter)
     """
 
     outputs: Callable[[nn.Module, Any], Tensor] | None = None
@@ -60,32 +62,33 @@ class Compute:
     a few at a time are copied to the device. Default "auto": on the device if they fit."""
 
     span_memory: float | None = None
-    """Largest size in bytes of the span of directions that a fit stores. Default None: half of the free
-    memory of the device of the samples. A fit whose span does not fit continues with block CG."""
+    """Largest size in bytes of the span of directions that a fit stores. Default None: half of the
+    free memory of the device of the samples. A fit whose span does not fit continues with block
+    CG."""
 
     keep_data: bool = True
-    """Whether to join small batches, and to keep the batches on the device if they fit into a quarter
-    of its memory. Default True. False takes the batches from the loader in every pass."""
+    """Whether to join small batches, and to keep the batches on the device if they fit into a
+    quarter of its memory. Default True. False takes the batches from the loader in every pass."""
 
     checkpoint: str | PathLike[str] | None = None
-    """Folder to which the state is saved every few steps. If the process is killed, the same fit resumes from it.
-    Default None."""
+    """Folder to which the state is saved every few steps. If the process is killed, the same fit
+    resumes from it. Default None."""
 
     budget: float | None = None
-    """Seconds after which a fit ends with the posterior that it has reached, and a warning. With ``checkpoint``, the
-    same fit goes on from there. Default None."""
+    """Seconds after which a fit ends with the posterior that it has reached, and a warning. With
+    ``checkpoint``, the same fit goes on from there. Default None."""
 
     shard: Literal["data"] | None = "data"
-    """How an initialised process group is used. "data" (default): ranks share the batches. None: every rank fits on
-    its own."""
+    """How an initialised process group is used. "data" (default): ranks share the batches. None:
+    every rank fits on its own."""
 
     solver: Any = None
-    """``BlockCG()`` or ``SGD()``. Default None: a span of directions for one prior precision if memory allows, else
-    an iterative solver."""
+    """``BlockCG()`` or ``SGD()``. Default None: a span of directions for one prior precision if
+    memory allows, else an iterative solver."""
 
     tolerance: float | None = None
-    """Numerical error of the samples in posterior standard deviations. Default None: a quarter of their Monte Carlo
-    error, 0.03 for 32 samples."""
+    """Numerical error of the samples in posterior standard deviations. Default None: a quarter of
+    their Monte Carlo error, 0.03 for 32 samples."""
 
     def __post_init__(self) -> None:
         draws = is_dataclass(self.solver) and callable(getattr(self.solver, "solve", None))
@@ -118,7 +121,8 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
 
 
 def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> None:
-    """Raise an error for arguments that are not known, with what replaces those of earlier versions."""
+    """Raise an error for arguments that are not known, with what replaces those of earlier
+    versions."""
     for name in given:
         if name not in former:
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
@@ -128,7 +132,8 @@ def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> 
 def require(
     holds: bool, name: str, value: Any, words: str, error: type[Exception] = ValueError
 ) -> None:
-    """Raise an error if the value of an argument is not allowed, or its type: then a ``TypeError``."""
+    """Raise an error if the value of an argument is not allowed, or its type: then a
+    ``TypeError``."""
     if not holds:
         text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
         raise error(f"{name} must be {words}, not {text}.")

@@ -1,4 +1,5 @@
-"""BFGS from a quadratic model of the loss, for problems that are small enough for dense matrices."""
+"""BFGS from a quadratic model of the loss, for problems that are small enough for dense
+matrices."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ def _itself(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BFGS:
-    """Minimises a convex loss(x) + ½‖x‖² by BFGS, which begins with the Hessian of a quadratic model of the loss."""
+    """Minimises a convex loss(x) + ½‖x‖² by BFGS, which begins with the Hessian of a quadratic
+    model of the loss."""
 
     values: Tensor
     vectors: Tensor
-    """The eigenvalues, (P,), and eigenvectors, (P, P), of the model's Hessian: a search computes in these."""
+    """The eigenvalues, (P,), and eigenvectors, (P, P), of the model's Hessian: a search computes in
+    these."""
 
     tolerance: float
     """‖∇‖ / ‖x‖ at the end of a search."""
@@ -37,17 +40,20 @@ class BFGS:
     """Largest number of steps."""
 
     is_exact: bool = False
-    """Whether the loss is its model, so that every step is taken as it is; a second step corrects the rounding of the first."""
+    """Whether the loss is its model, so that every step is taken as it is; a second step corrects
+    the rounding of the first."""
 
     agreed: Callable[[Tensor], Tensor] = _itself
-    """A function that returns the tensor of rank 0, so that ranks that round differently take the same steps."""
+    """A function that returns the tensor of rank 0, so that ranks that round differently take the
+    same steps."""
 
     def minimise(self, loss: ConvexLoss, start: Tensor) -> Minimum:
         """Return the minimum of loss(x) + ½‖x‖² from a start, (P,)."""
         inverse, most = (1 / (self.values + 1)).diag(), 2 if self.is_exact else self.max_passes
 
         def at(c: Tensor) -> tuple[float, float, Tensor]:
-            """Return the loss, the objective and its gradient, for coordinates in the eigenvectors."""
+            """Return the loss, the objective and its gradient, for coordinates in the
+            eigenvectors."""
             value, gradient = loss.value_and_gradient(self.vectors @ c)
             both = torch.cat([gradient @ self.vectors, gradient.new_tensor([value])])
             both, value = self.agreed(both).split([len(c), 1])
@@ -81,7 +87,8 @@ class BFGS:
 
 
 def _updated(inverse: Tensor, step: Tensor, change: Tensor) -> Tensor:
-    """Return the inverse Hessian after a step and the change of the gradient, or as it is if the curvature is rounding."""
+    """Return the inverse Hessian after a step and the change of the gradient, or as it is if the
+    curvature is rounding."""
     curvature = (step @ change).item()
     if curvature <= 1e-12 * (step.norm() * change.norm()).item():
         return inverse
@@ -92,7 +99,8 @@ def _updated(inverse: Tensor, step: Tensor, change: Tensor) -> Tensor:
 
 
 def _shorter(down: float, rise: float) -> float:
-    """Return the share of a step at which the slope along it vanishes, if it is linear, from slopes -down and rise.
+    """Return the share of a step at which the slope along it vanishes, if it is linear, from slopes
+    -down and rise.
 
     It is between .05 and .5, also where the objective is not finite.
     """

@@ -29,14 +29,15 @@ _OR_ROUNDING = (
 class BlockCG:
     """Block conjugate gradients: solves (A + I) X = B for all rows of B, one product per iteration.
 
-    The residual is stored as coefficients times an orthonormal basis (Dubrulle's QR form). Directions
-    are removed from the basis when columns converge or become linearly dependent. When the
-    recursion has converged, the true residual is computed; if it is larger, the iteration restarts.
-    With a preconditioner M the basis is orthonormal in the inner product ⟨a, M b⟩, and the error and
-    the certificate are what they are without.
+    The residual is stored as coefficients times an orthonormal basis (Dubrulle's QR form).
+    Directions are removed from the basis when columns converge or become linearly dependent. When
+    the recursion has converged, the true residual is computed; if it is larger, the iteration
+    restarts. With a preconditioner M the basis is orthonormal in the inner product ⟨a, M b⟩, and
+    the error and the certificate are what they are without.
 
     Example:
-        >>> la = LinearisedLaplace(model, "classification", compute=Compute(solver=BlockCG(tolerance=1e-3)))
+        >>> compute = Compute(solver=BlockCG(tolerance=1e-3))
+        >>> la = LinearisedLaplace(model, "classification", compute=compute)
     """
 
     tolerance: float = 1e-2
@@ -46,8 +47,8 @@ class BlockCG:
     """Largest number of products with A; it stops with a warning. Default 200."""
 
     preconditioner: Product | None = None
-    """A function from (K, P) to (K, P) that multiplies by an approximation of (A + I)⁻¹, symmetric and positive
-    definite. Default None: the identity."""
+    """A function from (K, P) to (K, P) that multiplies by an approximation of (A + I)⁻¹, symmetric
+    and positive definite. Default None: the identity."""
 
     def __post_init__(self) -> None:
         check_positive(type(self).__name__, tolerance=self.tolerance, max_passes=self.max_passes)
@@ -55,10 +56,12 @@ class BlockCG:
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
 
-        It stops when the true residual meets the tolerance or stops decreasing, or after the last pass.
+        It stops when the true residual meets the tolerance or stops decreasing, or after the last
+        pass.
 
         Args:
-            product (Operator): The product X -> A X of (K, P), with its relative ``rounding`` error.
+            product (Operator): The product X -> A X of (K, P), with its relative ``rounding``
+                error.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at 0.
 
@@ -119,20 +122,22 @@ class BlockCG:
         return x, passes
 
     def _basis(self, residual: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return an orthonormal basis of a residual, its product with the preconditioner, and coefficients."""
+        """Return an orthonormal basis of a residual, its product with the preconditioner, and
+        coefficients."""
         if self.preconditioner is None:
             return orthonormalise_by(residual, residual, floor)
         images = self.preconditioner(residual)
         if (dots(residual, images) < 0).any():
             raise FaultyProductError(
-                "The preconditioner is not positive definite: ⟨r, M r⟩ is negative for a residual r. Check that it "
-                "approximates the inverse of A + I, and that it is symmetric."
+                "The preconditioner is not positive definite: ⟨r, M r⟩ is negative for a residual "
+                "r. Check that it approximates the inverse of A + I, and that it is symmetric."
             )
         return orthonormalise_by(residual, images, floor)
 
 
 def _symmetric(product: Tensor, allowed: Tensor) -> Tensor:
-    """Return Dᵀ (A + I) D made symmetric; raise an error if it is not definite, or its asymmetry larger than allowed."""
+    """Return Dᵀ (A + I) D made symmetric; raise an error if it is not definite, or its asymmetry
+    larger than allowed."""
     if not torch.isfinite(product).all():
         raise DivergenceError("A product with G is not finite: check the model's outputs.")
     exact = 0.5 * (product + product.T)

@@ -37,7 +37,8 @@ class Newton:
     """Bound on ‖∇‖ / ‖x‖, the relative error of x. Default 0.01."""
 
     max_passes: int = 500
-    """Largest number of gradients and products together; ``optimise_MAP`` warns if it is not enough. Default 500."""
+    """Largest number of gradients and products together; ``optimise_MAP`` warns if it is not
+    enough. Default 500."""
 
     forcing: float = 0.1
     """Residual at which a Newton step is accepted, relative to ‖∇‖. Default 0.1; 0 for a quadratic
@@ -89,7 +90,8 @@ class Newton:
                         "Newton's method cannot decrease the loss. Check that the inputs are "
                         "scaled as in training (the outputs may be so large that the loss is "
                         "rounded), that the gradient and H of the likelihood belong to its "
-                        "log_prob, and that neither the model nor the data change from pass to pass."
+                        "log_prob, and that neither the model nor the data change from pass to "
+                        "pass."
                     )
             stuck = new_total >= total and norm(gradient + trial) >= size
             stuck |= fraction < _SHORTEST
@@ -106,7 +108,8 @@ def conjugate_gradients(
     enough: Callable[[Tensor, float], bool],
     max_passes: int,
 ) -> tuple[Tensor, int]:
-    """Return x with (A + I) x ≈ b as soon as ``enough(x, ‖residual‖)``, and the number of products."""
+    """Return x with (A + I) x ≈ b as soon as ``enough(x, ‖residual‖)``, and the number of
+    products."""
     x, residual = torch.zeros_like(b), b.clone()
     direction, rho, passes = residual.clone(), dot(residual, residual), 0
     while passes < max_passes and not enough(x, norm(residual)):

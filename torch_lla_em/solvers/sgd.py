@@ -13,7 +13,8 @@ from torch_lla_em.solvers.space import norm
 
 @dataclass(frozen=True)
 class SGD:
-    """The paper's solver: minimises ½⟨x, A x⟩ + ½‖x - b‖² with one step for each batch of the loader.
+    """The paper's solver: minimises ½⟨x, A x⟩ + ½‖x - b‖² with one step for each batch of the
+    loader.
 
     The random probes of the targets are part of b (the paper's L'), so minibatches add no noise.
     Use it for comparisons with the paper; the default needs fewer passes and no step size.
@@ -43,7 +44,8 @@ class SGD:
         """Solve (A + I) X = B.
 
         Args:
-            product (Batched): The product with A, which has the products of batches, ``minibatches()``, and ``num_steps()``.
+            product (Batched): The product with A, which has the products of batches,
+                ``minibatches()``, and ``num_steps()``.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
 
@@ -60,7 +62,8 @@ class SGD:
         last = self.epochs * num_batches
         for _ in range(self.epochs):
             for batch_product in product.minibatches():
-                # every batch is used once per epoch, so batches of different sizes have equal weights
+                # every batch is used once per epoch, so batches of different sizes have equal
+                # weights
                 ahead = x + self.momentum * velocity
                 gradient = num_batches * batch_product(ahead) + ahead - b
                 fade = 1 - count / last  # the last step has a size, too
@@ -69,9 +72,9 @@ class SGD:
                 count += 1
             if not norm(x) <= 10 * bound + 1:
                 raise DivergenceError(
-                    f"SGD diverged: from ‖x‖ = {norm(start):.1e} it went to {norm(x):.1e}, where the "
-                    f"solution has at most {bound:.1e}. Lower its learning_rate (now {rate:.1e}), or "
-                    "use the default solver, which needs none."
+                    f"SGD diverged: from ‖x‖ = {norm(start):.1e} it went to {norm(x):.1e}, where "
+                    f"the solution has at most {bound:.1e}. Lower its learning_rate (now "
+                    f"{rate:.1e}), or use the default solver, which needs none."
                 )
         found = Solution.of(b, x, b - x - product(x))
         return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)

@@ -152,8 +152,8 @@ _NEARLY = 1.1
 def is_accurate(error: float, tolerance: float) -> bool:
     """Whether an error counts as within the tolerance.
 
-    It is the one criterion of warnings and of what is printed. The error is relative to γ, which has
-    estimators that differ by some per cent.
+    It is the one criterion of warnings and of what is printed. The error is relative to γ, which
+    has estimators that differ by some per cent.
     """
     return error <= _NEARLY * tolerance
 

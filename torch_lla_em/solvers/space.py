@@ -71,7 +71,8 @@ def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
 def orthonormalise_by(
     rows: Tensor, images: Tensor, floor: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a basis (r, P) that is orthonormal in the inner product ⟨a, M b⟩, its images M b, and coefficients (m, r).
+    """Return a basis (r, P) that is orthonormal in the inner product ⟨a, M b⟩, its images M b, and
+    coefficients (m, r).
 
     ``images`` are those of the rows, M x, with a symmetric, positive definite M.
     """

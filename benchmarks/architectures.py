@@ -40,7 +40,7 @@ class Model(nn.Module):
     def __init__(self, forward, *layers):
         super().__init__()
         self.call = forward
-        for name, layer in zip("abc", layers):
+        for name, layer in zip("abc"[: len(layers)], layers, strict=True):
             setattr(self, name, layer)
 
     def forward(self, *args):

@@ -59,7 +59,7 @@ class Problem(NamedTuple):
         return self._replace(network=self.network.to(device), x=x, y=y)
 
     def loader(self, batch: int = BATCH) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.x.split(batch), self.y.split(batch)))
+        return list(zip(self.x.split(batch), self.y.split(batch), strict=True))
 
 
 def mlp(rows: int = 3000, width: int = 200, classes: int = 5) -> Problem:
@@ -251,7 +251,7 @@ def served(problem: Problem, la: LinearisedLaplace) -> dict[str, float]:
     for rows in (1, 8):
         x, taken = problem.x[:rows], ([], [])
         for _ in range(7):  # in turns, since others may use the machine
-            for times, run in zip(taken, (program, problem.network)):
+            for times, run in zip(taken, (program, problem.network), strict=True):
                 times.append(seconds(lambda run=run: [run(x) for _ in range(10)], 2))
         found[f"served {rows}"] = min(taken[0]) / (5 * min(taken[1]))
     return found

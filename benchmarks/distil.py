@@ -89,7 +89,7 @@ def run(name: str, seed: int, quick: bool) -> Iterator[dict]:
     training = time.process_time() - clock
     if task.classes:
         others = [train(task, 1000 * seed + number, epochs) for number in range(1, 5)]
-    for at, (stage, network) in enumerate(zip(("early", "on"), networks)):
+    for at, (stage, network) in enumerate(zip(("early", "on"), networks, strict=True)):
         several = [network.eval(), *(pair[at].eval() for pair in others)]
         common = {"task": name, "kind": kind, "network": stage}
         for method, record in compared(task, several, quick):

@@ -70,7 +70,7 @@ class System:
     @torch.no_grad()
     def _product_at(self, x: Tensor, w: Tensor) -> Tensor:
         sizes = [p.numel() for p in self.weights.values()]
-        pieces = zip(self.weights.items(), w.split(sizes, dim=1))
+        pieces = zip(self.weights.items(), w.split(sizes, dim=1), strict=True)
         tangents = {name: part.view(len(w), *p.shape) for (name, p), part in pieces}
         outputs = lambda weights: self._outputs(weights, x)  # noqa: E731
         f, pull = vjp(outputs, self.weights)
@@ -166,7 +166,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     network = convolutional([1, 12, 24], [96, 32, 10])
     optimiser = torch.optim.Adam(network.parameters(), 2e-3, weight_decay=1e-4)
     descend(network, (x, y), args.epochs, optimiser, 50)
-    batches, K = list(zip(x.split(100), y.split(100))), args.num_samples
+    batches, K = list(zip(x.split(100), y.split(100), strict=True)), args.num_samples
     la = LinearisedLaplace(network, "classification", num_samples=K)
     precision = la.fit(batches, progress_bar=False).prior_precision.item()
     race = Race(System(network, batches, precision), K)

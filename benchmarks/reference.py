@@ -63,7 +63,7 @@ def scored(la: LinearisedLaplace, x: Tensor, y: Tensor) -> dict:
     """Return the NLL of the linear model alone, and of the default prediction."""
     found = {}
     for name, mean in (("nll_q", {"mean": "linear"}), ("nll", {})):
-        parts = zip(x.split(500), y.split(500))
+        parts = zip(x.split(500), y.split(500), strict=True)
         sums = [la.predict(a, **mean).log_prob(b).sum().item() for a, b in parts]
         found[name] = -sum(sums) / y.shape[0]
     return found
@@ -74,7 +74,7 @@ def tables(wanted: Wanted) -> Iterator[dict]:
     for name in filter(wanted, tasks.TUNING):
         for seed in (0, 1):
             task = tasks.task(name, seed, ROWS)
-            for stage, network in zip(("early", "on"), train(task, seed, EPOCHS)):
+            for stage, network in zip(("early", "on"), train(task, seed, EPOCHS), strict=True):
                 la = LinearisedLaplace(network, "classification", seed=seed)
                 found = timed(la, tuple(task.train))
                 yield {"name": f"{name} {stage} {seed}"} | found | scored(la, *task.test)

@@ -33,7 +33,7 @@ def scenes(images: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     rows, columns = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
     x = torch.zeros(images, size, size)
     y = torch.zeros(images, size, size, dtype=torch.long)
-    for image, kinds in zip(x, y):
+    for image, kinds in zip(x, y, strict=True):
         for _ in range(SHAPES):
             kind = int(torch.randint(1, CLASSES, (1,), generator=generator))
             row, column, radius = torch.rand(3, generator=generator).tolist()
@@ -61,12 +61,15 @@ def trained(x: Tensor, y: Tensor, epochs: int) -> tuple[UNet, float]:
 
 
 def batches(x: Tensor, y: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(BATCH), y.split(BATCH)))
+    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
 
 
 def nll(log_probs: Iterable[Tensor], y: Tensor) -> float:
     """Return the mean negative log-likelihood of a single pixel, given log-probabilities (B, C, H, W)."""
-    each = [nll_loss(part, own, reduction="sum") for part, own in zip(log_probs, y.split(BATCH))]
+    each = [
+        nll_loss(part, own, reduction="sum")
+        for part, own in zip(log_probs, y.split(BATCH), strict=True)
+    ]
     return sum(each).item() / y.numel()
 
 

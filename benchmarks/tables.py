@@ -72,7 +72,9 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
     further = 3 * epochs if "late" in args.stages else 0
     members = [train(task, 1000 * seed + i, epochs, further=further) for i in range(count)]
     trained = (time.process_time() - clock) / count * epochs / (epochs + further)
-    for variant, networks in zip(STAGES, map(list, zip(*members))):
+    for variant, networks in zip(
+        STAGES[: len(members[0])], map(list, zip(*members, strict=True)), strict=True
+    ):
         if variant not in args.stages:
             continue
         case = Case(task, networks, seed, args.ours, epochs, args.quick)

@@ -46,7 +46,8 @@ _VALUES = {
     "PBP (as reported there)": "2.57 3.16 2.04 -.90 -3.73 2.84 2.97 .97",
 }
 PUBLISHED = {
-    method: dict(zip(TABLES, map(float, values.split()))) for method, values in _VALUES.items()
+    method: dict(zip(TABLES, map(float, values.split()), strict=False))
+    for method, values in _VALUES.items()
 }
 """Test NLL of other papers over 20 canonical splits, of networks that were trained for 40 epochs."""
 

@@ -177,7 +177,7 @@ def suspicious(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     images = images if images.shape[1] in (1, 3) else images.mean(1, keepdim=True)
     images = images - images.amin((1, 2, 3), keepdim=True)
     images = images / images.amax((1, 2, 3), keepdim=True).clamp_min(1e-12)
-    for place, (i, image) in enumerate(zip(chosen.tolist(), images)):
+    for place, (i, image) in enumerate(zip(chosen.tolist(), images, strict=True)):
         left, top = place % 4, place // 4
         extent = left + 0.05, left + 0.95, top + 0.95, top + 0.3
         axes.imshow(_array(image.movedim(0, -1)), "gray", extent=extent, aspect="auto")

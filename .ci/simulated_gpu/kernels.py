@@ -85,7 +85,9 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             call = Call(self)
-            given = [call.inward(value, a.name) for value, a in zip(args, self.arguments)]
+            given = [
+                call.inward(value, a.name) for value, a in zip(args, self.arguments, strict=False)
+            ]
             named = {key: call.inward(value, key) for key, value in kwargs.items()}
             call.check(named)
             if "device" in named:

@@ -70,11 +70,13 @@ def _column(cells: Sequence[list], best: str | None, decimals: int | None) -> li
     """Return the cells of a column as text, with the best value (and its equals) in bold."""
     texts = [cell(values, decimals) for values in cells]
     numbers = [None if not v or isinstance(v[0], str) else number(mean(v), decimals) for v in cells]
-    known = [mean(values) for values, text in zip(cells, numbers) if text is not None]
+    known = [mean(values) for values, text in zip(cells, numbers, strict=True) if text is not None]
     if not best or len(known) < 2:
         return texts
     top = number((min if best == "min" else max)(known), decimals)
-    return [f"**{text}**" if value == top else text for text, value in zip(texts, numbers)]
+    return [
+        f"**{text}**" if value == top else text for text, value in zip(texts, numbers, strict=True)
+    ]
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -1,5 +1,7 @@
 """Networks for images of the shapes of MNIST, CIFAR and ImageNet, and a small U-Net."""
 
+from itertools import pairwise
+
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -58,10 +60,10 @@ def lenet(activation: type = nn.ReLU, pool: type = nn.MaxPool2d) -> nn.Module:
 def convolutional(channels: list[int], sizes: list[int]) -> nn.Module:
     """Return convolutions with pooling between these channels, then layers of these sizes."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(channels, channels[1:]):
+    for inputs, outputs in pairwise(channels):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers.append(nn.Flatten())
-    for inputs, outputs in zip(sizes, sizes[1:]):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

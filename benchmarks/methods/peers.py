@@ -153,7 +153,7 @@ def _of_laplace_torch(case: Case, la, everything: bool, link: dict) -> Predictor
         jacobians = la.backend.jacobians if everything else la.backend.last_layer_jacobians
         parts = [jacobians(part) for part in x.double().split(50)]
         moved = [torch.einsum("bcp,sp->sbc", J, w).detach() for J, _ in parts]
-        together = [f.detach() + move for (_, f), move in zip(parts, moved)]
+        together = [f.detach() + move for (_, f), move in zip(parts, moved, strict=True)]
         return torch.cat(together, dim=1).float()
 
     def predict(x: Tensor) -> Classes | Numbers:

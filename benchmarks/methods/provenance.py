@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def begin(
 def provenance(packages: tuple[str, ...]) -> dict[str, str]:
     """Return machine, versions, commit and command of this run."""
     versions = [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
-    pairs = zip(sys.argv, sys.argv[1:])  # without where the lines go
+    pairs = pairwise(sys.argv)  # without where the lines go
     arguments = [own for last, own in pairs if "--out" not in (last, own)]
     described = ["git", "describe", "--always", "--exclude=*"]
     commit = subprocess.run(described, cwd=Path(__file__).parent, capture_output=True, text=True)

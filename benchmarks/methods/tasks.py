@@ -100,7 +100,7 @@ def perceptron(sizes: list[int], activation: type = nn.ReLU) -> Callable[[], nn.
 
     def make() -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten()]
-        for inputs, outputs in zip(sizes[:-2], sizes[1:]):
+        for inputs, outputs in zip(sizes[:-2], sizes[1:-1], strict=True):
             layers += [nn.Linear(inputs, outputs), activation()]
         return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
@@ -173,7 +173,7 @@ def _raw(name: str) -> tuple[np.ndarray, list[str]]:
         [word.strip() for word in line.split(",")] for line in lines if line[:1] not in ("@", "")
     ]
     rows = [row for row in rows if not {"?", "<null>", ""} & set(row)]
-    columns = list(zip(*rows))
+    columns = list(zip(*rows, strict=True))
     features = [_column(column) for column in columns[_NO_FEATURES.get(name, 0) : -1]]
     return np.concatenate(features, 1), list(columns[-1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 import torch
@@ -65,8 +65,8 @@ class Identity:
         )
         shapes = (str([tuple(part.shape[1:]) for part in each]),)
         entries = len(batch.inputs) if is_sequence(batch.inputs) else 1
-        numbers = size, batch.targets.numel(), sum(hashes), ordered
-        self._include(Identity(*numbers, least, shapes, entries))
+        part = Identity(size, batch.targets.numel(), total=sum(hashes), ordered=ordered)
+        self._include(replace(part, least=least, shapes=shapes, num_inputs=entries))
 
     def _include(self, part: Identity) -> None:
         self.num_rows += part.num_rows

@@ -79,8 +79,8 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
     noisy, swapped = (partial(change, generator=generator) for change in (_noisy, _swapped))
     spreads = map_tensors(_spread, x)
     rows = torch.randint(number_of(x), (2, count), generator=generator, device="cpu")
-    for way, own in zip(ways, rows.tensor_split(len(ways), 1)):
-        for some, others in zip(*(numbers.split(BATCH) for numbers in own)):
+    for way, own in zip(ways, rows.tensor_split(len(ways), 1), strict=True):
+        for some, others in zip(*(numbers.split(BATCH) for numbers in own), strict=True):
             given = rows_of(x, some)
             if callable(way):
                 yield way(given)

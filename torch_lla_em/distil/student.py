@@ -170,7 +170,7 @@ class Student(Printed, nn.Module):
                 found.append(self.predict(inputs_of(batch, given)).scores_of(as_targets(y)))
         if not sum(len(scores) for scores, _ in found):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
-        unusual, errors = map(torch.cat, zip(*found))
+        unusual, errors = map(torch.cat, zip(*found, strict=True))
         self.reference = Scores(unusual, errors.sort(0).values)
         return self
 

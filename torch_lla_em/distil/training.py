@@ -190,8 +190,8 @@ def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) ->
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
     logs = known.logarithms()
     moments = [_moments(each) for each in logs]
-    mean, size = (torch.cat(each) for each in zip(*moments))
-    goals = [(values - m) / s for values, (m, s) in zip(logs, moments)]
+    mean, size = (torch.cat(each) for each in zip(*moments, strict=True))
+    goals = [(values - m) / s for values, (m, s) in zip(logs, moments, strict=True)]
     weights: list[Tensor] = [p for p in student.network.parameters() if p.requires_grad]
     if not weights:  # a user has frozen the network because its own training is over
         weights = [p.requires_grad_() for p in student.network.parameters()]
@@ -205,7 +205,7 @@ def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) ->
         own = student.predict(some.x)
         uncertainty = own.log_uncertainty * size[:n] + mean[:n]
         loss = some.divergence(likelihood, own._f, uncertainty).mean()
-        for z, goal in zip((own.log_uncertainty, own.log_scores), goals):
+        for z, goal in zip((own.log_uncertainty, own.log_scores), goals, strict=True):
             due = goal[rows]
             loss = loss + _OF_HEAD * (z - due).where(due.isfinite(), 0).square().mean()
         optimiser.zero_grad()
@@ -237,10 +237,10 @@ def _error(student: Student, known: Known) -> tuple[float, float, float]:
         found = student.predict(due.x)
         kl = due.divergence(student.likelihood, found._f, found.log_uncertainty)
         columns.append((kl.double(), found.log_uncertainty, found.log_scores))
-    kl, *own = map(torch.cat, zip(*columns))
-    uncertainty, scores = zip(own, known.logarithms())
+    kl, *own = map(torch.cat, zip(*columns, strict=True))
+    uncertainty, scores = zip(own, known.logarithms(), strict=True)
     epistemic = _rank_correlation(*(each.chunk(parts, -1)[0].flatten() for each in uncertainty))
-    least = min(_rank_correlation(*pair) for pair in zip(*(each.T for each in scores)))
+    least = min(_rank_correlation(*pair) for pair in zip(*(each.T for each in scores), strict=True))
     return kl.mean().item(), epistemic, least
 
 

@@ -130,7 +130,7 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
 
     check_is_fitted(estimator, "coefs_")
     layers: list[nn.Module] = []
-    for weight, bias in zip(estimator.coefs_, estimator.intercepts_):
+    for weight, bias in zip(estimator.coefs_, estimator.intercepts_, strict=True):
         own = torch.tensor(weight, device="cpu")
         layer = nn.Linear(len(own), own.shape[1], device="cpu", dtype=own.dtype)
         with torch.no_grad():

@@ -40,7 +40,7 @@ end by more than .0005 per example."""
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield a few rows of tensors at a time."""
-    return zip(*(tensor.split(_ROWS) for tensor in tensors))
+    return zip(*(tensor.split(_ROWS) for tensor in tensors), strict=True)
 
 
 class MixtureState(NamedTuple):
@@ -87,7 +87,9 @@ class EM:
                 r.masked_fill_(self.classes[:, None] != labels, -torch.inf)
             log_prob = r.logsumexp(0)
             r.sub_(log_prob).exp_()
-            sums = [total + part for total, part in zip(sums, self.family.sums(r, columns))]
+            sums = [
+                total + part for total, part in zip(sums, self.family.sums(r, columns), strict=True)
+            ]
             log_evidence += log_prob.sum()
         return self.weight * log_evidence, tuple(self.weight * total for total in sums)
 

@@ -247,7 +247,9 @@ def _examples(data: Rows | Iterable[Any], by_label: bool) -> tuple[Tensor, Tenso
     is_whole = isinstance(data, Tensor) or hasattr(data, "__array__")
     batches: Iterable[Any] = [data] if is_whole else data
     parts = [_batch(batch, by_label) for batch in batches]
-    x, labels = map(torch.cat, zip(*parts)) if parts else torch.zeros(2, 0, 1, device="cpu")
+    x, labels = (
+        map(torch.cat, zip(*parts, strict=True)) if parts else torch.zeros(2, 0, 1, device="cpu")
+    )
     kept = labels != -100  # which PyTorch's losses ignore
     x, labels = x[kept], labels[kept]
     if not len(x):

@@ -130,7 +130,7 @@ def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Ten
     programs take any."""
     if len(values[0]) <= max(1, size):
         return function(*values)
-    parts = zip(*(value.split(max(1, size)) for value in values))
+    parts = zip(*(value.split(max(1, size)) for value in values), strict=True)
     return torch.cat([function(*part) for part in parts])
 
 
@@ -138,7 +138,7 @@ def _weights(reference: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
     """Return the weights of reference examples, (n,), and of inputs, (1 or B,): 1 where they are
     not given."""
     sizes = len(reference), 1
-    filled = (reference.new_ones(n) if w is None else w for n, w in zip(sizes, given))
+    filled = (reference.new_ones(n) if w is None else w for n, w in zip(sizes, given, strict=True))
     return tuple(weights.to(reference.device, torch.float64) for weights in filled)
 
 

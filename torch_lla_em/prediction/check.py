@@ -241,7 +241,7 @@ def _groups(
     for name, values_of in columns.items():
         parts = values_of.argsort(stable=True).tensor_split(4)
         if values_of.min() < values_of.max():
-            for part, some in zip(("lowest", "second", "third", "highest"), parts):
+            for part, some in zip(("lowest", "second", "third", "highest"), parts, strict=True):
                 rows[f"{name}, {part} quarter"] = some, slice(None)
     every = torch.ones_like(inside[:1]).expand(len(reference.unusual))
     every = every if reference.weights is None else reference.weights.double()
@@ -270,5 +270,8 @@ def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[s
         if not torch.equal(other, x):  # such as a blur of small images
             parts = torch.arange(len(x), device=x.device).split(_AT_ONCE)
             stated = (prediction._stated.part(rows).groups for rows in parts)
-            each = [predict(record, other[i], groups=g).p_value for i, g in zip(parts, stated)]
+            each = [
+                predict(record, other[i], groups=g).p_value
+                for i, g in zip(parts, stated, strict=True)
+            ]
             yield name, torch.cat(each)

@@ -43,7 +43,7 @@ def p_values(prediction: Any, score: Score = "all") -> Tensor:
         members = own.members
         parts = reference.unusual.split(reference.folds.tolist())
     found = []
-    for member, known in zip(members, parts):
+    for member, known in zip(members, parts, strict=True):
         values, units = member._scored
         # references of 0.4 have the last scores only
         computed = values.shape[1]

@@ -61,7 +61,7 @@ def export(
 
     def recorded(x: Any) -> dict[str, Tensor]:
         each = []
-        for posterior, model in zip(known.members, steady):
+        for posterior, model in zip(known.members, steady, strict=True):
             columns = posterior.columns()
             rows = model.at(x, len(columns))
             Jw = rows.push(columns)  # f comes with it in forward mode
@@ -139,9 +139,9 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Any) -> bytes:
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
     def run(x: Any) -> dict[str, Tensor]:
-        taken = zip(session.get_inputs(), tensors_in(x))
+        taken = zip(session.get_inputs(), tensors_in(x), strict=True)
         outs = session.run(due, {each.name: tensor.cpu().numpy() for each, tensor in taken})
-        return {name: torch.from_numpy(out) for name, out in zip(due, outs)}
+        return {name: torch.from_numpy(out) for name, out in zip(due, outs, strict=True)}
 
     # ONNX has numbers in single precision
     _check(run, direct, {"its example inputs": x}, least=1e-5)
@@ -187,9 +187,10 @@ def _for_any_size(function: Answer, x: Any) -> GraphModule:
     # torch may choose others from some size on
     if len(graph.graph.nodes) != len(other.graph.nodes):
         size, graph, other = size + 1, other, at(size + 2)
-    pairs = list(zip(graph.graph.nodes, other.graph.nodes))
-    if any((node.op, node.target) != (its.op, its.target) for node, its in pairs):
+    mine, theirs = ([(node.op, node.target) for node in one.graph.nodes] for one in (graph, other))
+    if mine != theirs:
         raise ValueError("the network runs other operations with one more example")
+    pairs = list(zip(graph.graph.nodes, other.graph.nodes, strict=True))
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     with graph.graph.inserting_after(inputs[-1]):
         count = graph.graph.call_function(aten.sym_size.int, (inputs[0], 0))

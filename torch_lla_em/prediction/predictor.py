@@ -34,7 +34,7 @@ def forward(la: Any, x: Any) -> Tensor | tuple[Tensor, Tensor]:
         each = (
             (p.expectation, p.predictive_variance if is_real else None) for p in predictions(la, x)
         )
-        means, variances = zip(*each)
+        means, variances = zip(*each, strict=True)
         require_one_shape(means, _BATCHES)
         return (torch.cat(means), torch.cat(variances)) if is_real else torch.cat(means)
     found = predict(la, x)

@@ -114,4 +114,4 @@ def _chosen(probs: Tensor, labels: Tensor, class_dim: int) -> list[tuple[Tensor,
     index = labels.where(known, 0).long().to(p.device).unsqueeze(-1)
     # NaN is in no set, also not in that of all classes
     own = p.gather(-1, index).squeeze(-1).double().cpu().flatten(1).nan_to_num(nan=-1.0)
-    return list(zip(own, known.cpu().flatten(1)))
+    return list(zip(own, known.cpu().flatten(1), strict=True))

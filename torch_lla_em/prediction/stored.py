@@ -138,6 +138,7 @@ def without_prefix(state: State, prefix: str) -> State:
 def state_of(la: Any, posterior: Posterior) -> State:
     """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
+    training = posterior.training
     record = {name: getattr(posterior, name) for name in _FACTS}
     record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
     record |= {"tolerance": posterior.tolerance}
@@ -150,7 +151,7 @@ def state_of(la: Any, posterior: Posterior) -> State:
         "effective_dim": result.effective_dim.value,
         "effective_dim_error": result.effective_dim.standard_error,
         "_log_evidence": torch.stack(list(result.log_evidence)),
-        **dict(zip(_TRAINING, (posterior.training or ())[1:])),
+        **({} if training is None else dict(zip(_TRAINING, training[1:], strict=True))),
         "fingerprint": posterior.setting.state.fingerprint,
     }
     return state_of_correction(posterior.correction, tensors, record)
@@ -198,7 +199,8 @@ def state_of_correction(
     """Return what ``calibrate`` has found as tensors by name, beside others and another record."""
     own = {name: getattr(found, name) for name in ("calibration", "room", "marks")}
     tensors = {**(tensors or {}), "table": found.table, "noise": found.noise}
-    tensors |= dict(zip(REFERENCE, found.reference or ()))
+    if found.reference is not None:
+        tensors |= dict(zip(REFERENCE, found.reference, strict=True))
     tensors["torch_lla_em_version"] = torch.tensor(files.VERSION, device="cpu")
     tensors["record"] = files.to_bytes({**(record or {}), **own})
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -35,10 +35,12 @@ class Printed:
 
     def __repr__(self) -> str:
         title, rows = self._table()
-        widths = [max(map(len, column)) for column in zip(*rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
-            before = "".join(f"{cell:{width}}  " for cell, width in zip(row[:-1], widths))
+            before = "".join(
+                f"{cell:{width}}  " for cell, width in zip(row[:-1], widths[:-1], strict=True)
+            )
             wrapper = TextWrapper(len(before) + _WIDTH, before, " " * len(before))
             wrapper.break_on_hyphens = False
             lines += wrapper.wrap(row[-1]) or [before]
@@ -82,7 +84,9 @@ def of_examples(title: str, prediction: Any) -> tuple[str, Cells]:
             columns = {"class": best.indices, "probability": best.values, "entropy": p.entropy}
         columns["epistemic"] = p.epistemic
     rows: Cells = [("example", *columns)]
-    rows += [(str(i), *map(_cell, each)) for i, each in enumerate(zip(*columns.values()))]
+    rows += [
+        (str(i), *map(_cell, each)) for i, each in enumerate(zip(*columns.values(), strict=True))
+    ]
     return title, rows if count <= _SHOWN else [*rows, (f"of {count}", *("…" for _ in columns))]
 
 

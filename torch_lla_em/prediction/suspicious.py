@@ -128,9 +128,9 @@ def suspicious(
             several = (prediction,) if folds is None else prediction.members
             each = [judged(replace(one, _class_dim=-1), y) for one in several]
             counts = _counts(y, record.likelihood.mask(y), batch.weights)
-            parts.append((y[None], counts[None], *map(torch.stack, zip(*each))))
+            parts.append((y[None], counts[None], *map(torch.stack, zip(*each, strict=True))))
     require_one_shape([y[0] for y, *_ in parts])
-    (y,), (counts,), *columns = (torch.cat(column, 1) for column in zip(*parts))
+    (y,), (counts,), *columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
     members = torch.zeros(len(y), dtype=torch.long, device=device)
     if folds is not None:
         members = Stated(torch.as_tensor(folds, device=device)).checked(len(y), device).groups

@@ -38,20 +38,30 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near, group = place.type == device.type, None
-    left = _SHARE * max(free - vectors * is_near, 0.1 * free)
+    left = _SHARE * max(free - (vectors if is_near else 0), 0.1 * free)
     if not is_near:  # directions, products and one chunk of gradients
         group = max(1, min(2 * num_samples, int(_SHARE * free / (3 * P * itemsize))))
         free = free_for_each(data.group, place)
     # several ranks compare their data in every pass
     keeps = compute.keep_data and data.group.size == 1
-    rows, merged = inf, 0
+    kept, rows, merged = left if keeps else 0.0, inf, 0
     if splits:
         size = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
         rows = size if device.type == "cpu" else inf
-        merged = size * keeps
-    data.store(left * keeps, merged)
-    kept = left * keeps, left * keeps * is_near
-    plan = Plan(place, rows, None, group, *kept, num_samples, P, vectors, free, example)
+        merged = size if keeps else 0
+    data.store(kept, merged)
+    plan = Plan(
+        place,
+        rows,
+        group=group,
+        batches=kept,
+        factors=kept if is_near else 0.0,
+        num_samples=num_samples,
+        size=P,
+        vectors=vectors,
+        free=free,
+        example=example,
+    )
     sweep.take(plan)
     return plan
 

@@ -86,7 +86,9 @@ class Group:
         dist.all_gather_into_tensor(every, padded)
         if min(counts) == max(counts):
             return every
-        return torch.cat([part[:n] for part, n in zip(every.split(len(padded)), counts)])
+        return torch.cat(
+            [part[:n] for part, n in zip(every.split(len(padded)), counts, strict=True)]
+        )
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor, of the same shape on every rank."""

@@ -24,7 +24,10 @@ def tf32(allowed: bool) -> Iterator[None]:
         flags += [(part, "allow_tf32", None) for part in (torch.backends.cuda.matmul, cudnn)]
     values = [getattr(flag, name) for flag, name, _ in flags]
     # inherited values stay inherited
-    before = [own if own != inherited else "none" for own, (_, _, inherited) in zip(values, flags)]
+    before = [
+        own if own != inherited else "none"
+        for own, (_, _, inherited) in zip(values, flags, strict=True)
+    ]
     try:
         older = [cudnn.allow_tf32]  # torch.export reads it, and it must agree with the others
     except RuntimeError:
@@ -33,7 +36,7 @@ def tf32(allowed: bool) -> Iterator[None]:
     def set_all(old: bool, values: list[Any]) -> None:
         if older:
             cudnn.allow_tf32 = old
-        for (flag, name, _), value in zip(flags, values):
+        for (flag, name, _), value in zip(flags, values, strict=True):
             setattr(flag, name, value)
 
     named = "tf32" if allowed else "ieee"

@@ -42,6 +42,6 @@ def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entrie
 
 def _split_mix(x: Tensor) -> Tensor:
     """Return the finaliser of SplitMix64 of int64 numbers, whose products wrap around."""
-    for by, factor in zip((30, 27), _MULTIPLIERS):  # torch's own shift keeps the sign
+    for by, factor in zip((30, 27), _MULTIPLIERS, strict=True):  # torch's own shift keeps the sign
         x = (x ^ (x >> by & 2 ** (64 - by) - 1)) * factor
     return x ^ (x >> 31 & 2**33 - 1)

@@ -9,12 +9,22 @@ from torch_lla_em.data.batch import (
     inputs_of,
     unlabelled,
 )
-from torch_lla_em.data.forms import Weights, as_loader, paired, with_weights
+from torch_lla_em.data.forms import (
+    GivenWeights,
+    Inputs,
+    Loader,
+    Values,
+    Weights,
+    as_loader,
+    paired,
+    with_weights,
+)
 from torch_lla_em.data.identity import Identity, distinct
 from torch_lla_em.data.loader import Data
 from torch_lla_em.data.share import Share
 from torch_lla_em.data.source import inputs_in_order
 from torch_lla_em.data.trees import (
+    Tree,
     copied,
     is_sequence,
     leaves_of,
@@ -27,9 +37,14 @@ from torch_lla_em.data.trees import (
 __all__ = [
     "Batch",
     "Data",
+    "GivenWeights",
     "Identity",
+    "Inputs",
+    "Loader",
     "Share",
     "TargetFn",
+    "Tree",
+    "Values",
     "Weights",
     "as_loader",
     "as_targets",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em.data.trees import (
+    Tree,
     copied,
     cut,
     is_rows,
@@ -132,7 +133,7 @@ def _concatenated(batches: list[Batch]) -> Batch:
     return Batch(f"{first.index} to {last.index}", rows, **tensors)
 
 
-def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
+def inputs_of(batch: Tree, targets: Tensor | None = None) -> Any:
     """Return the inputs of a batch: everything except its targets.
 
     ``targets`` is what a ``target_fn`` returned. If it is one of the entries, that entry is left
@@ -150,7 +151,7 @@ def inputs_of(batch: Any, targets: Tensor | None = None) -> Any:
     return batch
 
 
-def unlabelled(batch: Any, num_inputs: int, target_fn: TargetFn | None = None) -> Any:
+def unlabelled(batch: Tree, num_inputs: int, target_fn: TargetFn | None = None) -> Any:
     """Return the inputs of a batch that may have no targets.
 
     A tuple of as many entries as the network was fitted with as inputs, ``num_inputs`` (0 if that
@@ -165,7 +166,7 @@ def unlabelled(batch: Any, num_inputs: int, target_fn: TargetFn | None = None) -
     return inputs_of(batch, given)
 
 
-def default_targets(batch: Any) -> Any:
+def default_targets(batch: Tree) -> Any:
     """Return the targets of a batch (inputs, targets), (..., targets) or {"labels": ...}."""
     if isinstance(batch, Mapping) and "labels" in batch:
         labels, tokens = batch["labels"], batch.get("input_ids")
@@ -189,7 +190,7 @@ def default_targets(batch: Any) -> Any:
     )
 
 
-def as_targets(targets: Any) -> Tensor:
+def as_targets(targets: object) -> Tensor:
     """Return targets as a tensor: from arrays, lists of numbers and columns of pandas too."""
     if not isinstance(targets, Tensor):
         targets = targets.to_numpy() if hasattr(targets, "to_numpy") else targets
@@ -203,7 +204,7 @@ def as_targets(targets: Any) -> Tensor:
     return targets.long() if targets.dtype in _UNSIGNED else targets
 
 
-def default_forward(module: nn.Module, inputs: Any) -> Tensor:
+def default_forward(module: nn.Module, inputs: Tree) -> Tensor:
     """Call a network on a tensor, a tuple or a dict; return its tensor or ``.logits``."""
     named = inputs if isinstance(inputs, Mapping) else {}
     args = tuple(inputs) if is_sequence(inputs) else () if named else (inputs,)

@@ -21,12 +21,25 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from torch_lla_em.data.batch import TargetFn
+from torch_lla_em.data.trees import Movable, Tree
+
+Inputs = Tensor | np.ndarray | Mapping[str, Any] | Sequence[Any] | Movable
+"""Inputs of one batch, as the network takes them: several in a tuple, or by name in a dict."""
+
+Loader = Iterable[Any] | Dataset[Any]
+"""Batches of examples: a ``DataLoader``, a ``Dataset``, or a list of batches."""
+
+Values = Tensor | np.ndarray | Sequence[float]
+"""One number for each example."""
 
 Weights = str | Callable[[Tensor], Tensor]
 """Where the weights of a batch come from: "last", its last entry; or a function of its targets."""
 
+GivenWeights = Weights | Values | float
+"""The weights of a fit, as users pass them."""
 
-def as_loader(data: Any, target_fn: TargetFn | None = None) -> Any:
+
+def as_loader(data: Inputs | Loader, target_fn: TargetFn | None = None) -> Any:
     """Return an iterable of batches that can be read repeatedly, from (X, y) or a Dataset too."""
     if isinstance(data, Iterator):
         raise ValueError(
@@ -40,12 +53,12 @@ def as_loader(data: Any, target_fn: TargetFn | None = None) -> Any:
     return data
 
 
-def paired(data: Any, targets: Tensor | None) -> Any:
+def paired(data: Inputs | Loader, targets: Tensor | None) -> Any:
     """Return a loader as it is, or inputs and their targets as a list of one batch."""
     return data if targets is None else [(data, targets)]
 
 
-def is_pair(data: Any) -> bool:
+def is_pair(data: Inputs | Loader) -> bool:
     """Whether this is (X, y): a list of two batches without targets cannot be fitted."""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
@@ -53,7 +66,7 @@ def is_pair(data: Any) -> bool:
     return arrays and all(part.ndim for part in data) and len(data[0]) == len(data[1])
 
 
-def are_batches(data: Any) -> bool:
+def are_batches(data: Inputs | Loader) -> bool:
     """Whether this is a list of two batches of inputs, if no targets are needed: two arrays of one
     form in a list."""
     if not (isinstance(data, list) and is_pair(data)):
@@ -62,7 +75,7 @@ def are_batches(data: Any) -> bool:
     return first == second
 
 
-def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
+def with_weights(loader: Inputs | Loader, weights: GivenWeights) -> tuple[Any, Weights]:
     """Return a loader and where its weights come from, for the ``weights`` of a user."""
     if callable(weights) or (isinstance(weights, str) and weights == "last"):
         return loader, weights
@@ -70,8 +83,9 @@ def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
         number = float(weights)
         return loader, lambda y: torch.full(y.shape[:1], number, device=y.device)
     # fit(x, y) passes a list of one batch, whose inputs may be several
-    is_one = isinstance(loader, list) and len(loader) == 1
-    batch = loader[0] if is_one else loader if is_pair(loader) else None
+    batch: Any = loader if is_pair(loader) else None
+    if isinstance(loader, list) and len(loader) == 1:
+        batch = loader[0]
     is_labelled = isinstance(batch, (tuple, list)) and len(batch) == 2
     if isinstance(weights, str) or not is_labelled:
         words = repr(weights) if isinstance(weights, str) else f"a {type(weights).__name__}"
@@ -83,7 +97,7 @@ def with_weights(loader: Any, weights: Any) -> tuple[Any, Weights]:
     return [(*batch, torch.as_tensor(weights, device="cpu"))], "last"
 
 
-def without_weights(batch: Any) -> tuple[Any, Any]:
+def without_weights(batch: Tree) -> tuple[Any, Any]:
     """Return a batch of a loader without the weights at its end, and these."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 3:
         raise TypeError(
@@ -93,7 +107,7 @@ def without_weights(batch: Any) -> tuple[Any, Any]:
     return tuple(batch[:-1]), batch[-1]
 
 
-def checked_weights(given: Any, targets: Tensor) -> Tensor:
+def checked_weights(given: object, targets: Tensor) -> Tensor:
     """Return weights in float64, with the shape of the targets, or one for each example."""
     w = torch.as_tensor(given, dtype=torch.float64, device=targets.device)
     if w.shape not in (targets.shape, targets.shape[:1]):
@@ -106,11 +120,12 @@ def checked_weights(given: Any, targets: Tensor) -> Tensor:
     return w
 
 
-def order_of(loader: Any, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
+def order_of(loader: Inputs | Loader, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
     """Return a dataset's examples in a fixed order, and whether the loader shuffles; None if only
     it can order them."""
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if not (plain and type(loader.batch_sampler) is BatchSampler) or isinstance(
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None, False
+    if type(loader.batch_sampler) is not BatchSampler or isinstance(
         loader.dataset, IterableDataset
     ):
         return None, False

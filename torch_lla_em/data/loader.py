@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_lla_em.data.batch import Batch, Tally, TargetFn, joined
-from torch_lla_em.data.forms import Weights
+from torch_lla_em.data.forms import Inputs, Loader, Weights
 from torch_lla_em.data.identity import Identity
 from torch_lla_em.data.kept import Kept
 from torch_lla_em.data.source import Source
@@ -50,7 +50,7 @@ class Data:
 
     def __init__(
         self,
-        loader: Any,
+        loader: Inputs | Loader,
         device: torch.device,
         target_fn: TargetFn | None = None,
         group: Group = Group(),

@@ -19,6 +19,8 @@ from torch_lla_em.data.batch import (
     inputs_of,
 )
 from torch_lla_em.data.forms import (
+    Inputs,
+    Loader,
     Weights,
     are_batches,
     as_loader,
@@ -26,7 +28,7 @@ from torch_lla_em.data.forms import (
     order_of,
     without_weights,
 )
-from torch_lla_em.data.trees import as_tensors, to_device
+from torch_lla_em.data.trees import Tree, as_tensors, to_device
 
 # arguments of a DataLoader that it stores as attributes of the same name
 _OPTIONS = (
@@ -35,7 +37,7 @@ _OPTIONS = (
 )
 
 
-def inputs_in_order(data: Any) -> Any:
+def inputs_in_order(data: Inputs | Loader) -> Any:
     """Return a loader of batches that may have no targets; one that shuffles is read in the order
     of its dataset.
 
@@ -50,7 +52,7 @@ class Source:
 
     def __init__(
         self,
-        data: Any,
+        data: Inputs | Loader,
         device: torch.device,
         target_fn: TargetFn | None = None,
         weights: Weights | None = None,
@@ -153,7 +155,7 @@ class Source:
         self._chosen[:] = [[self._order[number] for number in part.tolist()] for part in parts]
         return parts if step > 1 or moved else None
 
-    def _split(self, batch: Any) -> tuple[Any, Tensor, Tensor | None]:
+    def _split(self, batch: Tree) -> tuple[Any, Tensor, Tensor | None]:
         """Return inputs, targets and weights; moved to the device only if a ``target_fn`` is
         called."""
         given = weights = None

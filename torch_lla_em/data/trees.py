@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+Tree = object
+"""A tensor, or nested tuples, lists and mappings of tensors and of other objects."""
 
-def as_tensors(tree: Any) -> Any:
+
+class Movable(Protocol):
+    """An object that moves to a device, such as a graph or a packed sequence."""
+
+    def to(self, device: Any, /) -> Any:
+        """Return the object on a device."""
+
+
+def as_tensors(tree: Tree) -> Any:
     """Return a tree with tensors for arrays, and dicts for other mappings, such as batches of
     transformers."""
 
-    def at(leaf: Any) -> Any:
+    def at(leaf: object) -> Any:
         if isinstance(leaf, Mapping):
             return {name: as_tensors(part) for name, part in leaf.items()}
         is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
@@ -24,11 +34,11 @@ def as_tensors(tree: Any) -> Any:
     return tree_map(at, tree, is_leaf=is_opaque)
 
 
-def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_tensors(function: Callable[..., Any], tree: Tree, *others: Tree) -> Any:
     """Apply a function to every tensor of a tree and what other trees have in its place; leave
     everything else as it is."""
 
-    def at(leaf: Any, *rest: Any) -> Any:
+    def at(leaf: object, *rest: Any) -> Any:
         return function(leaf, *rest) if isinstance(leaf, Tensor) else leaf
 
     return tree_map(at, tree, *others, is_leaf=is_opaque)
@@ -39,17 +49,17 @@ def merged(trees: Sequence[Any]) -> Any:
     return map_tensors(lambda *parts: torch.cat(parts), *trees)
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree: Tree) -> list[Any]:
     """Return every leaf of a tree, tensors and others."""
     return tree_leaves(tree, is_leaf=is_opaque)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Tree) -> list[Tensor]:
     """Return every tensor of a tree."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: Tree) -> Any:
     """Return the tree with a copy of every tensor, and of objects that have a method ``clone``."""
     if isinstance(tree, Tensor):
         return tree.clone()
@@ -58,10 +68,10 @@ def copied(tree: Any) -> Any:
     )
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Tree, device: torch.device) -> Any:
     """Return a tree ``as_tensors`` on a device, with objects that have a method ``to``."""
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if is_opaque(leaf) else leaf
         # without a wait for the GPU, but from pinned memory, which a loader may fill again
@@ -73,7 +83,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return tree_map(move, as_tensors(tree), is_leaf=is_opaque)
 
 
-def cut(tree: Any, size: int, rows: slice) -> Any | None:
+def cut(tree: Tree, size: int, rows: slice) -> Any | None:
     """Return some of ``size`` rows of a tree; None if nothing in it has so many."""
     if any(is_rows(leaf, size) for leaf in leaves_of(tree)):
         return map_tensors(lambda tensor: tensor[rows] if is_rows(tensor, size) else tensor, tree)
@@ -81,17 +91,18 @@ def cut(tree: Any, size: int, rows: slice) -> Any | None:
     return tree[rows] if isinstance(tree, list) and len(tree) == size else None
 
 
-def is_rows(leaf: Any, size: int) -> bool:
+def is_rows(leaf: object, size: int) -> TypeGuard[Tensor]:
     """Whether this is a dense tensor with a row for each of so many examples."""
-    is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-    return is_dense and leaf.dim() > 0 and len(leaf) == size
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_nested:
+        return False
+    return leaf.dim() > 0 and len(leaf) == size
 
 
-def is_sequence(tree: Any) -> bool:
+def is_sequence(tree: Tree) -> TypeGuard[tuple[Any, ...] | list[Any]]:
     """Whether this is a tuple or list without a method ``to`` of its own."""
     return isinstance(tree, (tuple, list)) and not is_opaque(tree)
 
 
-def is_opaque(tree: Any) -> bool:
+def is_opaque(tree: Tree) -> TypeGuard[Movable]:
     """Whether this is an object with a method ``to``, such as a graph or a packed sequence."""
     return callable(getattr(tree, "to", None)) and not isinstance(tree, (Tensor, Mapping, type))

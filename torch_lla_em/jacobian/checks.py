@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.data import map_tensors, tensors_in
+from torch_lla_em.data import Inputs, map_tensors, tensors_in
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import owns_weights
 from torch_lla_em.runtime import report, suppressed
 
 
-def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
+def checked_outputs(network: Network, names: tuple[str, ...], x: Inputs) -> Tensor:
     """Return f(x), shape (B, ..., C), after checks that it can be differentiated."""
     f, reached = _traced(network, names, x)
     again, reached_again = _traced(network, names, x)
@@ -64,7 +64,7 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Any) -> Tensor:
     return f
 
 
-def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, set[str]]:
+def _traced(network: Network, names: tuple[str, ...], x: Inputs) -> tuple[Tensor, set[str]]:
     """Return f(x), and the parameters in its graph."""
     leaves = network.leaves(names)
     with torch.enable_grad():
@@ -81,7 +81,7 @@ def _traced(network: Network, names: tuple[str, ...], x: Any) -> tuple[Tensor, s
     return f.detach(), {name for name, leaf in leaves.items() if id(leaf) in ends}
 
 
-def _skips_weights(network: Network, x: Any) -> bool:
+def _skips_weights(network: Network, x: Inputs) -> bool:
     """Whether there is a reentrant checkpoint, of which only gradients of inputs leave a trace."""
     with torch.enable_grad():
         x = map_tensors(
@@ -108,7 +108,7 @@ def _upstream(nodes: list[Any]) -> Iterator[Any]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def last_layers(network: Network, x: Any) -> tuple[str, ...]:
+def last_layers(network: Network, x: Inputs) -> tuple[str, ...]:
     """Return the paths of the layers with weights that act on f(x) through no other such layer, in
     the order of calls.
 
@@ -118,7 +118,7 @@ def last_layers(network: Network, x: Any) -> tuple[str, ...]:
     layers = {layer: path for path, layer in network.module.named_modules() if owns_weights(layer)}
     calls: list[tuple[nn.Module, list[Any], list[Any]]] = []  # with the nodes of inputs and outputs
 
-    def see(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def see(layer: nn.Module, args: object, kwargs: object, out: object) -> None:
         """Note a call, unless it is that of a container, such as a network with a class token."""
         if not any(called in layer.modules() and called is not layer for called, _, _ in calls):
             given, returned = (
@@ -156,7 +156,7 @@ def last_layers(network: Network, x: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(layers[layer] for layer in last))
 
 
-def require_rows(f: Tensor, x: Any) -> None:
+def require_rows(f: Tensor, x: Inputs) -> None:
     """Raise an error for the outputs of a single example; one number per example, (B,), is fine."""
     flat = f.dim() == 1 and any(t.dim() > 1 and len(t) == len(f) for t in tensors_in(x))
     if f.dim() < 2 and not flat:

@@ -185,12 +185,12 @@ class ByFactors(Rows):
         return total
 
 
-def _of_rows(term: Any, name: str, size: int, u: Tensor, rows: slice) -> Tensor:
+def _of_rows(term: Term, name: str, size: int, u: Tensor, rows: slice) -> Tensor:
     """Return Jᵀu of a weight for each of some rows, (rows, K, size); there may be no columns."""
 
     def pulled(u: Tensor, *held: Tensor) -> Tensor:
         each = iter(held)
-        own = (next(each)[None] if isinstance(entry, Tensor) else entry for entry in term)
+        own: list[Any] = [next(each)[None] if isinstance(part, Tensor) else part for part in term]
         return type(term)(*own).pull(u[None])[term.names.index(name)].reshape(len(u), size)
 
     return torch.vmap(pulled)(u, *(entry[rows] for entry in term if isinstance(entry, Tensor)))

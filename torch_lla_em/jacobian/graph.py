@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_lla_em.data import Inputs
 from torch_lla_em.jacobian.linearised import Intercepted, Linearised, as_in_training
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -44,7 +45,7 @@ class ByGraph(Linearised):
         self,
         network: Network,
         layout: ParameterLayout,
-        x: Any,
+        x: Inputs,
         columns: int | None = None,
         forward: bool = False,
     ):

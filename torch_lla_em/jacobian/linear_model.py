@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Inputs
 from torch_lla_em.jacobian.graph import ByGraph
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
@@ -67,7 +68,7 @@ class LinearModel:
         lower = {"bfloat16": torch.bfloat16, "tf32": torch.float16}.get(self.network.precision)
         return max(torch.finfo(dtype).eps for dtype in dtypes | ({lower} if lower else set()))
 
-    def probe(self, x: Any) -> Ways | None:
+    def probe(self, x: Inputs) -> Ways | None:
         """Check derivatives at the inputs of one batch, choose how to compute them, and log it.
 
         Raises an error with a remedy if no way is exact; returns None if J is zero, so that other
@@ -85,7 +86,7 @@ class LinearModel:
         logger.info("J by %s, adjoint error %.1e.", factors if found.names else way, error)
         return found
 
-    def push(self, x: Any, *w: Tensor) -> tuple[Tensor, Tensor]:
+    def push(self, x: Inputs, *w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside
         ``network.guarded()``."""
         if sum(block.numel() for block in w) <= _COPIED:
@@ -95,7 +96,7 @@ class LinearModel:
         return rows.f, Jw[0] if len(Jw) == 1 else torch.cat(Jw)
 
     def at(
-        self, x: Any, columns: float = 1, keep: bool = False, at_once: int | None = None
+        self, x: Inputs, columns: float = 1, keep: bool = False, at_once: int | None = None
     ) -> Rows:
         """Return the linear model at one batch's inputs, for use inside ``network.guarded()``.
 
@@ -110,7 +111,7 @@ class LinearModel:
                 return rows
         return self.by_autodiff(x, at_once)
 
-    def by_autodiff(self, x: Any, at_once: int | None = None) -> Rows:
+    def by_autodiff(self, x: Inputs, at_once: int | None = None) -> Rows:
         """Return the linear model at a batch by ``torch.func`` and a recorded graph, for
         ``at_once`` columns."""
         known = self.ways or Ways()
@@ -119,7 +120,7 @@ class LinearModel:
         columns = known.columns(x, at_once)
         return ByGraph(self.network, self.layout, x, columns, known.forward)
 
-    def steady(self, x: Any) -> LinearModel:
+    def steady(self, x: Inputs) -> LinearModel:
         """Return the same model for programs: by ``torch.func``, all columns at once for batches of
         any size."""
         if self.ways is None:

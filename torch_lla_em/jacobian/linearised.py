@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from torch_lla_em.data import Inputs
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows
@@ -25,7 +26,11 @@ class Intercepted(TorchFunctionMode):
         self._call = call
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return self._call(func, args, kwargs or {})
 
@@ -50,7 +55,7 @@ class Linearised(Rows):
     """
 
     def __init__(
-        self, network: Network, layout: ParameterLayout, x: Any, columns: int | None = None
+        self, network: Network, layout: ParameterLayout, x: Inputs, columns: int | None = None
     ):
         """``columns``: the most at once, None: all."""
         self.layout, self.columns = layout, columns

@@ -16,9 +16,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from torch_lla_em.data import copied, default_forward, tensors_in
-from torch_lla_em.jacobian.state import ONE_AT_A_TIME
-from torch_lla_em.runtime import is_shortage, tf32, without_autocast
+from torch_lla_em.data import Inputs, copied, default_forward, tensors_in
+from torch_lla_em.runtime import ONE_AT_A_TIME, is_shortage, tf32, without_autocast
 
 ForwardFn = Callable[[nn.Module, Any], Tensor]
 
@@ -71,7 +70,7 @@ class Network:
         tensors = self._inside.tensors
         return {name: tensors[name].detach().requires_grad_() for name in names}
 
-    def outputs(self, x: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
+    def outputs(self, x: Inputs, weights: dict[str, Tensor] | None = None) -> Tensor:
         """Return f(x), shape (B, ..., C), with some weights replaced; call it inside
         ``guarded()``."""
         tensors, places, written, attributes = self._inside
@@ -93,7 +92,7 @@ class Network:
         f = f if self.class_dim == -1 else f.movedim(self.class_dim, -1)
         return f.float() if self.precision == "bfloat16" else f
 
-    def _explain(self, error: RuntimeError, x: Any) -> None:
+    def _explain(self, error: RuntimeError, x: Inputs) -> None:
         """Raise an error for inputs of another floating point dtype than the weights, which layers
         refuse."""
         given = {t.dtype for t in tensors_in(x) if t.is_floating_point()}

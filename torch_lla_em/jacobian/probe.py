@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import map_tensors
+from torch_lla_em.data import Inputs, map_tensors
 from torch_lla_em.jacobian.checks import checked_outputs
 from torch_lla_em.jacobian.graph import ByGraph
 from torch_lla_em.jacobian.linearised import Linearised
@@ -41,7 +40,7 @@ _FAULT = (
 )
 
 
-def probe(network: Network, layout: ParameterLayout, x: Any) -> Ways | None:
+def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
     """Return the ways of computing J that agree with its definition; raise an error if none does.
 
     Returns None if J is zero at these inputs. The module, its buffers and the random state are not
@@ -97,12 +96,13 @@ def _by_definition(
     return truth, (pulled or [plain.pull(u)])[0].added_to(torch.zeros_like(like))
 
 
-def _twice(x: Any) -> Any:
+def _twice(x: Inputs) -> Inputs:
     """Return inputs of one example twice."""
-    return map_tensors(lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, x)
+    twice: Inputs = map_tensors(lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, x)
+    return twice
 
 
-def _measured(network: Network, plain: ByGraph, x: Any) -> Ways:
+def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
     """Check the outputs, and return their sizes and those of what a forward pass keeps of an
     example."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from torch_lla_em.data import Inputs
 from torch_lla_em.jacobian.checks import nodes_of
 from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
 from torch_lla_em.jacobian.linearised import Intercepted
@@ -118,7 +119,7 @@ class Call(NamedTuple):
 
 
 def _recorded(
-    network: Network, layout: ParameterLayout, x: Any, shared: tuple[str, ...]
+    network: Network, layout: ParameterLayout, x: Inputs, shared: tuple[str, ...]
 ) -> tuple[Tensor, list[Call], bool]:
     """Return f(x), the calls at which its graph ends, and whether weights are used otherwise, too.
 
@@ -163,7 +164,9 @@ def _recorded(
     return f, calls, not reached.isdisjoint(names)
 
 
-def find(network: Network, layout: ParameterLayout, x: Any, known: Ways) -> tuple[Ways, int] | None:
+def find(
+    network: Network, layout: ParameterLayout, x: Inputs, known: Ways
+) -> tuple[Ways, int] | None:
     """Return a report of the weights with influence and the shared tables, if all weights act by
     products at x.
 
@@ -197,7 +200,7 @@ def find(network: Network, layout: ParameterLayout, x: Any, known: Ways) -> tupl
 def by_factors(
     network: Network,
     layout: ParameterLayout,
-    x: Any,
+    x: Inputs,
     known: Ways,
     keep: bool = False,
     at_once: int | None = None,

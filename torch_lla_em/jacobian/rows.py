@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import tensors_in
+from torch_lla_em.data import Inputs, tensors_in
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
 # bytes of the largest temporary tensor on a CPU; larger ones are allocated by the system each time,
@@ -32,7 +32,7 @@ class Ways(NamedTuple):
     activations: float = 0.0  # bytes that are kept for derivatives; 0 if that is not known
     nbytes: float = inf  # of Jacobian factors; infinity if they are computed in every pass
 
-    def columns(self, x: Any, most: int | None) -> int | None:
+    def columns(self, x: Inputs, most: int | None) -> int | None:
         """Return the number of columns, of ``most``, whose tensors a CPU does not allocate each
         time; None: all."""
         if self.example_bytes is None:
@@ -117,7 +117,7 @@ class Rows:
         raise NotImplementedError
 
 
-def num_examples(x: Any) -> int:
+def num_examples(x: Inputs) -> int:
     """Return the number of examples of inputs, from the shapes of their tensors."""
     each = [x] if isinstance(x, Tensor) else tensors_in(x)
     return next((len(tensor) for tensor in each if tensor.dim()), 1)

@@ -3,24 +3,13 @@ statistics."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.runtime import Turns, files
-
-ONE_AT_A_TIME = Turns()
-"""Held during a call: other threads would see replaced weights, and flags of the whole process."""
-
-if hasattr(os, "register_at_fork"):
-    # a fork waits for other threads, as the child would inherit replaced weights
-    os.register_at_fork(
-        before=ONE_AT_A_TIME.acquire,
-        after_in_parent=ONE_AT_A_TIME.release,
-        after_in_child=ONE_AT_A_TIME.release_in_child,
-    )
+from torch_lla_em.jacobian.network import Network
+from torch_lla_em.runtime import ONE_AT_A_TIME, files
 
 
 class NetworkState:
@@ -31,7 +20,7 @@ class NetworkState:
     every bit decides.
     """
 
-    def __init__(self, network: Any, fingerprint: Tensor | None = None):
+    def __init__(self, network: Network, fingerprint: Tensor | None = None):
         """``fingerprint``: the hash that is expected; None: that of the present network."""
         with ONE_AT_A_TIME:
             module = network.module
@@ -44,7 +33,7 @@ class NetworkState:
             self._marks = _marks(module) if is_present else None
             self._tensors = files.tensors_of(module) if is_present else {}
 
-    def holds(self, network: Any, surely: bool = False, or_cast: bool = False) -> bool:
+    def holds(self, network: Network, surely: bool = False, or_cast: bool = False) -> bool:
         """Whether the network is unchanged, or cast as a whole; ``surely`` compares every bit."""
         with ONE_AT_A_TIME:
             module = network.module

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
-from torch_lla_em.data import default_forward, default_targets, is_sequence, tensors_in
+from torch_lla_em.data import (
+    Inputs,
+    Tree,
+    default_forward,
+    default_targets,
+    is_sequence,
+    tensors_in,
+)
 from torch_lla_em.likelihoods.base import ElementwiseLikelihood, Labels, sum_rows
 
 
@@ -267,7 +273,7 @@ class Poisson(ElementwiseLikelihood):
             raise ValueError("Poisson targets must be counts: 0, 1, 2, ...")
 
 
-def compare(model: nn.Module, inputs: Any) -> Tensor:
+def compare(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return one reward per candidate: (B, n) for a tuple of n candidates, (B, 1) for one.
 
     A dict {"chosen": ..., "rejected": ...} counts as the tuple of the two.
@@ -287,7 +293,7 @@ def compare(model: nn.Module, inputs: Any) -> Tensor:
     return torch.cat(rewards, dim=-1)
 
 
-def preferred(batch: Any) -> Tensor:
+def preferred(batch: Tree) -> Tensor:
     """Return the index of the preferred candidate: the batch's targets, or 0 for "chosen"."""
     if isinstance(batch, Mapping) and "chosen" in batch and "labels" not in batch:
         first: Tensor = tensors_in(batch["chosen"])[0]

@@ -43,7 +43,8 @@ def gathered(
         return None
     ((dtype, of_targets, of_f, of_Jw, of_weights),) = forms
     if not of_f:  # the last axis is that of the classes
-        of_f, of_targets, of_Jw = [1], [1, *of_targets], of_Jw or [1]
+        of_f, of_targets = torch.Size([1]), torch.Size([1, *of_targets])
+        of_Jw = of_Jw or torch.Size([1])
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
     share = Share(torch.cat(numbers).sort()[0], each * problem.data.facts.num_rows, group)
     N = len(share.numbers)

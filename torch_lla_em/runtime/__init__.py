@@ -12,7 +12,7 @@ from torch_lla_em.runtime.memory import (
     suppressed,
 )
 from torch_lla_em.runtime.messages import collected, or_float64, report
-from torch_lla_em.runtime.modes import Turns, tf32, without_autocast
+from torch_lla_em.runtime.modes import ONE_AT_A_TIME, tf32, without_autocast
 from torch_lla_em.runtime.noise import normals
 from torch_lla_em.runtime.options import (
     PRECISION_BOUNDS,
@@ -27,13 +27,13 @@ from torch_lla_em.runtime.options import (
 )
 
 __all__ = [
+    "ONE_AT_A_TIME",
     "PRECISION_BOUNDS",
     "PRIORS",
     "Adapter",
     "Compute",
     "DoesNotFit",
     "Group",
-    "Turns",
     "check_choice",
     "check_whole",
     "check_within",

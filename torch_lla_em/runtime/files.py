@@ -127,7 +127,7 @@ def _raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def to_bytes(record: Any) -> Tensor:
+def to_bytes(record: object) -> Tensor:
     """Return a JSON record as a tensor of bytes."""
     return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device="cpu")
 
@@ -145,9 +145,10 @@ def read(path: str | PathLike, kind: str) -> dict[str, Any]:
     return state
 
 
-def check(state: Any, kind: str) -> None:
+def check(state: object, kind: str) -> None:
     """Raise an error if a state is not of this kind, or not of this version of the format."""
-    names, found = {*state} if isinstance(state, dict) else set(), "posterior"
+    state = state if isinstance(state, dict) else {}
+    names, found = {*state}, "posterior"
     if "student" in names or {"head.0.weight", "_extra_state"} <= names:
         found = "student"
     elif {"0.record", "members.0.record"} & names:  # the first is that of earlier versions
@@ -167,7 +168,7 @@ def check(state: Any, kind: str) -> None:
         )
 
 
-def plain(value: Any, around: tuple[int, ...] = ()) -> str:
+def plain(value: object, around: tuple[int, ...] = ()) -> str:
     """Return a setting as text that is the same in every process: tensors by a hash of their bytes.
 
     ``around`` are the ids of the objects that it is in, which it may refer to.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 Own = TypeVar("Own")
+Merged = TypeVar("Merged")
 
 
 class Fault(NamedTuple):
@@ -33,10 +34,10 @@ class Group:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._is_shared = True
 
-    def meet(self, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def meet(self, value: Own, merge: Callable[[list[Own]], Merged]) -> Merged:
         """Return ``merge`` of the list of all ranks' picklable values; its error is raised on all
         of them."""
-        every: list[Any] = [value] * self.size
+        every = [value] * self.size
         if self._is_shared:
             dist.all_gather_object(every, value)
         for rank, one in enumerate(every):
@@ -111,6 +112,6 @@ def group_of(shard: str | None = "data") -> Group:
     return Group(is_shared)
 
 
-def first(values: list[Any]) -> Any:
+def first(values: list[Own]) -> Own:
     """Return rank 0's value."""
     return values[0]

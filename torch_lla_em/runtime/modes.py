@@ -3,6 +3,7 @@ threads."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,3 +85,15 @@ class Turns:
         """Release in a forked process, in which no other thread waits."""
         self._next = threading.Lock()
         self.release()
+
+
+ONE_AT_A_TIME = Turns()
+"""Held during a call: other threads would see replaced weights, and flags of the whole process."""
+
+if hasattr(os, "register_at_fork"):
+    # a fork waits for other threads, as the child would inherit replaced weights
+    os.register_at_fork(
+        before=ONE_AT_A_TIME.acquire,
+        after_in_parent=ONE_AT_A_TIME.release,
+        after_in_child=ONE_AT_A_TIME.release_in_child,
+    )

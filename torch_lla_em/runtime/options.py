@@ -130,7 +130,7 @@ def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> 
 
 
 def require(
-    holds: bool, name: str, value: Any, words: str, error: type[Exception] = ValueError
+    holds: bool, name: str, value: object, words: str, error: type[Exception] = ValueError
 ) -> None:
     """Raise an error if the value of an argument is not allowed, or its type: then a
     ``TypeError``."""

@@ -1,4 +1,5 @@
-"""The problem restricted to a span of directions, where EM is dense algebra, G is (m, m) and the prior N(0, 1/λ)."""
+"""The problem restricted to a span of directions, where EM is dense algebra, G is (m, m) and the
+prior N(0, 1/λ)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ START = 0.1
 """λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
 
 ROUGHLY = 0.02
-"""Error of the mean while H moves, by G. With .04 λ of single networks moves by 20 %, with .01 it takes 13 % longer."""
+"""Error of the mean while H moves, by G. With .04 λ of single networks moves by 20 %, with .01 it
+takes 13 % longer."""
 
 
 class OverSpan:
@@ -33,7 +35,8 @@ class OverSpan:
     def __init__(
         self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
-        """``moves``: H is an expectation under the posterior, and not that at the network's outputs."""
+        """``moves``: H is an expectation under the posterior, and not that at the network's
+        outputs."""
         rows = span.rows
         self.span, self.share, self.problem = span, rows.share, problem
         self.f = f = problem.less_shift(rows.f)
@@ -55,13 +58,15 @@ class OverSpan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether γ, the log det and expectations follow from the covariance itself and not from samples."""
+        """Whether γ, the log det and expectations follow from the covariance itself and not from
+        samples."""
         return self.span.is_complete and self.expected.number > 0 and not self.expected.many
 
     # EM's linear model
 
     def at(self, q: State) -> tuple[SpanProblem, StochasticPrior, Eigen, BFGS]:
-        """Return the problem at H and σ of a state, its random probes, its solver, and its search for the mode."""
+        """Return the problem at H and σ of a state, its random probes, its solver, and its search
+        for the mode."""
         problem = q.span.problem
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
         probes = StochasticPrior(self.span.xi, q.span.eta, prior)
@@ -111,7 +116,8 @@ class OverSpan:
         if self.expected.number:
             kl = kl - gamma.mean()
             if not self.is_exact:
-                # E[loss] varies with the samples too: the spread of the half from ξ accounts for both
+                # E[loss] varies with the samples too: the spread of the half from ξ accounts for
+                # both
                 of_xi = (xi.square() * (theta / precision).log1p()).sum(1)
                 kl = kl + (dets.mean() - dets) + (of_xi - of_xi.mean())
         q = q._replace(gamma=agreed(gamma.clone()), bounds=agreed(-loss - 0.5 * kl))
@@ -128,7 +134,8 @@ class OverSpan:
     # to another H, σ or span
 
     def first(self, precision: float | None = None) -> State:
-        """Return the state at this λ, or one chosen by the prior's outputs, and the first H, without a posterior."""
+        """Return the state at this λ, or one chosen by the prior's outputs, and the first H,
+        without a posterior."""
         span, loss = self.span, self.loss_at(self.problem.sigma)
         H, like = self.first_H(loss), span.xi
         if precision is None:
@@ -152,7 +159,8 @@ class OverSpan:
         return towards(self.expected.H(loss, torch.zeros_like(f), None), H, 0.5)
 
     def _variance_of_prior(self) -> float:
-        """Return the mean variance of the prior's outputs at λ = 1, relative to that of continuous targets."""
+        """Return the mean variance of the prior's outputs at λ = 1, relative to that of continuous
+        targets."""
         pushed, variance = self.span.push(self.span.xi).movedim(-1, 0).double(), None
         if self.problem.likelihood.real_valued and self.problem.moments is not None:
             pushed, variance = self.problem.likelihood.mean(pushed), self.problem.moments[1]
@@ -193,7 +201,8 @@ class OverSpan:
         return self._with(q, H, self.span.ggn(H, 0, self._dtype), eta, S_noise)
 
     def widened(self, q: State) -> State:
-        """Return the state over the span that has grown, with G and η of the new directions, too."""
+        """Return the state over the span that has grown, with G and η of the new directions,
+        too."""
         known, m, last = len(q.mean), self.span.size, q.span
         mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
         of_new = last.S_noise.flatten(1).T.to(self._dtype)
@@ -224,7 +233,8 @@ class OverSpan:
     # checkpoints
 
     def saved(self, q: State) -> tuple[State, Stored]:
-        """Return a state with what determines the part of its span: J m and, if it has moved, H, are those of all ranks."""
+        """Return a state with what determines the part of its span: J m and, if it has moved, H,
+        are those of all ranks."""
         group, last = self.share.group, q.span
         order = group.gather(self.share.numbers.to(last.outputs.device)).argsort()
         H = group.gather(last.H.values)[order] if self.expected.number else None
@@ -247,7 +257,8 @@ class OverSpan:
     # from the whole problem
 
     def measured(self, q: State) -> State:
-        """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P), and the errors they bound."""
+        """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P),
+        and the errors they bound."""
         problem, S_noise = q.span.problem, q.span.S_noise
         precision, span = float(q.precision), self.span
         deviations, H = problem.deviations, q.span.H

@@ -1,8 +1,8 @@
 """A span of directions v in parameter space, stored with J v for all examples of this rank.
 
-If the parameters are those of a last linear layer, J w = W h + b for the features h of each site. With T, the weights of the
-directions, J V = h T: products with few columns take hardly more than one with h, J V is not stored, and no pass
-over the data is needed.
+If the parameters are those of a last linear layer, J w = W h + b for the features h of each site.
+With T, the weights of the directions, J V = h T: products with few columns take hardly more than
+one with h, J V is not stored, and no pass over the data is needed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Span:
     # directions
 
     def widen(self, z: Tensor) -> bool:
-        """Add directions (k, P); return whether any was new and the order of examples is the same."""
+        """Add directions (k, P); return whether any was new and the order of examples is the
+        same."""
         z = z / dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
         for _ in range(2):
             for block in self.blocks:
@@ -80,7 +81,8 @@ class Span:
         return len(z) > 0 and self.add(z)
 
     def add(self, z: Tensor) -> bool:
-        """Add an orthonormal block, by a pass for J z; return whether the order of examples is the same."""
+        """Add an orthonormal block, by a pass for J z; return whether the order of examples is the
+        same."""
         w, problem, sites = self.prior.scale * z, self._problem, self.sites
         take = None if sites is None else partial(sites.take, problem)
         each = 1 if sites is None else sites.most
@@ -105,7 +107,8 @@ class Span:
         return True
 
     def restart(self, coordinates: Tensor) -> Tensor:
-        """Restrict the span to ξ and these coordinates, (k, m); return the new basis in the old, (m, r)."""
+        """Restrict the span to ξ and these coordinates, (k, m); return the new basis in the old,
+        (m, r)."""
         turn: Tensor = torch.linalg.qr(torch.cat([self.xi, coordinates]).T)[0]
         self.blocks = [self.scaled(some) for some in turn.T.split(len(self.xi))]
         turned, start = self.stored[0].new_zeros(len(self.stored[0]), turn.shape[1]), 0
@@ -121,7 +124,8 @@ class Span:
         """Return Vᵀ c, shape (k, P), for coordinates (k, m), added to a total in place."""
         if total is None:
             total = self.noise.new_zeros(len(coordinates), self.noise.shape[1])
-        for block, some in zip(self.blocks, coordinates.split([*map(len, self.blocks)], dim=1)):
+        parts = coordinates.split([*map(len, self.blocks)], dim=1)
+        for block, some in zip(self.blocks, parts, strict=True):
             add_combined(total, some, block)
         return total
 
@@ -130,7 +134,8 @@ class Span:
         return torch.cat([overlap(z, block) for block in self.blocks], dim=1).double()
 
     def pull_weights(self, u: Tensor) -> Tensor:
-        """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass, or by features."""
+        """Return Jᵀ u in scaled weights, (k, P), for u (N ... C, k), by half a pass, or by
+        features."""
         shape, layout = self.rows.f.shape, self.prior.layout
         if self._features is None:
             per_example = u.T.reshape(u.shape[1], *shape)
@@ -158,7 +163,8 @@ class Span:
         return self._outputs(total).view(*self.rows.f.shape, len(coordinates))
 
     def pull(self, u: Tensor, start: int = 0) -> Tensor:
-        """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every rank."""
+        """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every
+        rank."""
         u = u if self._features is None else self._transposed(u)
         found, at = [u.new_zeros(u.shape[1], 0)], 0
         for block in self.stored:
@@ -170,10 +176,12 @@ class Span:
         return total
 
     def ggn(self, H: Hessian, start: int, dtype: torch.dtype) -> Tensor:
-        """Return (J V)ᵀ H J V from the block of direction ``start`` on, (m, m - start), in float64, of all ranks.
+        """Return (J V)ᵀ H J V from the block of direction ``start`` on, (m, m - start), in float64,
+        of all ranks.
 
-        By features it is Tᵀ (hᵀ H h T) for few columns, or many rows: in float64, or directions that hardly change the
-        outputs are lost to rounding, and fits of complete spans do not come to rest.
+        By features it is Tᵀ (hᵀ H h T) for few columns, or many rows: in float64, or directions
+        that hardly change the outputs are lost to rounding, and fits of complete spans do not come
+        to rest.
         """
         m, features, at = self.size, self._features, 0
         if features is not None and (start or m > 6 * features.shape[-1]):
@@ -199,7 +207,8 @@ class Span:
         return total
 
     def parts(self, blocks: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        """Yield parts of the examples with J v of stored blocks, (n ... C, k), which fit into the cache if J V is stored."""
+        """Yield parts of the examples with J v of stored blocks, (n ... C, k), which fit into the
+        cache if J V is stored."""
         outputs, width = self.rows.f.shape[1:].numel(), sum(block.shape[1] for block in blocks)
         step = max(1, (1 << (19 if self._features is None else 24)) // (outputs * max(width, 1)))
         for first in range(0, len(self.rows.f), step):

@@ -1,4 +1,5 @@
-"""The problem over a span of directions at one H and σ, a dense one: G is (m, m), and the prior N(0, 1/λ)."""
+"""The problem over a span of directions at one H and σ, a dense one: G is (m, m), and the prior
+N(0, 1/λ)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from torch_lla_em.solvers import Product
 
 @dataclass(frozen=True)
 class SpanProblem:
-    """A ``LinearProblem`` whose w are coordinates in a span, (m,), by the eigenvalues of G, and whose loss is that of all ranks."""
+    """A ``LinearProblem`` whose w are coordinates in a span, (m,), by the eigenvalues of G, and
+    whose loss is that of all ranks."""
 
     span: Span
     expected: Expectations
@@ -27,10 +29,12 @@ class SpanProblem:
     """The eigenvalues of G, (m,), and its eigenvectors, (m, m)."""
 
     near: tuple[Tensor, Tensor]
-    """Coordinates, (m,), and their outputs, (N, ..., C), from which others are computed: both may be large."""
+    """Coordinates, (m,), and their outputs, (N, ..., C), from which others are computed: both may
+    be large."""
 
     deviations: Tensor | None = None
-    """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without draws."""
+    """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without
+    draws."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,7 +70,8 @@ class SpanProblem:
         yield self.ggn_product
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return the loss, in expectation if there are draws, and its gradient, (m,), for coordinates (m,)."""
+        """Return the loss, in expectation if there are draws, and its gradient, (m,), for
+        coordinates (m,)."""
         loss, u = self.expected.loss_and_slope(self.loss, self.outputs(w), self.deviations)
         return loss, self.span.pull(u.reshape(-1, 1))[0].double()
 
@@ -76,7 +81,8 @@ class SpanProblem:
 
 
 def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:
-    """Return log det(I + G / λ) of every sample, (K,), half from ξ, half from η, by eigenvalues of G; its slope in log λ is -γ."""
+    """Return log det(I + G / λ) of every sample, (K,), half from ξ, half from η, by eigenvalues of
+    G; its slope in log λ is -γ."""
     log1p = torch.log1p(theta / precision)
     ratio = torch.where(theta > 0, log1p / theta, 1 / precision)
     return 0.5 * ((xi.square() * log1p).sum(1) + (eta.square() * ratio).sum(1))

@@ -36,7 +36,8 @@ class LaplaceModel(EnsembleModel):
 
     def forward(self, X: Tensor) -> Tensor:
         """Return the K functions at inputs X (..., n, d), shape (..., K, n, outputs)."""
-        rows = X.reshape(-1, X.shape[-1]).to(self.la.w_MAP.dtype)
+        w_MAP = self.la.w_MAP
+        rows = X.reshape(-1, X.shape[-1]).to(X.dtype if w_MAP is None else w_MAP.dtype)
         samples = self.la.functional_samples(rows).to(X.dtype)
         outputs = samples.shape[2:] or (1,)
         if tuple(outputs) != (self.num_outputs,):

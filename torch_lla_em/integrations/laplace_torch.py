@@ -186,9 +186,13 @@ class Laplace:
             f = self._around_network(batch).f_mean
             squares += (f - self._targets(batch).to(f.device)).double().square().sum().item()
             count += f.numel()
-        apart = (self.posterior.w_MAP.double() - self.prior_mean).square().sum()
+        w_MAP = self.posterior.w_MAP
+        assert w_MAP is not None
+        apart = (w_MAP.double() - self.prior_mean).square().sum()
         for _ in range(_STEPS):
-            gamma = self.posterior.effective_dim.double()
+            gamma = self.posterior.effective_dim
+            assert gamma is not None
+            gamma = gamma.double()
             free = (count - gamma).clamp_min(1)  # an overfitted network has as many parameters
             due = torch.stack([gamma / apart, (squares / (free * self.temperature)).sqrt()]).log()
             now = torch.stack(
@@ -216,9 +220,11 @@ class Laplace:
             )
         estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
         if self._evidence is None:
-            last, precision = own.history[-1], own.prior_precision.double().cpu()
+            last, precision, w_MAP = own.history[-1], own.prior_precision, own.w_MAP
+            assert precision is not None and w_MAP is not None
+            precision = precision.double().cpu()
             log_det = -2 * (estimate + last["loss"]) - precision * last["squared_norm"]
-            apart = (own.w_MAP.double() - self.prior_mean).square().sum().cpu()
+            apart = (w_MAP.double() - self.prior_mean).square().sum().cpu()
             found, constant = -0.5 * (log_det + precision * apart), 0.0
             for batch in self._loader:
                 f, y = self._around_network(batch).f_mean, self._targets(batch)

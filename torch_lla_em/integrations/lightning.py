@@ -79,9 +79,11 @@ class LaplaceCallback(Callback):
         network = self._at_best(trainer, pl_module, network)
         self.la = LinearisedLaplace(network, self.likelihood, **self.options)
         self.la.fit(loader, progress_bar=False)
+        precision, gamma = self.la.prior_precision, self.la.effective_dim
+        assert precision is not None and gamma is not None
         self.metrics = {
-            "posterior/prior_precision": self.la.prior_precision.log().mean().exp().item(),
-            "posterior/effective_dim": self.la.effective_dim.sum().item(),
+            "posterior/prior_precision": precision.log().mean().exp().item(),
+            "posterior/effective_dim": gamma.sum().item(),
         }
         if held_out is not None:
             (scores,) = compare([self.la], held_out).records.values()
@@ -89,7 +91,8 @@ class LaplaceCallback(Callback):
                 value = torch.tensor(scores[name], dtype=torch.float64, device=pl_module.device)
                 self.metrics[f"posterior/{_SCORES[name]}"] = trainer.strategy.reduce(value).item()
             self.la.calibrate(held_out)
-            self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
+            if self.la.calibration is not None:
+                self.metrics["posterior/calibrated_NLL"] = self.la.calibration.after
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.global_step)
             logger.save()

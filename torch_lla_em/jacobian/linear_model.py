@@ -105,7 +105,7 @@ class LinearModel:
         """
         known = self.ways
         may = known is not None and bool(known.names) and not torch.is_grad_enabled()
-        if may and (keep or columns >= known.least_columns):
+        if known is not None and may and (keep or columns >= known.least_columns):
             rows = by_factors(self.network, self.layout, x, known, keep, at_once)
             if rows is not None:
                 return rows

@@ -82,7 +82,8 @@ class Linearised(Rows):
         if len(next(iter(columns.values()))) == 1:
             self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
             return Jw[None]
-        self._f, Jw = torch.vmap(jvp, out_dims=(None, 0))((columns,))[:2]
+        both: Any = (None, 0)  # which torch declares as numbers
+        self._f, Jw = torch.vmap(jvp, out_dims=both)((columns,))[:2]
         return Jw
 
     def _pull(self, u: Tensor) -> dict[str, Tensor]:

@@ -68,15 +68,16 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
                 warnings.filterwarnings("error", "There is a performance drop")
                 # one example is not enough to decide whether examples have factors of their own
                 found = find(network, layout, x if len(f) > 1 else _twice(x), chosen)
-                rows = None if found is None else by_factors(network, layout, x, found[0])
-                last = [term[-1] for term in rows.parts] if rows else []  # by backward passes
-                count = sum(b.numel() for b in last if isinstance(b, Tensor))
-                is_fast = rows is not None and count <= _MOST_GRADIENTS * found[1]
-                if is_fast and (own := error(rows)) <= eps**0.5:
-                    least, nbytes = chosen.outputs if count else 1, rows.nbytes / len(f)
-                    chosen = found[0]._replace(
-                        adjoint_error=own, least_columns=least, nbytes=nbytes
-                    )
+                rows = found and by_factors(network, layout, x, found[0])
+                if found and rows:
+                    last = [term[-1] for term in rows.parts]  # by backward passes
+                    count = sum(b.numel() for b in last if isinstance(b, Tensor))
+                    is_fast = count <= _MOST_GRADIENTS * found[1]
+                    if is_fast and (own := error(rows)) <= eps**0.5:
+                        least, nbytes = chosen.outputs if count else 1, rows.nbytes / len(f)
+                        chosen = found[0]._replace(
+                            adjoint_error=own, least_columns=least, nbytes=nbytes
+                        )
     if chosen.fault and not chosen.names:
         raise NotImplementedError(chosen.fault)
     return chosen

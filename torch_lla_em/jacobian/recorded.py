@@ -244,10 +244,10 @@ def by_factors(
         if not own and not end:  # no influence
             continue
         b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)
-        if is_dense:
+        if b is not None and is_dense:
             sizes = [call.weight_shape.numel(), call.weight_shape[0]]
             parts.append(Dense(call.names, sizes[: len(call.names)], b))
-        elif call.is_lookup:
+        elif b is not None and call.is_lookup:
             parts.append(Lookup(call.names, call.weight_shape, a, b))
         else:
             a = a[:, 0, :, 0] if a.dim() == 4 and a.shape[1] == a.shape[3] == 1 else a

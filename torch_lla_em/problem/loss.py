@@ -116,7 +116,7 @@ class Loss:
         """Raise an error if targets or weights do not fit the outputs."""
         y, w = self.targets, self.weights
         several = w is not None and w.dim() > 1 and self.likelihood.elementwise
-        if several and (w.flatten(1) != w.flatten(1)[:, :1]).any():
+        if w is not None and several and (w.flatten(1) != w.flatten(1)[:, :1]).any():
             raise ValueError(
                 "The weights of an example differ between its outputs, but one weight multiplies "
                 f"the whole log-likelihood of an example: pass {len(y)} weights for these "
@@ -200,7 +200,8 @@ def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> 
     mean, square, errors = sums[:3] / sums[3]
     # by output, but for measurements of a few examples, which have no variance of their own
     variance = square - (mean if likelihood.elementwise else mean.mean()).square()
-    if not likelihood.observation_noise.dim():
+    noise = likelihood.observation_noise
+    if noise is not None and not noise.dim():
         errors, variance = errors.mean(), variance.mean()
     if is_start and errors > variance > _LEAST_FIXED * square.mean():  # and not of constant targets
         report(

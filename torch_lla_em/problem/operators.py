@@ -60,7 +60,7 @@ def gathered(
         found.f[rows] = f.to(like).view(-1, *of_f)
         found.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
         found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_Jw)
-        if found.weights is not None:
+        if found.weights is not None and batch.weights is not None:
             found.weights[rows] = batch.weights.to(like)
     return found
 

@@ -210,6 +210,7 @@ class Sweep:
         if by_example and {*model.factored} != {*model.layout.names}:
             at_most = min(at_most, _GROUP_ROWS)
         todo = [(piece, 0) for piece in self.pieces(batch, at_most) if len(piece.rows)]
+        rows: Rows | None = None
         while todo:  # pieces of the batch, and how many of their columns are done
             piece, done = todo.pop(0)
             step = len(w) - done

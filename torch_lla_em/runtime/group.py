@@ -107,8 +107,9 @@ def group_of(shard: str | None = "data") -> Group:
     is_shared = dist.get_world_size() > 1
     if is_shared and dist.get_backend() == "gloo":
         # its error names a missing rank; without a limit it takes that of gloo, not of the group
-        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
-        dist.monitored_barrier(timeout=backend.options._timeout)
+        world: Any = dist.group.WORLD
+        timeout = world._get_backend(torch.device("cpu")).options._timeout
+        dist.monitored_barrier(timeout=timeout)
     return Group(is_shared)
 
 

@@ -103,10 +103,10 @@ class Folder:
             return tree_map_only(Tensor, lambda tensor: tensor.to(device), state)
         shapes = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state)
         leaves, form = tree_flatten(self._group.meet(shapes, first))
-        own = tree_leaves(state) if self._reads else leaves
+        leaves_here = tree_leaves(state) if self._reads else leaves
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                here = own[place] if self._reads else torch.empty_like(leaf, device=device)
+                here = leaves_here[place] if self._reads else torch.empty_like(leaf, device=device)
                 leaves[place] = self._group.from_first(here.to(device).contiguous())
         return tree_unflatten(leaves, form)
 
@@ -143,12 +143,12 @@ class Folder:
         if not path.exists():
             files.write_atomically({"header": header, "computed": computed}, path)
         contents = files.contents_of(path, ("header",), _REMEDY)
-        known, before = contents["header"], contents.get("computed")
-        for name in sorted(known.keys() | header.keys()):
-            if known.get(name) != header.get(name):
+        saved, before = contents["header"], contents.get("computed")
+        for name in sorted(saved.keys() | header.keys()):
+            if saved.get(name) != header.get(name):
                 raise ValueError(
                     f"The checkpoint in {str(self.path)!r} belongs to another fit: its {name} is "
-                    f"{known.get(name)!r}, but here it is {header.get(name)!r}. {_REMEDY}"
+                    f"{saved.get(name)!r}, but here it is {header.get(name)!r}. {_REMEDY}"
                 )
         if computed is not None and before is not None and (words := computed.differs(before)):
             raise ValueError(

@@ -192,13 +192,13 @@ class Session:
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
             if self._folder.is_due() or ends:
-                own: dict[str, Any] = {
+                saved: dict[str, Any] = {
                     "columns": self.problem.sweep.columns,
                     "seconds": self._seconds(),
                 }
-                own |= {"history": self.history, "messages": self.messages[1:]}
-                own |= {"facts": self.problem.data.state()}
-                self._folder.save(lambda: {**own, "progress": progress()})
+                saved |= {"history": self.history, "messages": self.messages[1:]}
+                saved |= {"facts": self.problem.data.state()}
+                self._folder.save(lambda: {**saved, "progress": progress()})
         return ends
 
     def is_late(self) -> bool:
@@ -215,8 +215,8 @@ class Session:
             return
         passes = self.problem.data.num_passes
         self._bar.set_description_str(f"{self._stage}, pass {passes + 1}", refresh=False)
-        each = f"{duration(self._seconds() / passes)} per pass" if passes else ""
-        self._bar.set_postfix_str(each, refresh=False)
+        speed = f"{duration(self._seconds() / passes)} per pass" if passes else ""
+        self._bar.set_postfix_str(speed, refresh=False)
         self._bar.update(0)
 
     # the end
@@ -244,10 +244,10 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
     def same(every: list[dict[str, Any]]) -> None:
         for rank, settings in enumerate(every):
             for name in sorted(every[0].keys() | settings.keys()):
-                own, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
+                here, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
                 if settings.get(name) != every[0].get(name):
                     raise ValueError(
-                        f"Rank {rank} has another {name} than rank 0: {own} against {first}. "
+                        f"Rank {rank} has another {name} than rank 0: {here} against {first}. "
                         "Construct and fit the same object on every rank. To fit a different one "
                         "on each rank, pass Compute(shard=None)."
                     )

@@ -92,8 +92,8 @@ class Batch(NamedTuple):
 
     def tensors(self) -> dict[str, Any]:
         """Return the targets, the inputs and the weights, if there are any, by name."""
-        known = {"targets": self.targets, "inputs": self.inputs}
-        return known if self.weights is None else {**known, "weights": self.weights}
+        named = {"targets": self.targets, "inputs": self.inputs}
+        return named if self.weights is None else {**named, "weights": self.weights}
 
 
 def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -140,8 +140,8 @@ def inputs_of(batch: Tree, targets: Tensor | None = None) -> Any:
     out; else "labels" of a dict or the last entry of a tuple is. Objects with fields stay whole.
     """
     if isinstance(batch, Mapping):
-        own = [key for key, value in batch.items() if value is targets and targets is not None]
-        dropped = own or ["labels"]
+        same = [key for key, value in batch.items() if value is targets and targets is not None]
+        dropped = same or ["labels"]
         return {key: value for key, value in batch.items() if key not in dropped}
     if is_sequence(batch) and not (targets is not None and hasattr(batch, "_fields")):
         places = [i for i, value in enumerate(batch) if value is targets and targets is not None]

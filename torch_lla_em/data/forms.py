@@ -141,5 +141,5 @@ def order_of(loader: Inputs | Loader, num_ranks: int) -> tuple[Sequence[Any] | N
         return list(sampler.indices), True
     if type(sampler) is SequentialSampler:
         return every, False
-    own: Any = sampler if type(sampler) in (list, tuple, range) else None
-    return own, False
+    order: Any = sampler if type(sampler) in (list, tuple, range) else None
+    return order, False

@@ -54,16 +54,16 @@ class Identity:
         """Add the examples of a batch."""
         size, w = len(batch.rows), batch.weights
         leaves = leaves_of([batch.targets, batch.inputs])
-        each = [leaf for leaf in leaves if is_rows(leaf, size)]
-        examples = [*zip(*map(_bytes, each), strict=True)]
+        parts = [leaf for leaf in leaves if is_rows(leaf, size)]
+        examples = [*zip(*map(_bytes, parts), strict=True)]
         hashes = [*map(_hash, examples)]
-        least = (*hashes,) if len(each) == len(leaves) else ()
+        least = (*hashes,) if len(parts) == len(leaves) else ()
         if w is not None:
             hashes = [_hash([*known, own]) for known, own in zip(examples, _bytes(w), strict=True)]
         ordered = sum(
             number * value for number, value in zip(batch.rows.tolist(), hashes, strict=True)
         )
-        shapes = (str([tuple(part.shape[1:]) for part in each]),)
+        shapes = (str([tuple(part.shape[1:]) for part in parts]),)
         entries = len(batch.inputs) if is_sequence(batch.inputs) else 1
         part = Identity(size, batch.targets.numel(), total=sum(hashes), ordered=ordered)
         self._include(replace(part, least=least, shapes=shapes, num_inputs=entries))
@@ -88,8 +88,8 @@ class Identity:
         """Return the share of these examples among those with the smallest hashes ``least``, and of
         how many."""
         full = [known[-1] for known in (sorted(least), self.least) if len(known) == _SAMPLED]
-        own = [value for value in self.least if value <= min(full, default=_SIZE)]
-        return len({*own} & {*least}) / max(1, len(own)), len(own)
+        comparable = [value for value in self.least if value <= min(full, default=_SIZE)]
+        return len({*comparable} & {*least}) / max(1, len(comparable)), len(comparable)
 
     @classmethod
     def of(cls, parts: list[Identity]) -> Identity:

@@ -106,10 +106,10 @@ class Data:
         # after the first pass each rank reads the share of another, so the sum of hashes changes
         # if ranks have different data
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
-        own, order = Identity(), self.num_passes if in_step else 0
+        whole, order = Identity(), self.num_passes if in_step else 0
         tally: Tally | None = None if self.num_passes else {}
         self._others_wait = not in_step
-        read = self._compared(self._source.read(share, self.group.size, order), own)
+        read = self._compared(self._source.read(share, self.group.size, order), whole)
         try:
             if in_step:
                 yield from self._in_step(batch.on(self._device) for batch in read)
@@ -125,8 +125,8 @@ class Data:
         self._others_wait = False
         if tally:
             counts = zip(*tally.values(), strict=True)
-            own.num_outputs, own.num_labelled = (int(sum(each)) for each in counts)
-        self._end(self.group.meet(own, Identity.of), tally is not None)
+            whole.num_outputs, whole.num_labelled = (int(sum(each)) for each in counts)
+        self._end(self.group.meet(whole, Identity.of), tally is not None)
         if not in_step:
             self.kept.end()
 
@@ -154,9 +154,9 @@ class Data:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run has found; the data must be the same."""
-        found = dict(state)
-        self.num_passes = found.pop("num_passes")
-        self.facts, self._is_restored = Identity(**found), self.num_passes > 0
+        facts = dict(state)
+        self.num_passes = facts.pop("num_passes")
+        self.facts, self._is_restored = Identity(**facts), self.num_passes > 0
 
     def confirm(self) -> None:
         """Read the data once if only an earlier run has read them, to refuse other data."""
@@ -170,16 +170,16 @@ class Data:
             pass
         return self.facts
 
-    def _compared(self, batches: Iterable[Batch], own: Identity) -> Iterator[Batch]:
+    def _compared(self, batches: Iterable[Batch], whole: Identity) -> Iterator[Batch]:
         """Yield batches, and add them to an identity; in the first pass, compare the first with
         that of ``first``."""
         for batch in batches:
-            own.add(batch)
-            known = self._first
-            if known is not None and not self.num_passes and batch.index == known.index == 0:
+            whole.add(batch)
+            begun = self._first
+            if begun is not None and not self.num_passes and batch.index == begun.index == 0:
                 first = Identity()
-                first.add(known)
-                is_same = first.total == own.total  # which has this batch alone yet
+                first.add(begun)
+                is_same = first.total == whole.total  # which has this batch alone yet
                 if self._source.is_ordered and not is_same:
                     raise ValueError(_CHANGED)
                 self.kept.let(self.group.size == 1 and is_same)
@@ -198,21 +198,21 @@ class Data:
 
     def _end(self, whole: Identity, is_first: bool) -> None:
         """Note what the first pass has found; refuse other data, and data that change."""
-        known, fault = self.facts, None
-        differ = self.num_passes > 0 and not known.agrees(whole)
+        facts, fault = self.facts, None
+        differ = self.num_passes > 0 and not facts.agrees(whole)
         if differ and self._is_restored:
-            fault = _OTHER_THAN_SAVED.format(known.num_rows, whole.num_rows)
+            fault = _OTHER_THAN_SAVED.format(facts.num_rows, whole.num_rows)
         elif differ and self.group.size > 1:
             fault = _OTHER_RANKS
-        elif not whole.num_rows or whole.num_rows != (known.num_rows or whole.num_rows):
-            fault = _OTHER_COUNT.format(whole.num_rows, known.num_rows or "more")
+        elif not whole.num_rows or whole.num_rows != (facts.num_rows or whole.num_rows):
+            fault = _OTHER_COUNT.format(whole.num_rows, facts.num_rows or "more")
         elif differ:
             fault = _CHANGED
         if fault is not None:
             raise ValueError(fault)
-        self.keeps_order &= not self.num_passes or known.ordered == whole.ordered
+        self.keeps_order &= not self.num_passes or facts.ordered == whole.ordered
         if self._is_restored:
-            outputs, labelled = known.num_outputs, known.num_labelled
+            outputs, labelled = facts.num_outputs, facts.num_labelled
             self.facts = replace(whole, num_outputs=outputs, num_labelled=labelled)
             self._is_restored = False
         elif is_first:

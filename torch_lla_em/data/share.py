@@ -38,5 +38,5 @@ class Share:
         rows = torch.searchsorted(self.numbers, numbers)
         places = (rows < len(self.numbers)).nonzero()[:, 0]
         rows = rows[places]
-        own = self.numbers[rows] == numbers[places]
-        return places[own], rows[own]
+        is_here = self.numbers[rows] == numbers[places]
+        return places[is_here], rows[is_here]

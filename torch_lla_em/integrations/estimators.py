@@ -85,19 +85,19 @@ class EstimatorPosterior:
         prediction = self.distribution(X)
         if prediction.likelihood.gives_probabilities:  # several labels
             return (prediction.probs > 0.5).int().cpu().numpy()
-        found = prediction.expectation, prediction.predictive_variance.sqrt()
-        mean, deviation = (each.squeeze(-1).cpu().numpy() for each in found)
+        both = prediction.expectation, prediction.predictive_variance.sqrt()
+        mean, deviation = (each.squeeze(-1).cpu().numpy() for each in both)
         return (mean, deviation) if return_std else mean
 
     def _pair(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets: class indices, or values of shape (N, C)."""
         x, values = self.inputs(X), np.asarray(y)
         if self._classes is not None:
-            known = self._classes.tolist()
-            if unknown := {*values.tolist()} - {*known}:
+            classes = self._classes.tolist()
+            if unknown := {*values.tolist()} - {*classes}:
                 raise ValueError(
                     f"y has labels that the estimator has not seen: {[*unknown][:5]}. Its labels "
-                    f"are {known[:5]}."
+                    f"are {classes[:5]}."
                 )
             values = np.searchsorted(self._classes, values.astype(self._classes.dtype))
             if not self.laplace.likelihood.elementwise:
@@ -131,10 +131,10 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     check_is_fitted(estimator, "coefs_")
     layers: list[nn.Module] = []
     for weight, bias in zip(estimator.coefs_, estimator.intercepts_, strict=True):
-        own = torch.tensor(weight, device="cpu")
-        layer = nn.Linear(len(own), own.shape[1], device="cpu", dtype=own.dtype)
+        matrix = torch.tensor(weight, device="cpu")
+        layer = nn.Linear(len(matrix), matrix.shape[1], device="cpu", dtype=matrix.dtype)
         with torch.no_grad():
-            layer.weight.copy_(own.T)
+            layer.weight.copy_(matrix.T)
             layer.bias.copy_(torch.tensor(bias, device="cpu"))
         layers += [layer, _ACTIVATIONS[estimator.activation]()]
     module = nn.Sequential(*layers[:-1]).eval()
@@ -143,7 +143,7 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
         # as its predict does, with an error for other columns or another order of them
         X = validate_data(estimator, X, accept_sparse=True, reset=False)
         X = X.toarray() if hasattr(X, "toarray") else X
-        return torch.tensor(X, dtype=own.dtype, device="cpu")
+        return torch.tensor(X, dtype=matrix.dtype, device="cpu")
 
     likelihood = _LIKELIHOODS[estimator.out_activation_]
     has_several = likelihood == "bernoulli" and estimator.n_outputs_ > 1

@@ -211,28 +211,29 @@ class Laplace:
 
         ``la.posterior.log_marginal_likelihood()`` is that of the linear model, at its own mode.
         """
-        own = self.posterior
+        posterior = self.posterior
         if any(v is not None for v in (*given, *named.values())):
             raise ValueError(
                 "log_marginal_likelihood is that of the fitted prior_precision, without "
                 "derivatives: set la.prior_precision, call la.fit(train_loader), and pass "
                 f"nothing. {_LEARN}."
             )
-        estimate = own.log_marginal_likelihood().value.cpu()  # an error if the network has changed
+        # an error if the network has changed
+        estimate = posterior.log_marginal_likelihood().value.cpu()
         if self._evidence is None:
-            last, precision, w_MAP = own.history[-1], own.prior_precision, own.w_MAP
+            precision, w_MAP = posterior.prior_precision, posterior.w_MAP
             assert precision is not None and w_MAP is not None
-            precision = precision.double().cpu()
+            last, precision = posterior.history[-1], precision.double().cpu()
             log_det = -2 * (estimate + last["loss"]) - precision * last["squared_norm"]
             apart = (w_MAP.double() - self.prior_mean).square().sum().cpu()
-            found, constant = -0.5 * (log_det + precision * apart), 0.0
+            evidence, constant = -0.5 * (log_det + precision * apart), 0.0
             for batch in self._loader:
                 f, y = self._around_network(batch).f_mean, self._targets(batch)
-                terms = own.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
+                terms = posterior.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
                 if self.likelihood == "regression":  # whose constant has no temperature
                     constant = y.numel() * (log(self.sigma_noise) + 0.5 * log(2 * pi))
-                found = found + (terms + constant) / self.temperature - constant
-            self._evidence = found
+                evidence = evidence + (terms + constant) / self.temperature - constant
+            self._evidence = evidence
         return self._evidence
 
     def __call__(
@@ -273,8 +274,8 @@ class Laplace:
         mean, deviations = self._at(x, pred_type)
         drawn = deviations.new_empty(n_samples, len(deviations))
         drawn.normal_(generator=generator or self._generator)
-        found: Tensor = mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
-        return found
+        samples: Tensor = mean + torch.tensordot(drawn, deviations, 1) / sqrt(len(deviations))
+        return samples
 
     def predictive_samples(self, *args: Any, **options: Any) -> Tensor:
         """Return ``functional_samples`` after the softmax; those of a regression are unchanged."""
@@ -283,23 +284,25 @@ class Laplace:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that predictions and the log marginal likelihood need, as tensors."""
-        own = {"prior_mean": self.prior_mean, "temperature": self.temperature}
-        own |= {"evidence": self.log_marginal_likelihood()}
-        tensors = {f"{_PREFIX}{n}": torch.as_tensor(v, device="cpu") for n, v in own.items()}
+        numbers = {"prior_mean": self.prior_mean, "temperature": self.temperature}
+        numbers |= {"evidence": self.log_marginal_likelihood()}
+        tensors = {f"{_PREFIX}{n}": torch.as_tensor(v, device="cpu") for n, v in numbers.items()}
         return self.posterior.state_dict() | tensors
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load a ``state_dict`` that this class has returned; an error is raised for those of
         laplace-torch."""
-        own = {k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)}
-        if not own:
+        numbers = {
+            k.removeprefix(_PREFIX): v for k, v in state_dict.items() if k.startswith(_PREFIX)
+        }
+        if not numbers:
             raise ValueError("This state was not saved by this class: call la.fit(train_loader).")
-        self.prior_mean = own["prior_mean"].to(self._device)
-        self.temperature = own["temperature"].item()
+        self.prior_mean = numbers["prior_mean"].to(self._device)
+        self.temperature = numbers["temperature"].item()
         posterior = self._unfitted()
         posterior.load_state_dict({n: t for n, t in state_dict.items() if _PREFIX not in n})
         self._take(posterior)
-        self._loader, self._evidence = None, own["evidence"]
+        self._loader, self._evidence = None, numbers["evidence"]
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that says what to use."""
@@ -352,11 +355,11 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     use."""
     given = {name: getattr(option, "value", option) for name, option in options.items()}
     for name, value in given.items():
-        known = _CHOICES.get(name)
-        if known and value not in known:
-            instead = _INSTEAD.get(str(value), _INSTEAD.get(name, f"choose one of {known}"))
+        choices = _CHOICES.get(name)
+        if choices and value not in choices:
+            instead = _INSTEAD.get(str(value), _INSTEAD.get(name, f"choose one of {choices}"))
             raise ValueError(f"{name}={value!r} is not available: {instead}.")
-        if not known and name not in ("progress_bar", "n_samples", "generator"):
+        if not choices and name not in ("progress_bar", "n_samples", "generator"):
             why = _UNUSED.get(name, "the full GGN is used")
             report("log", f"The argument {name!r} has no effect: {why}.")
     return given

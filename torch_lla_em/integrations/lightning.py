@@ -113,9 +113,9 @@ class LaplaceCallback(Callback):
         trainer.strategy.barrier()  # one rank has written it
         path, start = saved.best_model_path, f"{self.network}." if self.network else ""
         state = trainer.strategy.checkpoint_io.load_checkpoint(path)["state_dict"]
-        own = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
+        of_network = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
         network = copy.deepcopy(network)
-        network.load_state_dict(own, strict=module.strict_loading)
+        network.load_state_dict(of_network, strict=module.strict_loading)
         score = "" if saved.best_model_score is None else f" {saved.best_model_score:.4g}"
         report(
             "log",

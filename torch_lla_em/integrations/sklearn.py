@@ -115,12 +115,12 @@ class _Estimator(BaseEstimator):
         X, y = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
         weights = None
         if sample_weight is not None:
-            known = _weights(sample_weight, len(X))
-            X, y, weights = X[known > 0], y[known > 0], torch.tensor(known[known > 0])
+            counts = _weights(sample_weight, len(X))
+            X, y, weights = X[counts > 0], y[counts > 0], torch.tensor(counts[counts > 0])
         x = torch.tensor(X)
         targets, outputs = self._targets(y, x)
-        own = int(check_random_state(self.random_state).randint(2**31 - 1))
-        seed = group_of().meet(own, first)  # every rank trains the same network
+        drawn = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = group_of().meet(drawn, first)  # every rank trains the same network
         how = {"num_samples": self.num_samples, "seed": seed, **self._options}
         count = int(share * len(x))
         if 0 < count < _LEAST_HELD_OUT:
@@ -167,8 +167,8 @@ class _Estimator(BaseEstimator):
         for _ in range(epochs):
             for rows in torch.randperm(len(x)).tensor_split(batches):
                 optimiser.zero_grad()
-                each = loss(network(x[rows]), y[rows], reduction="none").view(len(rows), -1).mean(1)
-                (relative[rows] * each).mean().backward()
+                terms = loss(network(x[rows]), y[rows], reduction="none").view(len(rows), -1)
+                (relative[rows] * terms.mean(1)).mean().backward()
                 optimiser.step()
                 schedule.step()
 
@@ -186,8 +186,8 @@ class _Estimator(BaseEstimator):
         """Return a value of predictions, a few examples at a time."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
-        own = next(self.laplace_.model.parameters()).dtype
-        parts = torch.tensor(X, dtype=own).split(8 * _BATCH)
+        dtype = next(self.laplace_.model.parameters()).dtype
+        parts = torch.tensor(X, dtype=dtype).split(8 * _BATCH)
         return torch.cat([of(self.laplace_.predict(rows)) for rows in parts]).cpu()
 
 
@@ -284,13 +284,13 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 def _weights(given: Any, count: int) -> np.ndarray:
     """Return one weight for each example, or raise an error that says what is wrong."""
     how = {"dtype": np.float64, "ensure_2d": False, "ensure_non_negative": True}
-    known: np.ndarray = check_array(given, input_name="sample_weight", **how)
-    if known.shape != (count,) or not known.any():
+    weights: np.ndarray = check_array(given, input_name="sample_weight", **how)
+    if weights.shape != (count,) or not weights.any():
         raise ValueError(
             f"sample_weight must be {count} numbers, one for each example, and not all zero; its "
-            f"shape is {known.shape}."
+            f"shape is {weights.shape}."
         )
-    return known
+    return weights
 
 
 def _width(values: Tensor) -> Tensor:

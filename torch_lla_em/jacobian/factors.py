@@ -60,10 +60,10 @@ class Outer(NamedTuple):
             return [d.flatten(1).mT @ self.a, d.sum(0)]
         if self.a.shape[1] == 1 and self.a.shape[3] >= self.a.shape[2]:
             # a product for each row takes a sixth of the time of einsum, and no more memory than d
-            own = (d.flatten(1, 3) @ self.a[:, 0].mT).sum(0).unflatten(0, d.shape[1:4])
+            of_weight = (d.flatten(1, 3) @ self.a[:, 0].mT).sum(0).unflatten(0, d.shape[1:4])
         else:
-            own = torch.einsum("bkgot,bgit->kgoi", d, self.a)
-        return [own, d.sum((0, 4))]
+            of_weight = torch.einsum("bkgot,bgit->kgoi", d, self.a)
+        return [of_weight, d.sum((0, 4))]
 
     def signals(self, u: Tensor) -> Tensor:
         """Return Bᵀu, (rows, K, channels) or (rows, K, groups, channels, places)."""
@@ -163,13 +163,13 @@ class ByFactors(Rows):
         step = max(1, int(_NUMBERS / max(1, u.shape[1] * size)))
         for start in range(0, len(u), step):
             rows = slice(start, start + step)
-            each = [_of_rows(term, name, size, u[rows], rows) for term in terms]
-            total = total + _wide(sum(each[1:], each[0])).square().sum((0, 1))
+            pulled = [_of_rows(term, name, size, u[rows], rows) for term in terms]
+            total = total + _wide(sum(pulled[1:], pulled[0])).square().sum((0, 1))
         return total
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:
-        own = {name: w.to(self.f) for name, w in directions.items()}
-        first, *more = [term.push(own).transpose(0, 1) for term in self.parts]
+        tangents = {name: w.to(self.f) for name, w in directions.items()}
+        first, *more = [term.push(tangents).transpose(0, 1) for term in self.parts]
         for Jw in more:
             first = first + Jw
         return first.reshape(-1, *self.f.shape)
@@ -189,9 +189,11 @@ def _of_rows(term: Term, name: str, size: int, u: Tensor, rows: slice) -> Tensor
     """Return Jᵀu of a weight for each of some rows, (rows, K, size); there may be no columns."""
 
     def pulled(u: Tensor, *held: Tensor) -> Tensor:
-        each = iter(held)
-        own: list[Any] = [next(each)[None] if isinstance(part, Tensor) else part for part in term]
-        return type(term)(*own).pull(u[None])[term.names.index(name)].reshape(len(u), size)
+        tensors = iter(held)
+        entries: list[Any] = [
+            next(tensors)[None] if isinstance(part, Tensor) else part for part in term
+        ]
+        return type(term)(*entries).pull(u[None])[term.names.index(name)].reshape(len(u), size)
 
     return torch.vmap(pulled)(u, *(entry[rows] for entry in term if isinstance(entry, Tensor)))
 

@@ -86,8 +86,8 @@ class ByGraph(Linearised):
         f = self._recorded()
 
         def pull(u: Tensor) -> dict[str, Tensor]:
-            found = _gradients([f], [*self._leaves.values()], [u.to(f)])
-            return {n: g for n, g in zip(self._leaves, found, strict=True) if g is not None}
+            gradients = _gradients([f], [*self._leaves.values()], [u.to(f)])
+            return {n: g for n, g in zip(self._leaves, gradients, strict=True) if g is not None}
 
         return torch.vmap(pull)(u) if len(u) > 1 else {n: g[None] for n, g in pull(u[0]).items()}
 
@@ -98,13 +98,13 @@ class ByGraph(Linearised):
             u = torch.zeros_like(f, requires_grad=True)
             with torch.enable_grad():
                 gradients = _gradients([f], [*self._leaves.values()], [u])
-                found = zip(self._leaves, gradients, strict=True)
-            self._transposed = u, {n: g for n, g in found if g is not None and g.requires_grad}
-        u, known = self._transposed
-        if not known:
+                named = zip(self._leaves, gradients, strict=True)
+            self._transposed = u, {n: g for n, g in named if g is not None and g.requires_grad}
+        u, transposed = self._transposed
+        if not transposed:
             return torch.zeros_like(f)[None]
-        columns = [directions[name][0].to(gradient) for name, gradient in known.items()]
-        return _gradients([*known.values()], [u], columns)[0][None]
+        columns = [directions[name][0].to(gradient) for name, gradient in transposed.items()]
+        return _gradients([*transposed.values()], [u], columns)[0][None]
 
 
 def _gradients(of: list[Tensor], by: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -77,14 +77,14 @@ class LinearModel:
         with self.network.guarded(), self.network.computing("float32"), warnings.catch_warnings():
             # torch's first forward-mode product loads parts of its own that it deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-            self.ways = found = probe(self.network, self.layout, x)
-        if found is None:
+            self.ways = ways = probe(self.network, self.layout, x)
+        if ways is None:
             logger.info("J is zero for these examples; derivatives are checked on later ones.")
             return None
-        way = "forward mode" if found.forward else "two reverse passes"
-        factors, error = f"factors of {len(found.names)} tensors", found.adjoint_error
-        logger.info("J by %s, adjoint error %.1e.", factors if found.names else way, error)
-        return found
+        way = "forward mode" if ways.forward else "two reverse passes"
+        factors, error = f"factors of {len(ways.names)} tensors", ways.adjoint_error
+        logger.info("J by %s, adjoint error %.1e.", factors if ways.names else way, error)
+        return ways
 
     def push(self, x: Inputs, *w: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside
@@ -103,10 +103,10 @@ class LinearModel:
         ``columns`` is the total number of columns, of which ``at_once`` fit into memory (None:
         all); ``keep`` is whether the result should be stored between passes, if possible.
         """
-        known = self.ways
-        may = known is not None and bool(known.names) and not torch.is_grad_enabled()
-        if known is not None and may and (keep or columns >= known.least_columns):
-            rows = by_factors(self.network, self.layout, x, known, keep, at_once)
+        ways = self.ways
+        may = ways is not None and bool(ways.names) and not torch.is_grad_enabled()
+        if ways is not None and may and (keep or columns >= ways.least_columns):
+            rows = by_factors(self.network, self.layout, x, ways, keep, at_once)
             if rows is not None:
                 return rows
         return self.by_autodiff(x, at_once)
@@ -114,11 +114,11 @@ class LinearModel:
     def by_autodiff(self, x: Inputs, at_once: int | None = None) -> Rows:
         """Return the linear model at a batch by ``torch.func`` and a recorded graph, for
         ``at_once`` columns."""
-        known = self.ways or Ways()
-        if known.fault:
-            raise NotImplementedError(known.fault)
-        columns = known.columns(x, at_once)
-        return ByGraph(self.network, self.layout, x, columns, known.forward)
+        ways = self.ways or Ways()
+        if ways.fault:
+            raise NotImplementedError(ways.fault)
+        columns = ways.columns(x, at_once)
+        return ByGraph(self.network, self.layout, x, columns, ways.forward)
 
     def steady(self, x: Inputs) -> LinearModel:
         """Return the same model for programs: by ``torch.func``, all columns at once for batches of

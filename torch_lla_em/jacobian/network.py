@@ -96,10 +96,10 @@ class Network:
         """Raise an error for inputs of another floating point dtype than the weights, which layers
         refuse."""
         given = {t.dtype for t in tensors_in(x) if t.is_floating_point()}
-        known = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        if not given or not known or given & known or is_shortage(error):
+        expected = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        if not given or not expected or given & expected or is_shortage(error):
             return
-        (one, *_), (other, *_) = given, known
+        (one, *_), (other, *_) = given, expected
         raise TypeError(
             f"Inputs have the dtype {one}, but the network's weights {other} ({error}). Pass "
             f"inputs.to({other}). If the network was converted after fit, it has no longer the "
@@ -151,11 +151,11 @@ class Network:
     def computing(self, precision: str) -> Iterator[None]:
         """Compute matrix products in the chosen precision, independent of global settings."""
         here = self.device
-        own = without_autocast(here)
+        of_network = without_autocast(here)
         if precision == "bfloat16":
-            own = torch.autocast(here.type, torch.bfloat16, cache_enabled=False)
+            of_network = torch.autocast(here.type, torch.bfloat16, cache_enabled=False)
         of_gpu = tf32(precision == "tf32") if here.type == "cuda" else nullcontext()
-        with of_gpu, without_autocast(torch.device("cpu")), own:
+        with of_gpu, without_autocast(torch.device("cpu")), of_network:
             yield
 
     @property

@@ -160,11 +160,11 @@ def _normalisation_parameters(module: nn.Module) -> set[str]:
 
     Layers that hold more than scales and shifts, such as a "NormLinear", do not count.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for path, layer in module.named_modules():
-        own = dict(layer.named_parameters(path, recurse=False))
+        direct = dict(layer.named_parameters(path, recurse=False))
         named = "norm" in type(layer).__name__.lower()
-        scales = all(max(p.shape, default=1) == p.numel() for p in own.values())
+        scales = all(max(p.shape, default=1) == p.numel() for p in direct.values())
         if isinstance(layer, _NORMALISATION) or (named and scales):
-            found |= own.keys()
-    return found
+            names |= direct.keys()
+    return names

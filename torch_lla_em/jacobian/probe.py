@@ -67,16 +67,16 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
                 # one example is not enough to decide whether examples have factors of their own
-                found = find(network, layout, x if len(f) > 1 else _twice(x), chosen)
-                rows = found and by_factors(network, layout, x, found[0])
-                if found and rows:
+                factored = find(network, layout, x if len(f) > 1 else _twice(x), chosen)
+                rows = factored and by_factors(network, layout, x, factored[0])
+                if factored and rows:
                     last = [term[-1] for term in rows.parts]  # by backward passes
                     count = sum(b.numel() for b in last if isinstance(b, Tensor))
-                    is_fast = count <= _MOST_GRADIENTS * found[1]
-                    if is_fast and (own := error(rows)) <= eps**0.5:
+                    is_fast = count <= _MOST_GRADIENTS * factored[1]
+                    if is_fast and (wrong := error(rows)) <= eps**0.5:
                         least, nbytes = chosen.outputs if count else 1, rows.nbytes / len(f)
-                        chosen = found[0]._replace(
-                            adjoint_error=own, least_columns=least, nbytes=nbytes
+                        chosen = factored[0]._replace(
+                            adjoint_error=wrong, least_columns=least, nbytes=nbytes
                         )
     if chosen.fault and not chosen.names:
         raise NotImplementedError(chosen.fault)
@@ -129,13 +129,13 @@ def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
     )
 
 
-def _error(plain: Rows, known: tuple[Tensor, Tensor, Tensor], eps: float, rows: Rows) -> float:
+def _error(plain: Rows, drawn: tuple[Tensor, Tensor, Tensor], eps: float, rows: Rows) -> float:
     """Return the relative error of J w and of Jᵀu for random u, v and Jᵀu by the definition.
 
     It does not depend on the number of outputs: w = Jᵀu, of blocks of one size, shows what J lacks,
     and u = J v what it has too much.
     """
-    (u, v, JTu), layout = known, plain.layout
+    (u, v, JTu), layout = drawn, plain.layout
     truth = JTu.double()
     squares = layout.block_sums(truth[0].square())
     norms = squares.clamp_min(_SMALL**2 * squares.max()).clamp_min(1e-300)
@@ -161,14 +161,14 @@ def _with_torch_func(
     right."""
     best, reasons = chosen._replace(adjoint_error=math.inf), list[str]()
     for rows, name in zip(ways, ("forward mode", "two reverse passes"), strict=True):
-        own, failures = math.inf, list[Exception]()
+        wrong, failures = math.inf, list[Exception]()
         with suppressed(failures):  # operations that a direction does not support
-            own = error(rows)
-        if own < best.adjoint_error:
-            best = chosen._replace(forward=rows is ways[0], adjoint_error=own)
-        if own <= tolerance:
+            wrong = error(rows)
+        if wrong < best.adjoint_error:
+            best = chosen._replace(forward=rows is ways[0], adjoint_error=wrong)
+        if wrong <= tolerance:
             return best
-        reason = str(failures[0]).strip().split("\n")[0] if failures else f"error {own:.1e}"
+        reason = str(failures[0]).strip().split("\n")[0] if failures else f"error {wrong:.1e}"
         reasons.append(f"{name}: {reason}")
     if best.adjoint_error <= max(tolerance, _ROUNDING):
         return best

@@ -69,11 +69,11 @@ class Call(NamedTuple):
         *options, groups = self.conv
         kernel: Any = self.weight_shape[2:]
         n = len(kernel)
-        each: list[Any] = [
+        per_axis: list[Any] = [
             (own,) * n if isinstance(own, (int, str)) else tuple(own) * (n // len(own))
             for own in options
         ]
-        stride, padding, dilation = each
+        stride, padding, dilation = per_axis
         if padding[0] == "same":
             totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
             a = F.pad(a, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
@@ -152,9 +152,9 @@ def _recorded(
                 conv = tuple(given.get(name, usual) for name, usual in options)
             padding = given.get("padding_idx")
             padding = None if padding is None else padding % len(W)
-            own, edge = (weight,) if bias is None else (weight, bias), get_gradient_edge(z)
+            used, edge = (weight,) if bias is None else (weight, bias), get_gradient_edge(z)
             is_lookup = func is F.embedding
-            calls.append(Call(own, W.shape, x, version, edge, z.shape, conv, padding, is_lookup))
+            calls.append(Call(used, W.shape, x, version, edge, z.shape, conv, padding, is_lookup))
         return z
 
     rows = num_examples(x)
@@ -165,7 +165,7 @@ def _recorded(
 
 
 def find(
-    network: Network, layout: ParameterLayout, x: Inputs, known: Ways
+    network: Network, layout: ParameterLayout, x: Inputs, ways: Ways
 ) -> tuple[Ways, int] | None:
     """Return a report of the weights with influence and the shared tables, if all weights act by
     products at x.
@@ -174,7 +174,7 @@ def find(
     is not enough to decide. If one weight acts otherwise, factors of the rest save nothing: on a
     tiny BERT 4.7 s instead of 5.1.
     """
-    f, calls, others = _recorded(network, layout, x, known.shared)
+    f, calls, others = _recorded(network, layout, x, ways.shared)
     used = {name for call in calls for name in call.names}
     if len(f) < 2 or others or not used or not f.requires_grad:
         return None
@@ -190,18 +190,18 @@ def find(
         # gradients of the first row's outputs are 0 at all other rows
         if z is None or not (len(z) % len(f) or call.outputs(z[None], len(f))[1:].any()):
             continue
-        if call.is_lookup and call.names[0] not in known.shared:
-            shared = (*known.shared, *call.names)
-            return find(network, layout, x, known._replace(shared=shared))
+        if call.is_lookup and call.names[0] not in ways.shared:
+            shared = (*ways.shared, *call.names)
+            return find(network, layout, x, ways._replace(shared=shared))
         return None
-    return known._replace(names=tuple(sorted(used))), multiplications
+    return ways._replace(names=tuple(sorted(used))), multiplications
 
 
 def by_factors(
     network: Network,
     layout: ParameterLayout,
     x: Inputs,
-    known: Ways,
+    ways: Ways,
     keep: bool = False,
     at_once: int | None = None,
 ) -> ByFactors | None:
@@ -210,14 +210,13 @@ def by_factors(
 
     Factors that are stored (``keep``) share no memory with other tensors.
     """
-    f, calls, others = _recorded(network, layout, x, known.shared)
+    f, calls, others = _recorded(network, layout, x, ways.shared)
     as_before = all(
-        call.given._version == call.version and set(call.names) <= set(known.names)
-        for call in calls
+        call.given._version == call.version and set(call.names) <= set(ways.names) for call in calls
     )
     if others or not f.requires_grad or not as_before:
         return None
-    B, D, best = len(f), f[0].numel(), known.columns(x, at_once)
+    B, D, best = len(f), f[0].numel(), ways.columns(x, at_once)
     given = [call.inputs(B) for call in calls]
     ends = [call.is_output(f) for call in calls]  # which need no backward pass
     dense = [not e and call.is_dense(a, D) for call, a, e in zip(calls, given, ends, strict=True)]
@@ -240,10 +239,10 @@ def by_factors(
                 z = z[None] if few else z
                 pieces[i].append(calls[i].columns(z, given[i], dense[i]))
     parts: list[Term] = []
-    for call, a, is_dense, end, own in zip(calls, given, dense, ends, pieces, strict=True):
-        if not own and not end:  # no influence
+    for call, a, is_dense, end, block in zip(calls, given, dense, ends, pieces, strict=True):
+        if not block and not end:  # no influence
             continue
-        b = None if end else own[0] if len(own) == 1 else torch.cat(own, 1)
+        b = None if end else block[0] if len(block) == 1 else torch.cat(block, 1)
         if b is not None and is_dense:
             sizes = [call.weight_shape.numel(), call.weight_shape[0]]
             parts.append(Dense(call.names, sizes[: len(call.names)], b))
@@ -258,6 +257,6 @@ def by_factors(
         f[0].numel(),
         *(t.b.shape[2] for t in parts if not isinstance(t, Dense) and t.b is not None),
     ]
-    of_one = known.example_bytes and max(widths) * f.itemsize
-    most = known._replace(example_bytes=of_one).columns(x, at_once)
+    of_one = ways.example_bytes and max(widths) * f.itemsize
+    most = ways._replace(example_bytes=of_one).columns(x, at_once)
     return ByFactors(layout, f.detach(), parts, most)

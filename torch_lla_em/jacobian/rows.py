@@ -56,14 +56,14 @@ class Pulled(NamedTuple):
     def parts(self, total: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return views of a total (K, P), each with what is to be added, on its device and in its
         dtype."""
-        found = []
+        pairs = []
         for some, gradients in zip(total.split(self.step), self.gradients, strict=True):
             views = some.split(self.layout.sizes, dim=1)
             for name, view in zip(self.layout.names, views, strict=True):
                 if name in gradients:
                     g = gradients[name].reshape(view.shape)
-                    found.append((view, g.to(total.device, total.dtype)))
-        return found
+                    pairs.append((view, g.to(total.device, total.dtype)))
+        return pairs
 
     def added_to(self, total: Tensor) -> Tensor:
         """Add this to a total (K, P) in place, and return the total."""
@@ -119,5 +119,5 @@ class Rows:
 
 def num_examples(x: Inputs) -> int:
     """Return the number of examples of inputs, from the shapes of their tensors."""
-    each = [x] if isinstance(x, Tensor) else tensors_in(x)
-    return next((len(tensor) for tensor in each if tensor.dim()), 1)
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 1)

@@ -50,8 +50,8 @@ class NetworkState:
     def _is_cast(self, now: dict[str, Tensor]) -> bool:
         """Whether tensors are those of before in another dtype; a cast leaves those as they
         were."""
-        known = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
-        if not known or self._tensors.keys() != now.keys():
+        is_as_noted = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
+        if not is_as_noted or self._tensors.keys() != now.keys():
             return False
         return all(torch.equal(self._tensors[name].to(own), own) for name, own in now.items())
 

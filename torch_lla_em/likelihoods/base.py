@@ -69,9 +69,9 @@ class Likelihood:
         labels, ones = y.shape[1:].numel(), (1,) * (y.dim() - 1)
         shape = ones if self.elementwise else (*ones, f.shape[-1])
         leading = f.shape[: f.dim() - y.dim() - (not self.elementwise)]
-        each = f.reshape(*leading, y.numel(), *shape), y.reshape(-1, *ones)
-        found: Tensor = self.log_prob(*each).unflatten(-1, (len(y), labels))
-        return found
+        pairs = f.reshape(*leading, y.numel(), *shape), y.reshape(-1, *ones)
+        terms: Tensor = self.log_prob(*pairs).unflatten(-1, (len(y), labels))
+        return terms
 
     def hessian_sqrt_product(self, f: Tensor, noise: Tensor) -> Tensor:
         """Return S ε, where S is a root of the Hessian of the loss: S Sᵀ = H(f).

@@ -136,13 +136,15 @@ def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str
 
     mask, (gradient, exact) = likelihood.mask(y), by_autograd(y)
     counts, eps, words = 1 if mask is None else mask.unsqueeze(-1), torch.finfo(f.dtype).eps, []
-    own = likelihood.gradient(f, y).detach() * counts
+    slope = likelihood.gradient(f, y).detach() * counts
     Hu = likelihood.hessian_product(f, u).detach() * counts
     SSu = Likelihood.hessian_product(likelihood, f, u).detach() * counts
-    for found, expected in ((own, gradient), (SSu, Hu), (Hu, exact)):
-        finite = found.isfinite() & expected.isfinite()
-        gap, size = (torch.where(finite, part, 0.0).norm() for part in (found - expected, expected))
-        allowed = max(_TOLERANCE, 30 * eps**0.5) * size + 100 * eps * found.numel() ** 0.5
+    for computed, expected in ((slope, gradient), (SSu, Hu), (Hu, exact)):
+        finite = computed.isfinite() & expected.isfinite()
+        gap, size = (
+            torch.where(finite, part, 0.0).norm() for part in (computed - expected, expected)
+        )
+        allowed = max(_TOLERANCE, 30 * eps**0.5) * size + 100 * eps * computed.numel() ** 0.5
         error = f"{100 * (gap / size.clamp_min(1e-300)).item():.3g} %"
         words.append("" if gap <= allowed else error)
     if words[2]:  # ⟨u, H u⟩ may be the expectation over y of the Hessian, estimated by draws of y
@@ -151,8 +153,8 @@ def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str
             targets = [likelihood.sample(f, generator) for _ in range(_DRAWS)]
         except NotImplementedError:
             return words
-        each = torch.stack([(by_autograd(y)[1] * u).sum() for y in targets])
-        allowed = 5 * each.std() / _DRAWS**0.5 + _TOLERANCE * each.mean().abs()
-        if ((u * Hu).sum() - each.mean()).abs() <= allowed:
+        drawn = torch.stack([(by_autograd(y)[1] * u).sum() for y in targets])
+        allowed = 5 * drawn.std() / _DRAWS**0.5 + _TOLERANCE * drawn.mean().abs()
+        if ((u * Hu).sum() - drawn.mean()).abs() <= allowed:
             words[2] = ""
     return words

@@ -72,13 +72,15 @@ class Classification(Labels):
         )
         root_noise, p = (0.5 * log_p).exp() * noise, log_p.exp()
         likeliest = f.argmax(-1, keepdim=True).expand(*shape[:-1], 1)
-        own = root_noise.gather(-1, likeliest)
+        of_likeliest = root_noise.gather(-1, likeliest)
         others = root_noise.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
-        product = root_noise - p * (own + others)
+        product = root_noise - p * (of_likeliest + others)
         # there √p ε - p √p ε = √p ε Σ p of the other classes, computed without a difference
         p = p.expand(shape)
         rest = p.scatter(-1, likeliest, 0).sum(-1, keepdim=True)
-        return product.scatter(-1, likeliest, own * rest - p.gather(-1, likeliest) * others)
+        return product.scatter(
+            -1, likeliest, of_likeliest * rest - p.gather(-1, likeliest) * others
+        )
 
     # on a CPU, softmax over few classes is faster along the first axis than the last
 

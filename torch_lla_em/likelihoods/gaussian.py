@@ -157,8 +157,8 @@ class HeteroscedasticRegression(Gaussian, ElementwiseLikelihood):
 
     def label_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         pairs = torch.stack(f.chunk(2, -1), -1)  # μ and s of one output, as an example
-        found = self.log_prob(pairs.flatten(f.dim() - y.dim(), -2), y.flatten()[:, None])
-        of_labels: Tensor = found.unflatten(-1, (len(y), y.shape[1:].numel()))
+        terms = self.log_prob(pairs.flatten(f.dim() - y.dim(), -2), y.flatten()[:, None])
+        of_labels: Tensor = terms.unflatten(-1, (len(y), y.shape[1:].numel()))
         return of_labels
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:

@@ -65,11 +65,11 @@ class Blocks(NamedTuple):
 
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        found = torch.empty_like(noise)
+        root = torch.empty_like(noise)
         for rows in parts_of(len(self.values), self.values[:1].numel()):
             u = noise[:, rows].movedim(0, -2) @ root_of(self.values[rows]).mT
-            found[:, rows] = u.movedim(-2, 0)
-        return found
+            root[:, rows] = u.movedim(-2, 0)
+        return root
 
 
 class AtOutputs(NamedTuple):
@@ -82,19 +82,19 @@ class AtOutputs(NamedTuple):
 
     def product(self, Jw: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return H J w for columns J w, (n C, k), of these examples."""
-        f, loss, found = self.values[rows], self.loss.part(rows), torch.empty_like(Jw)
-        u, to = Jw.view(*f.shape, Jw.shape[1]), found.view(*f.shape, Jw.shape[1])
+        f, loss, product = self.values[rows], self.loss.part(rows), torch.empty_like(Jw)
+        u, to = Jw.view(*f.shape, Jw.shape[1]), product.view(*f.shape, Jw.shape[1])
         for some in parts_of(len(f), f[:1].numel()):
-            product = loss.part(some).product(f[some], u[some].movedim(-1, 0))
-            to[some] = product.movedim(0, -1)
-        return found
+            part = loss.part(some).product(f[some], u[some].movedim(-1, 0))
+            to[some] = part.movedim(0, -1)
+        return product
 
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        found = torch.empty_like(noise)
+        root = torch.empty_like(noise)
         for some in parts_of(len(self.values), self.values[:1].numel()):
-            found[:, some] = self.loss.part(some).root(self.values[some], noise[:, some])
-        return found
+            root[:, some] = self.loss.part(some).root(self.values[some], noise[:, some])
+        return root
 
 
 class Draws(NamedTuple):
@@ -125,7 +125,7 @@ class Draws(NamedTuple):
 
     def root(self, noise: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        found = torch.empty_like(noise)
+        root = torch.empty_like(noise)
         for some in parts_of(len(self.values), self.values[:1].numel()):
             # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has
             # eigenvalues up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
@@ -135,11 +135,11 @@ class Draws(NamedTuple):
             values, vectors = torch.linalg.eigh(A.mT @ A)
             inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt()).unsqueeze(-2)) @ vectors.mT
             A, inner, size = A.to(noise), inner.to(noise), size.to(noise)
-            own = noise[:, some].movedim(0, -1)
-            u = size * (own - A @ (inner @ (A.mT @ own)))
+            epsilon = noise[:, some].movedim(0, -1)
+            u = size * (epsilon - A @ (inner @ (A.mT @ epsilon)))
             # H annihilates constants, which rounding must not
-            found[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
-        return found
+            root[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
+        return root
 
 
 def diagonal_of(P: Tensor) -> Tensor:
@@ -207,5 +207,5 @@ def root_of(blocks: Tensor) -> Tensor:
         failed &= exact.isfinite().all(-1).all(-1)
         values, vectors = torch.linalg.eigh(exact[failed])
         root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    found: Tensor = torch.where(is_softmax, root - root.mean(-2, keepdim=True), root).to(blocks)
-    return found
+    centred: Tensor = torch.where(is_softmax, root - root.mean(-2, keepdim=True), root).to(blocks)
+    return centred

@@ -52,8 +52,8 @@ class Loss:
         elif self.likelihood.elementwise:  # the same weight for all outputs
             total = log_prob(f, y) * w.flatten(1)[:, 0].to(f.dtype)
         else:  # every site is an example of its own
-            own = log_prob(f.flatten(f.dim() - w.dim() - 1, -2), y.flatten())
-            total = own * w.flatten().to(f.dtype)
+            of_labels = log_prob(f.flatten(f.dim() - w.dim() - 1, -2), y.flatten())
+            total = of_labels * w.flatten().to(f.dtype)
         return -total.sum(dtype=torch.float64)
 
     def gradient(self, f: Tensor) -> Tensor:
@@ -86,14 +86,14 @@ class Loss:
         """The weight of every site, 0 without a label, which broadcasts to outputs; None: all are
         1."""
         mask, y, w = self.likelihood.mask(self.targets), self.targets, self.weights
-        own = None if mask is None else mask.unsqueeze(-1)
+        labels = None if mask is None else mask.unsqueeze(-1)
         if w is None:
-            return own
+            return labels
         outputs = y.dim() if self.likelihood.elementwise else y.dim() + 1
         if w.dim() == outputs > 1:
             w = w[..., :1]
         w = w.reshape(*w.shape, *(1,) * (outputs - w.dim()))
-        return w if own is None else w * own
+        return w if labels is None else w * labels
 
     def sums_of_targets(self, f: Tensor) -> Tensor:
         """Return weighted sums of y, y², (y - E[y | f])² and 1, and how many weights are not 0, (5,
@@ -102,8 +102,8 @@ class Loss:
         w = torch.ones_like(y) if counts is None else counts.expand_as(y).double()
         errors = (y - self.likelihood.mean(f).double()).square()
         of_targets = torch.stack([y, y.square(), errors, torch.ones_like(y)])
-        each = torch.cat([torch.where(w == 0, 0.0, w * of_targets), (w != 0).double()[None]])
-        return (each.flatten(1, -2) if y.dim() > 1 else each).sum(1)
+        terms = torch.cat([torch.where(w == 0, 0.0, w * of_targets), (w != 0).double()[None]])
+        return (terms.flatten(1, -2) if y.dim() > 1 else terms).sum(1)
 
     def labelled(self) -> Tensor:
         """Return whether each example has a label and a weight other than 0, (B,)."""
@@ -155,13 +155,13 @@ class TargetFacts(NamedTuple):
     ) -> TargetFacts:
         """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether
         σ is."""
-        known = sums.cpu()
+        totals = sums.cpu()
         noise = sigma = moments = None
         if is_learnt:
-            noise = noise_of_residuals(known, likelihood, is_start=False)
+            noise = noise_of_residuals(totals, likelihood, is_start=False)
         if likelihood.from_data:
-            sigma = noise_of_residuals(known, likelihood, is_start=is_learnt)
-        if has_offset(likelihood) and known[4].min() >= _FEWEST:
+            sigma = noise_of_residuals(totals, likelihood, is_start=is_learnt)
+        if has_offset(likelihood) and totals[4].min() >= _FEWEST:
             moments = moments_of(sums, dtype)
         return cls(sigma, moments, noise)
 
@@ -211,5 +211,5 @@ def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> 
             "train it before fit.",
         )
     # networks that have overfitted have residuals close to 0
-    found = torch.maximum(errors, (_LEAST_SHARE if is_start else _LEAST_FIXED) * variance)
-    return found.where(found > 0, 1.0).sqrt()
+    squares = torch.maximum(errors, (_LEAST_SHARE if is_start else _LEAST_FIXED) * variance)
+    return squares.where(squares > 0, 1.0).sqrt()

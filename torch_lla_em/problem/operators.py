@@ -26,12 +26,11 @@ class Outputs(NamedTuple):
 
 
 def gathered(
-    problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int, each: int = 1
+    problem: Problem, pushed: list[tuple[Batch, Tensor, Tensor]], K: int, sites: int = 1
 ) -> Outputs | None:
     """Return f and J w of this rank's examples from those of batches; None if they differ in shape.
 
-    In place of J w, it may be any other tensors (K, B, ...). An example has as many rows as
-    ``each``.
+    In place of J w, it may be any other tensors (K, B, ...). Every example has ``sites`` rows.
     """
     group, like = problem.data.group, problem.zeros(1)
     forms = set()
@@ -46,9 +45,9 @@ def gathered(
         of_f, of_targets = torch.Size([1]), torch.Size([1, *of_targets])
         of_Jw = of_Jw or torch.Size([1])
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
-    share = Share(torch.cat(numbers).sort()[0], each * problem.data.facts.num_rows, group)
+    share = Share(torch.cat(numbers).sort()[0], sites * problem.data.facts.num_rows, group)
     N = len(share.numbers)
-    found = Outputs(
+    outputs = Outputs(
         share,
         like.new_zeros(N, *of_f),
         like.new_zeros(N, *of_targets, dtype=dtype),
@@ -57,12 +56,12 @@ def gathered(
     )
     for batch, f, Jw in pushed:
         rows = share.find(batch.rows)[1].to(like.device)
-        found.f[rows] = f.to(like).view(-1, *of_f)
-        found.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
-        found.Jw[:, rows] = Jw.to(like).view(K, -1, *of_Jw)
-        if found.weights is not None and batch.weights is not None:
-            found.weights[rows] = batch.weights.to(like)
-    return found
+        outputs.f[rows] = f.to(like).view(-1, *of_f)
+        outputs.targets[rows] = batch.targets.to(like.device).view(-1, *of_targets)
+        outputs.Jw[:, rows] = Jw.to(like).view(K, -1, *of_Jw)
+        if outputs.weights is not None and batch.weights is not None:
+            outputs.weights[rows] = batch.weights.to(like)
+    return outputs
 
 
 def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = None) -> Tensor:
@@ -77,14 +76,14 @@ def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = N
         numbers, places = batch.rows, None
         if sites is not None:
             numbers, places, _ = sites.of(problem, batch, rows.f)
-        found, here = share.find(numbers)
-        if len(found) < len(numbers):  # in another order, which the end of the pass notices
+        chosen, here = share.find(numbers)
+        if len(chosen) < len(numbers):  # in another order, which the end of the pass notices
             return {}
-        own = u[columns.to(u.device)[:, None], here.to(u.device)]  # u[columns] would be copied
+        some = u[columns.to(u.device)[:, None], here.to(u.device)]  # u[columns] would be copied
         if places is not None:  # neighbouring strata may share a site
-            every = own.new_zeros(len(own), rows.f[..., 0].numel(), rows.f.shape[-1])
-            own = every.index_add_(1, places.to(own.device), own)
-        return {"Ju": rows.pull(own.to(rows.f).view(-1, *rows.f.shape))}
+            every = some.new_zeros(len(some), rows.f[..., 0].numel(), rows.f.shape[-1])
+            some = every.index_add_(1, places.to(some.device), some)
+        return {"Ju": rows.pull(some.to(rows.f).view(-1, *rows.f.shape))}
 
     every = torch.arange(len(u), device="cpu")
     return problem.sweep(every, {"Ju": BLOCK}, add, weight=0.5)["Ju"]

@@ -111,7 +111,7 @@ class Problem:
             )
             for tensor, message in ((u, _LIKELIHOOD), (product, _DERIVATIVE)):
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
-            found = {"eta": product}
+            parts = {"eta": product}
             if with_squares:
                 # By factors of J the gradients of single examples are known, and the sum is exact,
                 # over unit columns if they are no more than samples. Other weights have the squares
@@ -124,10 +124,10 @@ class Problem:
                     u = loss.root(at, units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape))
                 exact, each = rows.row_squares(u), product.square().sum(0).split(layout.sizes)
                 named = zip(layout.names, each, strict=True)
-                found["squares"] = torch.cat([exact.get(n, own).flatten() for n, own in named])
+                parts["squares"] = torch.cat([exact.get(n, own).flatten() for n, own in named])
             if "targets" in kinds:  # a batch is processed once for each group of samples
-                found["targets"] = len(samples) * loss.sums_of_targets(at)
-            return found
+                parts["targets"] = len(samples) * loss.sums_of_targets(at)
+            return parts
 
         sums = self.sweep(torch.arange(num_samples, device="cpu"), kinds, add)
         eta, squares = sums["eta"], sums.get("squares", self.zeros(1)[0])
@@ -146,24 +146,24 @@ class Problem:
         If ``take`` is given, its values at these three are returned, and nothing else is kept. It
         may be called again if memory runs out in it. Without w, see ``features``.
         """
-        found: list[Any] = []
+        results: list[Any] = []
 
         def add(rows: Rows, batch: Batch, _: Tensor) -> Contributions:
             Jw = rows.features if w is None else rows.push(w)
             self.inspect(rows, batch)
             if Jw is None:
-                found.append(None)
+                results.append(None)
                 return {}
             Jw = Jw.to(self.dtype)[None] if w is None else Jw
             self.sweep.expect_finite(Jw)
             with torch.autocast(self.device.type, enabled=False):
                 taken = (batch, rows.f, Jw) if take is None else take(batch, rows.f, Jw)
-            found.append(taken)
+            results.append(taken)
             return {}
 
         columns = torch.arange(1 if w is None else len(w), device="cpu")
         self.sweep(columns, {}, add, weight=0.5)
-        return found
+        return results
 
     def features(
         self, take: Callable[[Batch, Tensor, Tensor], Any]
@@ -175,8 +175,8 @@ class Problem:
         """
         if not self.linear_model.is_last_layer:
             return None
-        found = self.push_forward(None, take)
-        return found if self.data.group.meet(None not in found, all) else None
+        kept = self.push_forward(None, take)
+        return kept if self.data.group.meet(None not in kept, all) else None
 
     def minibatch_products(self) -> Iterator[Product]:
         """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are
@@ -266,8 +266,8 @@ class Problem:
                 warn_if_mistaken(self.likelihood, f, batch.targets)
             tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:
-            found = type(error)(f"Batch {batch.index}: {error}")
-            raise self.sweep.fault() or found from None
+            at_batch = type(error)(f"Batch {batch.index}: {error}")
+            raise self.sweep.fault() or at_batch from None
 
     # vectors
 

@@ -91,11 +91,13 @@ def sites_of(problem: Problem, seed: int) -> Sites | None:
         return None
 
     def labels(batch: Batch, f: Tensor, Jw: Tensor) -> tuple[int, int]:
-        each = (counted(problem, batch, f) != 0).sum(1)
-        return int(each.sum()), int(each.max())
+        labelled = (counted(problem, batch, f) != 0).sum(1)
+        return int(labelled.sum()), int(labelled.max())
 
-    found = problem.push_forward(problem.zeros(1), labels)
-    every = data.group.meet([sum(n for n, _ in found), max([n for _, n in found], default=0)], list)
+    counts = problem.push_forward(problem.zeros(1), labels)
+    every = data.group.meet(
+        [sum(n for n, _ in counts), max([n for _, n in counts], default=0)], list
+    )
     total, most = sum(n for n, _ in every), max(n for _, n in every)
     share = min(1.0, KEPT_OUTPUTS / max(1, total * classes))
     return Sites(share, max(1, math.ceil(most * share)), min(KEPT_OUTPUTS, total * classes), seed)

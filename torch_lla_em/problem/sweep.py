@@ -219,8 +219,8 @@ class Sweep:
                 step = min(step, (rows.columns if kinds else None) or step)
                 for columns in w[done:].split(step):
                     here = slice(done, done + len(columns))
-                    own = {n: s[here] if kinds[n] == BLOCK else s for n, s in sums.items()}
-                    _sum_up(own, add(rows, piece, columns))
+                    views = {n: s[here] if kinds[n] == BLOCK else s for n, s in sums.items()}
+                    _sum_up(views, add(rows, piece, columns))
                     done += len(columns)
                 continue
             except (RuntimeError, MemoryError) as error:

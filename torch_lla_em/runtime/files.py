@@ -90,8 +90,8 @@ def _record_types() -> list[Any]:
 
 def _own(tensor: Tensor) -> Tensor:
     """Return a tensor on the CPU; views are copied, since files would hold all of their storage."""
-    own = tensor.detach().cpu()  # of any strides: those of a state decide how it is rounded later
-    return own.clone() if own.untyped_storage().nbytes() != own.nbytes else own
+    copy = tensor.detach().cpu()  # of any strides: those of a state decide how it is rounded later
+    return copy.clone() if copy.untyped_storage().nbytes() != copy.nbytes else copy
 
 
 def remove(folder: Path, pattern: str) -> None:
@@ -103,8 +103,8 @@ def remove(folder: Path, pattern: str) -> None:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer by name, detached, but no ``num_batches_tracked``."""
-    found = [*model.named_parameters(), *model.named_buffers()]
-    return {n: t.detach() for n, t in found if n.rpartition(".")[2] != "num_batches_tracked"}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {n: t.detach() for n, t in tensors if n.rpartition(".")[2] != "num_batches_tracked"}
 
 
 def fingerprint(model: nn.Module | dict[str, Tensor]) -> Tensor:
@@ -148,17 +148,17 @@ def read(path: str | PathLike, kind: str) -> dict[str, Any]:
 def check(state: object, kind: str) -> None:
     """Raise an error if a state is not of this kind, or not of this version of the format."""
     state = state if isinstance(state, dict) else {}
-    names, found = {*state}, "posterior"
+    names, writer = {*state}, "posterior"
     if "student" in names or {"head.0.weight", "_extra_state"} <= names:
-        found = "student"
+        writer = "student"
     elif {"0.record", "members.0.record"} & names:  # the first is that of earlier versions
-        found = "ensemble"
+        writer = "ensemble"
     elif "torch_lla_em_version" not in names:
-        found = "another program: it has no version key"
-    if found != kind:
+        writer = "another program: it has no version key"
+    if writer != kind:
         raise ValueError(
-            f"This state is that of {_SAVED_BY.get(found, found)}, not of {_SAVED_BY[kind]}: pass "
-            "what the latter has saved, or returned as state_dict()."
+            f"This state is that of {_SAVED_BY.get(writer, writer)}, not of {_SAVED_BY[kind]}: "
+            "pass what the latter has saved, or returned as state_dict()."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:

@@ -50,12 +50,12 @@ class Group:
     def agree(self, act: Callable[[], Own]) -> Own:
         """Return this rank's ``act()``; an error on one rank is raised on all of them."""
         try:
-            own = act()
+            value = act()
         except Exception as error:
             self.fail(error)
             raise
         self.meet(None, len)
-        return own
+        return value
 
     def fail(self, error: Exception) -> None:
         """Raise an error on the other ranks where they meet next: this one fails, and is not

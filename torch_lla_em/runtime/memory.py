@@ -78,8 +78,8 @@ def free_memory(device: torch.device) -> float:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
     with suppress(OSError, KeyError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        known = dict(line.split(":", 1) for line in lines)
-        available = 1024.0 * int(known["MemAvailable"].split()[0])
+        entries = dict(line.split(":", 1) for line in lines)
+        available = 1024.0 * int(entries["MemAvailable"].split()[0])
     return min(available, container_room())
 
 
@@ -94,11 +94,11 @@ def container_room(
     folder, room = mount, inf
     with suppress(OSError):
         folder = mount / groups.read_text().rpartition(":")[2].strip().lstrip("/")
-    for each in (folder, *folder.parents):
+    for part in (folder, *folder.parents):
         with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
-            limit = int((each / "memory.max").read_text())
-            used = int((each / "memory.current").read_text())
-            lines = (each / "memory.stat").read_text().splitlines()
+            limit = int((part / "memory.max").read_text())
+            used = int((part / "memory.current").read_text())
+            lines = (part / "memory.stat").read_text().splitlines()
             # cached files can be evicted
             cached = int(dict(line.split() for line in lines).get("inactive_file", 0))
             room = min(room, max(0.0, limit - used + cached))

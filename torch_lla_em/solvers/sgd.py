@@ -76,8 +76,8 @@ class SGD:
                     f"the solution has at most {bound:.1e}. Lower its learning_rate (now "
                     f"{rate:.1e}), or use the default solver, which needs none."
                 )
-        found = Solution.of(b, x, b - x - product(x))
-        return found._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
+        solution = Solution.of(b, x, b - x - product(x))
+        return solution._replace(passes=passes + self.epochs + 1, tolerance=self.tolerance)
 
     def _rate(self, product: Batched, v: Tensor) -> tuple[float, int]:
         """Return the step size, and the number of passes for its estimate."""

@@ -31,6 +31,7 @@ BOUNDS = {
     "arguments": 7,
     "of the constructor": 11,
 }
+BY_POSITION = 24
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
@@ -238,3 +239,41 @@ def test_no_function_sets_the_attributes_of_another_object():
             if by_name and _reached_from(node.args[0])[0] in others:
                 faults.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
     assert not faults, faults
+
+
+def _is_bool(node):
+    """Return whether an expression looks like a Python bool; masks of tensors are comparisons by size."""
+    if isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn))
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in ("all", "any", "bool", "callable", "isinstance")
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    return isinstance(node, ast.BoolOp) or is_not or name.startswith(("is_", "has_"))
+
+
+def test_nothing_is_multiplied_by_a_bool():
+    """A condition is written as one."""
+    faults = []
+    for path, node in NODES:
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Mult):
+            parts = [getattr(node, part, None) for part in ("left", "right", "value")]
+            if any(_is_bool(part) for part in parts if part is not None):
+                faults.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not faults, faults
+
+
+def test_zip_is_strict_and_records_have_names():
+    """``strict=False`` says that lengths differ; a record built by position breaks when it gets a field."""
+    loose, by_position = [], []
+    for path, call in NODES:
+        if not isinstance(call, ast.Call):
+            continue
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        is_splat = any(isinstance(argument, ast.Starred) for argument in call.args)
+        if name == "zip" and len(call.args) > 1 and "strict" not in {k.arg for k in call.keywords}:
+            loose.append(f"{path.name}:{call.lineno}")
+        if name[:1].isupper() and is_splat and owner not in ("nn", "torch"):
+            by_position.append(f"{path.name}:{call.lineno} {ast.unparse(call)}")
+    assert not loose, loose
+    assert len(by_position) <= BY_POSITION, by_position

@@ -30,8 +30,8 @@ from torch_lla_em.likelihoods import (
     LIKELIHOODS,
     BradleyTerry,
     Likelihood,
-    compare,
     preferred,
+    rewards,
 )
 from torch_lla_em.prediction import (
     Accuracy,
@@ -172,7 +172,7 @@ class LinearisedLaplace(Predicts):
         if layerwise and curvature == "variational":
             raise ValueError('curvature="variational" has one precision: use layerwise=False.')
         if isinstance(likelihood, BradleyTerry):
-            adapter = Adapter(adapter.outputs or compare, adapter.targets or preferred)
+            adapter = Adapter(adapter.outputs or rewards, adapter.targets or preferred)
         network = Network(model, adapter.outputs, int(class_dim), compute.precision)
         self._given_likelihood: Likelihood = likelihood
         self._posterior: Posterior | None = None

@@ -9,7 +9,7 @@ from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
 from torch_lla_em import Adapter, BradleyTerry, Compute, LinearisedLaplace, Regression
-from torch_lla_em.likelihoods import compare, preferred
+from torch_lla_em.likelihoods import preferred, rewards
 from torch_lla_em.prediction.functions import functions_at
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
@@ -128,12 +128,12 @@ def test_rewards_are_single_numbers(preferences):
     single = LinearisedLaplace(net(3, 1), "reward_modeling")
     for words, call in (
         ("several candidates", lambda: la(a)),
-        ("one number per example", lambda: compare(net(3, 2), (a, b))),
+        ("one number per example", lambda: rewards(net(3, 2), (a, b))),
         ("tuple of candidates", lambda: single.fit([(a, y)], **FIXED)),
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    assert compare(lambda x: x[:, 0], (a, b)).shape == (30, 2)
+    assert rewards(lambda x: x[:, 0], (a, b)).shape == (30, 2)
 
 
 def test_one_weight_for_all_is_a_scale_at_another_precision():

@@ -22,7 +22,7 @@ from torch_lla_em.data import (
 )
 from torch_lla_em.distil.prediction import Scores, StudentPrediction
 from torch_lla_em.jacobian import Network
-from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, compare
+from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, rewards
 from torch_lla_em.prediction import Monitor, Printed, likelihood_options, program_of
 from torch_lla_em.runtime import Adapter, files
 
@@ -187,7 +187,7 @@ class Student(Printed, nn.Module):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the student to a file with the name ``path``, without the code of its network."""
         name = likelihood_options(self.likelihood).get("likelihood")
-        is_own = self.form.adapter.outputs not in (default_forward, compare)
+        is_own = self.form.adapter.outputs not in (default_forward, rewards)
         record = self.form._asdict() | {"likelihood": name, "adapter": is_own}
         own = {"student": files.to_bytes(record | {"error": self.error})}
         own["torch_lla_em_version"] = torch.tensor(files.VERSION, device="cpu")
@@ -212,11 +212,13 @@ class Student(Printed, nn.Module):
         if "forward_fn" in record:
             raise ValueError("The student is of version 0.4: distil the posterior again.")
         error, name = record.pop("error"), record["likelihood"]
-        missing = "likelihood" * (likelihood is None and name is None)
-        if missing := missing or "adapter" * (adapter is None and record["adapter"]):
+        missing = "adapter" if adapter is None and record["adapter"] else ""
+        if likelihood is None and name is None:
+            missing = "likelihood"
+        if missing:
             raise ValueError(f"A file cannot store your own {missing}: pass {missing}=...")
         likelihood, given = likelihood or LIKELIHOODS[name](), adapter or Adapter()
-        usual = compare if isinstance(likelihood, BradleyTerry) else default_forward
+        usual = rewards if isinstance(likelihood, BradleyTerry) else default_forward
         adapter = Adapter(given.outputs or usual, given.targets)
         record |= {"likelihood": likelihood, "adapter": adapter}
         student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
@@ -313,7 +315,7 @@ class Student(Printed, nn.Module):
             )
             made = f"KL {error.kl_made:.2g}, rank correlation of OOD scores {error.ood_made:.3f}"
             rows += [("held-out inputs", own), ("made inputs", made)]
-            rows += [("warning", error.warning)] * bool(error.warning)
+            rows += [("warning", error.warning)] if error.warning else []
         words = "to do", "Call student.calibrate(validation_loader) for p-values and sets."
         if self.reference is not None:
             words = "reference of p-values and sets", f"{len(self.reference.unusual):,} examples"

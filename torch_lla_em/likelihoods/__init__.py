@@ -16,8 +16,8 @@ from torch_lla_em.likelihoods.discrete import (
     BradleyTerry,
     Classification,
     Poisson,
-    compare,
     preferred,
+    rewards,
 )
 from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
 
@@ -49,12 +49,12 @@ __all__ = [
     "Poisson",
     "Regression",
     "average",
-    "compare",
     "compare_with_log_prob",
     "is_named",
     "mean_square",
     "preferred",
     "require_labels",
+    "rewards",
     "sum_rows",
     "warn_if_mistaken",
 ]

@@ -275,7 +275,7 @@ class Poisson(ElementwiseLikelihood):
             raise ValueError("Poisson targets must be counts: 0, 1, 2, ...")
 
 
-def compare(model: nn.Module, inputs: Inputs) -> Tensor:
+def rewards(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return one reward per candidate: (B, n) for a tuple of n candidates, (B, 1) for one.
 
     A dict {"chosen": ..., "rejected": ...} counts as the tuple of the two.
@@ -283,7 +283,7 @@ def compare(model: nn.Module, inputs: Inputs) -> Tensor:
     if isinstance(inputs, Mapping) and {"chosen", "rejected"} <= inputs.keys():
         inputs = inputs["chosen"], inputs["rejected"]
     candidates = inputs if is_sequence(inputs) else (inputs,)
-    rewards = []
+    columns = []
     for outputs in (default_forward(model, each) for each in candidates):
         if outputs.dim() > 2 or outputs.shape[1:] not in ((), (1,)):
             raise ValueError(
@@ -291,8 +291,8 @@ def compare(model: nn.Module, inputs: Inputs) -> Tensor:
                 f"returned {tuple(outputs.shape)}. Pass adapter=Adapter(lambda model, candidates: "
                 "...) that returns (B, candidates)."
             )
-        rewards.append(outputs.view(-1, 1))
-    return torch.cat(rewards, dim=-1)
+        columns.append(outputs.view(-1, 1))
+    return torch.cat(columns, dim=-1)
 
 
 def preferred(batch: Tree) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState
-from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, compare, is_named
+from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named, rewards
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.posterior import (
@@ -69,7 +69,7 @@ def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any) ->
     if not prefix:
         la.take(loaded(la, own))
     elif not own:
-        missing += [f"{prefix}w_lin"] * (la.posterior is not None)
+        missing += [] if la.posterior is None else [f"{prefix}w_lin"]
     else:
         try:
             la.take(loaded(la, own, later=True))
@@ -95,7 +95,7 @@ def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     _refuse_other_network(state, files.fingerprint(Network(model).module))
     options = {**_saved_options(state), **options}
-    needed = ["likelihood", *["adapter"] * bool(_record(state)["given"])]
+    needed = ["likelihood", *(["adapter"] if _record(state)["given"] else [])]
     missing = [name for name in needed if name not in options]
     if missing:
         raise ValueError(
@@ -143,7 +143,7 @@ def state_of(la: Any, posterior: Posterior) -> State:
     record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
     record |= {"tolerance": posterior.tolerance}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
-    record["given"] = ["adapter"] * (la.adapter.outputs not in (None, compare))
+    record["given"] = [] if la.adapter.outputs in (None, rewards) else ["adapter"]
     record["likelihood"] = type(posterior.likelihood).__name__
     record["likelihood_options"] = _attributes(la._given_likelihood)
     tensors = {
@@ -163,7 +163,7 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
     files.check(state, "posterior")
     if setting is None:
         model = la._linear_model
-        expected = NetworkState(model.network, *[state["fingerprint"].cpu()] * later)
+        expected = NetworkState(model.network, state["fingerprint"].cpu() if later else None)
         setting = Setting(model, expected, la.adapter.targets)
     record = _record(state)
     _refuse_others(la, state, record, setting)

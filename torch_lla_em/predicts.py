@@ -240,7 +240,7 @@ class Predicts(Printed, nn.Module):
         predicted entropy, or by the predicted mean and noise. For images it also says how well
         ``is_ood`` detects shifted copies of up to 200 examples. For a regression with one
         observation noise it tests whether the size of residuals depends on the inputs, and names
-        the likelihood to use if it does: ``residuals``, with false alarms at 1 %.
+        the likelihood to use if it does: ``residuals``, with false alarms at 5 %.
 
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor

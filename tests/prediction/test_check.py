@@ -60,7 +60,7 @@ def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
     inside = ((lower <= y[600:]) & (y[600:] <= upper)).double().mean().item()
     assert found.groups[0].coverage == pytest.approx(inside)
     assert found.residuals.most == "the distance of the predicted mean from its median"
-    assert found.residuals.p_value == pytest.approx(0.001)
+    assert found.residuals.p_value == pytest.approx(0.002)  # the least of two families
     assert (
         "size of residuals" in str(found) and 'likelihood="heteroscedastic"' in found.problems[-1]
     )

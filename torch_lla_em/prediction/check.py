@@ -35,7 +35,7 @@ _BLIND, _UNFLAGGED = 0.7, 0.2
 """The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores
 with this AUROC is 0.18."""
 
-_ALARM = 0.01
+_ALARM = 0.05
 """The rate at which a regression whose noise is the same everywhere is said to need another
 likelihood."""
 
@@ -115,7 +115,7 @@ class Check(Printed):
         if found is not None and found.p_value <= _ALARM:
             lines.append(
                 "The size of residuals depends on the inputs (permutation test, p = "
-                f"{found.p_value:.3f}; rank correlation {found.correlation:.2f} with "
+                f"{found.p_value:.3f}; correlation {found.correlation:.2f} with "
                 f"{found.most}), but this likelihood has the same noise everywhere. Train a "
                 "network that returns means, then log variances, with torch.nn.GaussianNLLLoss, "
                 'and fit it with likelihood="heteroscedastic".'
@@ -209,12 +209,13 @@ def _residuals(prediction: Prediction, y: Tensor, x: Tensor | None) -> ResidualS
     mean, variance = prediction.expectation, prediction.predictive_variance
     sizes = ((y - mean).abs() / variance.sqrt()).reshape(len(y), -1)
     means = mean.reshape(len(y), -1).T
-    columns = {f"the predicted mean of output {k}": m for k, m in enumerate(means)}
+    predicted_means = {f"the predicted mean of output {k}": m for k, m in enumerate(means)}
     if len(means) == 1:
-        columns = {"the predicted mean": means[0]}
+        predicted_means = {"the predicted mean": means[0]}
+    inputs = {}
     if x is not None and x.is_floating_point() and x.dim() == 2:
-        columns |= {f"x[:, {k}]": column.to(mean) for k, column in enumerate(x.T)}
-    return residual_size(sizes, columns)
+        inputs = {f"x[:, {k}]": column.to(mean) for k, column in enumerate(x.T)}
+    return residual_size(sizes, [predicted_means, inputs])
 
 
 def _groups(

@@ -568,7 +568,7 @@ def linear_problem(
 
     Example:
         >>> problem = linear_problem(model, "classification", x, y)
-        >>> noise = get_sto_samples(problem, num_samples=4)
+        >>> probes = get_sto_samples(problem, num_samples=4)
     """
     la = LinearisedLaplace(model, likelihood, parameters=parameters)
     return la._problem(paired(x, y), Group())

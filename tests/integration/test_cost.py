@@ -72,13 +72,13 @@ def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeyp
     la = LinearisedLaplace(
         model, "classification", num_samples=8, compute=Compute(solver=BlockCG())
     )
-    plan, logged, draws = la.plan(x, y), [], Problem.noise_features
+    plan, logged, draws = la.plan(x, y), [], Problem.probe_features
 
     def noted(self, *args, **options):
         logged.extend(caplog.messages)
         return draws(self, *args, **options)
 
-    monkeypatch.setattr(Problem, "noise_features", noted)
+    monkeypatch.setattr(Problem, "probe_features", noted)
     with caplog.at_level("INFO", "torch_lla_em"), Allocator() as allocator:
         la.fit([(x, y)], progress_bar=False, em_steps=3)
     assert any("8 samples of 76," in message for message in logged)
@@ -182,8 +182,8 @@ def test_pieces_change_nothing(name, means):
         w = torch.randn(8, problem.size, generator=torch.Generator().manual_seed(0)).double()
         loss, gradient = problem.loss_and_gradient(w[0])
         curved = problem.with_curvature_at(w[1])
-        found = [*problem.noise_features(8, seed=0)[:2], problem.ggn_product(w), gradient]
-        found += [curved.ggn_product(w), curved.noise_features(8, seed=0)[0], rows_of(problem)]
+        found = [*problem.probe_features(8, seed=0)[:2], problem.ggn_product(w), gradient]
+        found += [curved.ggn_product(w), curved.probe_features(8, seed=0)[0], rows_of(problem)]
         results.append([*found, torch.tensor(loss)])
     assert_close(*results, rtol=1e-10, atol=1e-10)
 

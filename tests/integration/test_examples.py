@@ -66,7 +66,7 @@ def names():
     found |= {"x": case.x, "y": case.y, "loader": loader, "torch": torch}
     found |= {"regression_x": real.x, "regression_y": real.y}
     found |= {"one_output": fitted(real.x, real.y[:, :1]), "t": t, "curve": fitted(t, t.sin())}
-    found |= {"problem": problem, "noise": torch_lla_em.get_sto_samples(problem, 4)}
+    found |= {"problem": problem, "probes": torch_lla_em.get_sto_samples(problem, 4)}
     names = (*torch_lla_em.__all__, "plot")
     return found | {name: getattr(torch_lla_em, name) for name in names}
 

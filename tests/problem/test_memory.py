@@ -55,7 +55,7 @@ def gradient(problem):
 
 
 def noise(problem):
-    return problem.noise_features(K, seed=0)[0]
+    return problem.probe_features(K, seed=0)[0]
 
 
 def outputs(problem):
@@ -148,7 +148,7 @@ def test_nothing_is_added_twice_and_no_shortage_is_a_property_of_the_network():
 
 def targets(problem):
     """Continuous targets, whose sums the first pass takes beside the random probes."""
-    eta, _, facts = problem.noise_features(K, seed=0, with_squares=False)
+    eta, _, facts = problem.probe_features(K, seed=0, with_squares=False)
     return torch.cat([eta.flatten(), *(part.flatten() for part in facts)])
 
 
@@ -160,7 +160,7 @@ def pulled(problem):
 
 
 def normed(problem):
-    return torch.cat([part.flatten() for part in problem.noise_features(K, seed=0)[:2]])
+    return torch.cat([part.flatten() for part in problem.probe_features(K, seed=0)[:2]])
 
 
 @pytest.mark.parametrize("work", daily(targets, rest=[product, gradient, outputs, pulled, normed]))

@@ -92,9 +92,9 @@ def test_the_trunk_of_a_last_layer_runs_in_one_pass():
     prepare(problem, 2, Compute())
     w = draw(1, problem.size)
     with torch.no_grad():
-        expected = other.noise_features(2, 0)[:2], other.ggn_product(w)
+        expected = other.probe_features(2, 0)[:2], other.ggn_product(w)
         handle = case.model[0].register_forward_hook(lambda *call: rows.append(len(call[2])))
-        found = problem.noise_features(2, 0)[:2], problem.ggn_product(w)
+        found = problem.probe_features(2, 0)[:2], problem.ggn_product(w)
         problem.loss_and_gradient(w[0])
         handle.remove()
     assert_close(found, expected)
@@ -146,7 +146,7 @@ def test_drawing_changes_nothing_of_the_problem(name):
         errors = (case.model(case.x).detach() - case.y).square().mean()
         assert_close(known.network_noise, errors.sqrt())
         assert_close(known.likelihood.observation_noise, first.targets.sigma)
-    assert_close(known.noise_features(3, 0).eta, first.eta)
+    assert_close(known.probe_features(3, 0).eta, first.eta)
 
 
 def repeated(name):
@@ -163,7 +163,7 @@ def test_squares_are_exact_by_factors_however_rows_are_batched(name):
         problem = case.problem(*cuts)
         problem.linear_model.probe(case.x)
         problem.sweep.take(problem.sweep.plan._replace(columns=columns))
-        assert_close(problem.noise_features(5, 0)[1], case.exact().expected_squared_features)
+        assert_close(problem.probe_features(5, 0)[1], case.exact().expected_squared_features)
 
 
 def test_the_squares_of_groups_are_those_of_32_rows_on_average():
@@ -171,7 +171,7 @@ def test_the_squares_of_groups_are_those_of_32_rows_on_average():
     problem = case.problem(50)
     problem.linear_model.probe(case.x)
     problem.linear_model.leave_factors()
-    ratio = problem.noise_features(K, 0)[1] / case.exact().expected_squared_features
+    ratio = problem.probe_features(K, 0)[1] / case.exact().expected_squared_features
     # chi-squared with at least one degree of freedom a group and sample
     assert ((ratio - 1).abs() < 5 * (2 / (K * 70 / 32)) ** 0.5).all()
 
@@ -249,7 +249,7 @@ class Imputed(nn.Sequential):
 def test_a_derivative_that_is_not_finite_names_its_batch(backwards_only):
     case = at(23, 0.0, wrap=lambda model: Bent(model, backwards_only))
     with pytest.raises(FloatingPointError, match="derivative of the network's outputs on batch 3"):
-        case.problem(*CUTS).noise_features(3, 0)
+        case.problem(*CUTS).probe_features(3, 0)
     if not backwards_only:  # what is stored for all examples is checked as a whole
         for take in (lambda p: p.push_forward(draw(2, p.size)), rows_of):
             with pytest.raises(FloatingPointError, match="or their derivatives, are not finite"):
@@ -277,7 +277,7 @@ def test_outputs_and_likelihoods_that_are_not_finite_are_refused(monkeypatch):
 
     monkeypatch.setattr(Classification, "hessian_sqrt_product", wrong)
     with pytest.raises(FloatingPointError, match="likelihood's curvature on batch 2 is not"):
-        case.problem(*CUTS).noise_features(3, 0)
+        case.problem(*CUTS).probe_features(3, 0)
     problem = tiny("poisson").problem(*CUTS)  # steps too long are left to solvers
     w = torch.full((problem.size,), 1e4).double()
     assert not problem.loss_and_gradient(w)[1].isfinite().all()
@@ -286,9 +286,9 @@ def test_outputs_and_likelihoods_that_are_not_finite_are_refused(monkeypatch):
 @pytest.mark.parametrize("row, batch", [(2, 0), (15, 2)])
 def test_inputs_that_are_not_finite_name_their_batch_unless_the_network_imputes_them(row, batch):
     with pytest.raises(FloatingPointError, match=f"outputs on batch {batch} .*Remove examples"):
-        at(row, torch.nan).problem(*CUTS).noise_features(2, 0)
+        at(row, torch.nan).problem(*CUTS).probe_features(2, 0)
     imputed = at(row, torch.nan, wrap=Imputed).problem(*CUTS)
-    assert imputed.noise_features(2, 0)[0].isfinite().all()
+    assert imputed.probe_features(2, 0)[0].isfinite().all()
 
 
 @pytest.mark.cuda
@@ -312,7 +312,7 @@ def test_the_host_waits_for_the_end_of_a_pass_alone(name, curved, simulated):
     for run in (
         lambda: problem.ggn_product(w),
         lambda: problem.ggn_product(w[:1]),
-        lambda: problem.noise_features(3, 0),
+        lambda: problem.probe_features(3, 0),
         lambda: problem.loss_and_gradient(w[0]),
         lambda: problem.push_forward(w),
     ):

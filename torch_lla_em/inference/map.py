@@ -34,7 +34,7 @@ def optimise_MAP(
         DivergenceError: If the loss cannot be decreased, or is not finite.
 
     Example:
-        >>> mode = optimise_MAP(problem, noise.prior, torch.tensor(1.0))
+        >>> mode = optimise_MAP(problem, probes.prior, torch.tensor(1.0))
     """
     deviation = prior.deviation(precision)
     x = problem.zeros(1)[0] if start is None else prior.whitened(start, precision)

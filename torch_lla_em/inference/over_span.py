@@ -33,7 +33,7 @@ class OverSpan:
     """EM's linear model over a span that grows."""
 
     def __init__(
-        self, problem: Problem, noise: StochasticPrior, span: Span, moves: bool, tolerance: float
+        self, problem: Problem, probes: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
         """``moves``: H is an expectation under the posterior, and not that at the network's
         outputs."""
@@ -46,8 +46,8 @@ class OverSpan:
         sites = self.share.total * f.shape[1:-1].numel()
         nbytes, C = sites * f.shape[-1] * f.element_size(), f.shape[-1]
         many, draws, _ = form_of_H(problem.likelihood, C, sites, nbytes, span.memory)
-        self.expected = Expectations(f, self.share, noise.seed, draws if moves else 0, many)
-        self.epsilon = noise.epsilon(self.share.numbers, f)
+        self.expected = Expectations(f, self.share, probes.seed, draws if moves else 0, many)
+        self.epsilon = probes.epsilon(self.share.numbers, f)
         """ε of this rank's examples, (K, N, ..., C)."""
 
         self._is_quadratic = problem.likelihood.is_quadratic

@@ -29,7 +29,7 @@ class PosteriorSamples(NamedTuple):
 
 def optimise_samples(
     problem: LinearProblem,
-    noise: StochasticPrior,
+    probes: StochasticPrior,
     precision: Tensor,
     solver: Solver = BlockCG(),
     start: Tensor | None = None,
@@ -39,7 +39,7 @@ def optimise_samples(
 
     Args:
         problem (LinearProblem): The network, the likelihood and the data, as ``Problem``.
-        noise (StochasticPrior): The random probes, with their prior.
+        probes (StochasticPrior): The random probes, with their prior.
         precision (Tensor): Prior precision λ, shape () or (blocks,).
         solver (BlockCG or SGD): The solver with its options. Default BlockCG().
         start (Tensor, optional): Initial samples, shape (K, P). Default None: zeros.
@@ -53,12 +53,12 @@ def optimise_samples(
             used.
 
     Example:
-        >>> samples = optimise_samples(problem, noise, torch.tensor(1.0)).w
+        >>> samples = optimise_samples(problem, probes, torch.tensor(1.0)).w
     """
-    prior, deviation = noise.prior, noise.prior.deviation(precision)
+    prior, deviation = probes.prior, probes.prior.deviation(precision)
     x = None if start is None else prior.whitened(start, precision)
     product = Whitened(problem, deviation)
-    solution = solver.solve(product, noise.right_hand_side(precision), x)
+    solution = solver.solve(product, probes.right_hand_side(precision), x)
     refuse_noise(solution.error, precision, problem.dtype)
     if not is_accurate(solution.error, solver.tolerance):
         stagnates = solution.passes < getattr(solver, "max_passes", 0)
@@ -73,7 +73,7 @@ def optimise_samples(
     # ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The second,
     # which cannot be negative, is used alone for the γ of a block, and if rounding dominates the
     # first, a difference of numbers close to ‖Λ^½ w‖².
-    gamma = prior.sum_of_squares(noise.xi - solution.x)
+    gamma = prior.sum_of_squares(probes.xi - solution.x)
     if not prior.layerwise:
         rounding = torch.finfo(solution.x.dtype).eps * prior.sum_of_squares(solution.x)
         half = 0.5 * (solution.energy + gamma)

@@ -36,17 +36,17 @@ def get_sto_samples(
         ValueError: If ``num_samples`` is less than 1, or ``g_prior`` is something else.
 
     Example:
-        >>> noise = get_sto_samples(problem, num_samples=4)
+        >>> probes = get_sto_samples(problem, num_samples=4)
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
     require(g_prior is None or isinstance(g_prior, bool), "g_prior", g_prior, "None, True or False")
-    found = problem.noise_features(num_samples, seed, with_squares=g_prior is not False)
+    found = problem.probe_features(num_samples, seed, with_squares=g_prior is not False)
     squares, noise = found.squares, found.targets.network_noise
     if g_prior is not False and noise is not None and noise.dim():
         # the σ from which EM starts may be in other units than the outputs
         in_units = problem.with_targets(found.targets._replace(sigma=noise))
-        squares = in_units.noise_features(num_samples, seed).squares
+        squares = in_units.probe_features(num_samples, seed).squares
     scale = torch.ones_like(squares)
     if g_prior is not False:
         scale = g_prior_scale(squares, problem.layout, problem.w_MAP, g_prior)

@@ -45,7 +45,7 @@ class Whole:
             problem = problem.with_likelihood(problem.likelihood.with_noise(q.sigma))
             if q.sigma.dim():
                 count = len(noise.xi)
-                drawn = problem.noise_features(count, noise.seed, with_squares=False)
+                drawn = problem.probe_features(count, noise.seed, with_squares=False)
                 noise = noise._replace(eta=drawn.eta)
                 self.problem, self.noise = problem, noise
             else:  # η is proportional to 1 / σ

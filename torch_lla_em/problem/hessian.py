@@ -43,9 +43,9 @@ class Diagonal(NamedTuple):
         """Return the diagonal of H of these examples, (n, ..., C)."""
         return self.values[rows]
 
-    def root(self, noise: Tensor) -> Tensor:
+    def root(self, epsilon: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        return self.values.clamp_min(0).sqrt() * noise
+        return self.values.clamp_min(0).sqrt() * epsilon
 
 
 class Blocks(NamedTuple):
@@ -63,11 +63,11 @@ class Blocks(NamedTuple):
         """Return the diagonal of H of these examples, (n, ..., C)."""
         return self.values[rows].diagonal(dim1=-2, dim2=-1)
 
-    def root(self, noise: Tensor) -> Tensor:
+    def root(self, epsilon: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        root = torch.empty_like(noise)
+        root = torch.empty_like(epsilon)
         for rows in parts_of(len(self.values), self.values[:1].numel()):
-            u = noise[:, rows].movedim(0, -2) @ root_of(self.values[rows]).mT
+            u = epsilon[:, rows].movedim(0, -2) @ root_of(self.values[rows]).mT
             root[:, rows] = u.movedim(-2, 0)
         return root
 
@@ -89,11 +89,11 @@ class AtOutputs(NamedTuple):
             to[some] = part.movedim(0, -1)
         return product
 
-    def root(self, noise: Tensor) -> Tensor:
+    def root(self, epsilon: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        root = torch.empty_like(noise)
+        root = torch.empty_like(epsilon)
         for some in parts_of(len(self.values), self.values[:1].numel()):
-            root[:, some] = self.loss.part(some).root(self.values[some], noise[:, some])
+            root[:, some] = self.loss.part(some).root(self.values[some], epsilon[:, some])
         return root
 
 
@@ -123,9 +123,9 @@ class Draws(NamedTuple):
         P = self.values[rows]
         return diagonal_of(P) - P.square().sum(-2)
 
-    def root(self, noise: Tensor) -> Tensor:
+    def root(self, epsilon: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        root = torch.empty_like(noise)
+        root = torch.empty_like(epsilon)
         for some in parts_of(len(self.values), self.values[:1].numel()):
             # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has
             # eigenvalues up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
@@ -134,9 +134,9 @@ class Draws(NamedTuple):
             A = P.mT / size.clamp_min(torch.finfo(P.dtype).tiny)
             values, vectors = torch.linalg.eigh(A.mT @ A)
             inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt()).unsqueeze(-2)) @ vectors.mT
-            A, inner, size = A.to(noise), inner.to(noise), size.to(noise)
-            epsilon = noise[:, some].movedim(0, -1)
-            u = size * (epsilon - A @ (inner @ (A.mT @ epsilon)))
+            A, inner, size = A.to(epsilon), inner.to(epsilon), size.to(epsilon)
+            columns = epsilon[:, some].movedim(0, -1)
+            u = size * (columns - A @ (inner @ (A.mT @ columns)))
             # H annihilates constants, which rounding must not
             root[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
         return root

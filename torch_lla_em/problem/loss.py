@@ -64,10 +64,10 @@ class Loss:
         """Return H(f) u, in the shape of u."""
         return self._counted(self.likelihood.hessian_product(self._shifted(f), u))
 
-    def root(self, f: Tensor, noise: Tensor) -> Tensor:
+    def root(self, f: Tensor, epsilon: Tensor) -> Tensor:
         """Return S(f) ε with S Sᵀ = H, in the shape of ε."""
         return self._counted(
-            self.likelihood.hessian_sqrt_product(self._shifted(f), noise), root=True
+            self.likelihood.hessian_sqrt_product(self._shifted(f), epsilon), root=True
         )
 
     def expected_hessian(self, f: Tensor) -> Tensor:

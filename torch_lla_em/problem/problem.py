@@ -29,7 +29,7 @@ _LIKELIHOOD = (
 )
 
 
-class NoiseFeatures(NamedTuple):
+class ProbeFeatures(NamedTuple):
     """What the first pass over the data finds."""
 
     eta: Tensor
@@ -85,13 +85,13 @@ class Problem:
         sums = self.sweep(w[None], {"loss": SCALAR, "g": BLOCK}, add)
         return sums["loss"].item(), sums["g"][0]
 
-    def noise_features(
+    def probe_features(
         self, num_samples: int, seed: int, with_squares: bool = True
-    ) -> NoiseFeatures:
+    ) -> ProbeFeatures:
         """Return η, s² and facts about continuous targets, from one pass; the problem is not
         changed.
 
-        The noise is keyed by (seed, row). Without ``with_squares``, s² is 0.
+        The probes are keyed by (seed, row). Without ``with_squares``, s² is 0.
         """
         likelihood, layout = self.likelihood, self.layout
         kinds: dict[str, Kind] = {"eta": BLOCK, **({"squares": VECTOR} if with_squares else {})}
@@ -105,7 +105,7 @@ class Problem:
             at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
             self.inspect(rows, batch)
             loss = self.loss(batch.targets, batch.weights)
-            u = loss.root(at, output_noise(seed, samples, batch.rows, at))
+            u = loss.root(at, output_probes(seed, samples, batch.rows, at))
             product = rows.pull(u).added_to(
                 torch.zeros(len(u), self.size, dtype=self.dtype, device=at.device)
             )
@@ -136,7 +136,7 @@ class Problem:
             facts = TargetFacts.of(of_targets, likelihood, self.sigma is not None, self.dtype)
         if facts.sigma is not None:
             eta, squares = eta / facts.sigma.item(), squares / facts.sigma.item() ** 2
-        return NoiseFeatures(eta, squares / (num_samples * self.data.facts.num_rows), facts)
+        return ProbeFeatures(eta, squares / (num_samples * self.data.facts.num_rows), facts)
 
     def push_forward(
         self, w: Tensor | None, take: Callable[[Batch, Tensor, Tensor], Any] | None = None
@@ -212,7 +212,7 @@ class Problem:
     # the same problem, otherwise
 
     def with_targets(self, facts: TargetFacts) -> Problem:
-        """Return the same problem with what ``noise_features`` has found about its targets."""
+        """Return the same problem with what ``probe_features`` has found about its targets."""
         other = copy.copy(self)
         if facts.sigma is not None:
             other.likelihood = self.likelihood.with_noise(facts.sigma)
@@ -296,8 +296,8 @@ class Problem:
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
 
 
-def output_noise(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+def output_probes(seed: int, samples: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """Return ε, shape (K, B, ..., C), keyed by (seed, sample, row), for outputs (B, ..., C)."""
     near, entries = rows.to(at.device, non_blocking=True), at.shape[1:].numel()
-    noise = normals(seed, 1, samples.tolist(), near, entries)
-    return noise.to(at.dtype).view(len(samples), *at.shape)
+    drawn = normals(seed, 1, samples.tolist(), near, entries)
+    return drawn.to(at.dtype).view(len(samples), *at.shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,17 +90,30 @@ class BlockCG:
             if error > 0.5 * last:
                 return solution  # the precision of its numbers is exhausted
             last = error
-            x, used = self._descend(product, b, solution, residual)
+            most = self.max_passes - passes - 1
+            x, used = self.descend(product, x, residual, partial(self._is_met, b), most)
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
-    def _descend(
-        self, product: Operator, b: Tensor, solution: Solution, residual: Tensor
+    def _is_met(self, b: Tensor, x: Tensor, residual: Tensor) -> bool:
+        """Return whether the residual of the recursion meets the tolerance, less rounding."""
+        return Solution.of(b, x, residual).error <= 0.9 * self.tolerance
+
+    def descend(
+        self,
+        product: Operator,
+        start: Tensor,
+        residual: Tensor,
+        enough: Callable[[Tensor, Tensor], bool],
+        max_passes: int,
     ) -> tuple[Tensor, int]:
-        """Iterate until the residual of the recursion meets the tolerance or stops decreasing."""
-        x, budget = solution.x.clone(), self.max_passes - solution.passes - 1
-        basis, directions, coefficients = self._basis(residual)
+        """Iterate from a start, (K, P), and its residual; return X, and the number of products.
+
+        It ends as soon as ``enough(X, residual)``, or when the residual of the recursion stops
+        decreasing.
+        """
+        x, (basis, directions, coefficients) = start.clone(), self._basis(residual)
         passes, best = 0, (coefficients.norm(), 0)
-        while len(basis) and passes < budget:
+        while len(basis) and passes < max_passes:
             image = directions + product(directions)
             passes += 1
             curvature = gram(directions, image)
@@ -116,8 +131,7 @@ class BlockCG:
                 best = norms.norm(), passes
             elif passes - best[1] > _PATIENCE:
                 break
-            reached = Solution.of(b, x, coefficients.to(basis) @ basis)
-            if reached.error <= 0.9 * self.tolerance:
+            if enough(x, coefficients.to(basis) @ basis):
                 break
         return x, passes
 

@@ -1,19 +1,17 @@
-"""Newton's method with conjugate gradients inside, for the mode of the linear model."""
+"""Newton's method with block conjugate gradients inside, for the mode of the linear model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.solution import (
     ConvexLoss,
     DivergenceError,
-    FaultyProductError,
     Minimum,
-    Product,
     check_positive,
     require_finite,
 )
@@ -66,11 +64,13 @@ class Newton:
             if size <= goal or left < 1:
                 break
 
-            def enough(step: Tensor, residual: float, x: Tensor = x, size: float = size) -> bool:
-                return residual <= max(self.forcing * size, 0.3 * self.tolerance * norm(x + step))
+            def enough(step: Tensor, residual: Tensor, x: Tensor = x, size: float = size) -> bool:
+                goal = 0.3 * self.tolerance * norm(x + step[0])
+                return norm(residual) <= max(self.forcing * size, goal)
 
-            step, used = conjugate_gradients(loss.hessian(x), -slope, enough, left)
-            passes += used
+            zeros, hessian = torch.zeros_like(x)[None], loss.hessian(x)
+            steps, used = BlockCG().descend(hessian, zeros, -slope[None], enough, left)
+            step, passes = steps[0], passes + used
             descent, fraction, before = dot(slope, step), 1.0, (total, value, gradient)
             while True:
                 trial = x + fraction * step
@@ -100,30 +100,3 @@ class Newton:
                 break
         error = norm(gradient + x) / max(norm(x), 1e-300)
         return Minimum(x, value, error, passes, error <= self.tolerance)
-
-
-def conjugate_gradients(
-    product: Product,
-    b: Tensor,
-    enough: Callable[[Tensor, float], bool],
-    max_passes: int,
-) -> tuple[Tensor, int]:
-    """Return x with (A + I) x ≈ b as soon as ``enough(x, ‖residual‖)``, and the number of
-    products."""
-    x, residual = torch.zeros_like(b), b.clone()
-    direction, rho, passes = residual.clone(), dot(residual, residual), 0
-    while passes < max_passes and not enough(x, norm(residual)):
-        image = direction + product(direction[None])[0]
-        passes += 1
-        curvature = dot(direction, image)
-        if not curvature > 0:
-            raise FaultyProductError(
-                "The Hessian has negative curvature: the likelihood's H is not positive "
-                "semi-definite, or the model's J and Jᵀ disagree."
-            )
-        x += rho / curvature * direction
-        residual -= rho / curvature * image
-        new = dot(residual, residual)
-        direction = residual + new / rho * direction
-        rho = new
-    return x, passes

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from torch_lla_em.data import as_targets, map_tensors, tensors_in
-from torch_lla_em.laplace import LinearisedLaplace, Task
-from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.laplace import LinearisedLaplace
+from torch_lla_em.likelihoods import Likelihood, Task
 from torch_lla_em.prediction import Correction, Posteriors, calibrates, required, stored
 from torch_lla_em.predicts import Predicts
 from torch_lla_em.runtime import files

@@ -30,6 +30,7 @@ from torch_lla_em.likelihoods import (
     LIKELIHOODS,
     BradleyTerry,
     Likelihood,
+    Task,
     preferred,
     rewards,
 )
@@ -76,10 +77,6 @@ _FORMER = {
     "update": "the steps are those of MacKay's update",
 }
 """Arguments of ``LinearisedLaplace`` and ``fit`` in version 0.4, and what replaces them."""
-
-Task = Literal[
-    "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
-]
 
 
 class LinearisedLaplace(Predicts):

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from torch_lla_em import LinearisedLaplace, Prediction
+from torch_lla_em import Likelihood, LinearisedLaplace, Prediction
+from torch_lla_em.data import Inputs
+from torch_lla_em.likelihoods import Task
 
 __all__ = ["EstimatorPosterior", "posterior"]
 
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
-_LIKELIHOODS = {
+_LIKELIHOODS: dict[str, Task] = {
     "identity": "regression",
     "exp": "poisson",
     "softmax": "classification",
@@ -47,37 +50,37 @@ class EstimatorPosterior:
     def __init__(
         self,
         module: nn.Module,
-        likelihood: Any,
+        likelihood: Task | Likelihood,
         inputs: Callable[[Any], Tensor],
-        classes: Any = None,
+        classes: ArrayLike | None = None,
         **options: Any,
     ):
         """Create a posterior that is not fitted yet; the class documents the arguments."""
         self.inputs, self._classes = inputs, None if classes is None else np.asarray(classes)
         self.laplace = LinearisedLaplace(module, likelihood, **options)
 
-    def fit(self, X: Any, y: Any) -> EstimatorPosterior:
+    def fit(self, X: Inputs, y: ArrayLike) -> EstimatorPosterior:
         """Fit the posterior to the training data X and y of the estimator."""
         self.laplace.fit(*self._pair(X, y), progress_bar=False)
         return self
 
-    def calibrate(self, X: Any, y: Any) -> EstimatorPosterior:
+    def calibrate(self, X: Inputs, y: ArrayLike) -> EstimatorPosterior:
         """Calibrate the predictions on data X and y that were not used in training."""
         self.laplace.calibrate(*self._pair(X, y))
         return self
 
-    def distribution(self, X: Any) -> Prediction:
+    def distribution(self, X: Inputs) -> Prediction:
         """Return the ``Prediction`` at X of ``LinearisedLaplace.predict``."""
         return self.laplace.predict(self.inputs(X))
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Inputs) -> np.ndarray:
         """Return the probabilities of the classes at X, shape (N, C), or of the labels."""
         probs: np.ndarray = self.distribution(X).probs.cpu().numpy()
         if self._classes is not None and probs.shape[1] == 1:
             return np.concatenate([1 - probs, probs], axis=1)
         return probs
 
-    def predict(self, X: Any, return_std: bool = False) -> Any:
+    def predict(self, X: Inputs, return_std: bool = False) -> Any:
         """Return the most probable classes at X, or the mean, with ``return_std`` also the standard
         deviation of y."""
         if self._classes is not None:
@@ -89,7 +92,7 @@ class EstimatorPosterior:
         mean, deviation = (each.squeeze(-1).cpu().numpy() for each in both)
         return (mean, deviation) if return_std else mean
 
-    def _pair(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+    def _pair(self, X: Inputs, y: ArrayLike) -> tuple[Tensor, Tensor]:
         """Return inputs and targets: class indices, or values of shape (N, C)."""
         x, values = self.inputs(X), np.asarray(y)
         if self._classes is not None:
@@ -139,7 +142,7 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
         layers += [layer, _ACTIVATIONS[estimator.activation]()]
     module = nn.Sequential(*layers[:-1]).eval()
 
-    def inputs(X: Any) -> Tensor:
+    def inputs(X: Inputs) -> Tensor:
         # as its predict does, with an error for other columns or another order of them
         X = validate_data(estimator, X, accept_sparse=True, reset=False)
         X = X.toarray() if hasattr(X, "toarray") else X

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_lla_em import Adapter, LinearisedLaplace, NotFittedError, Prediction, Regression
-from torch_lla_em.data import to_device
+from torch_lla_em.data import Inputs, to_device
 from torch_lla_em.runtime import report
 
 __all__ = ["Laplace"]
@@ -237,7 +237,7 @@ class Laplace:
         return self._evidence
 
     def __call__(
-        self, x: Any, pred_type: str = "glm", link_approx: str = "probit", **options: Any
+        self, x: Inputs, pred_type: str = "glm", link_approx: str = "probit", **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return probabilities (B, C), or mean and covariance of f, (B, C) and (B, C, C), of a
         regression.
@@ -260,7 +260,7 @@ class Laplace:
 
     def functional_samples(
         self,
-        x: Any,
+        x: Inputs,
         pred_type: str = "glm",
         n_samples: int = 100,
         generator: torch.Generator | None = None,
@@ -343,7 +343,7 @@ class Laplace:
         x = batch if isinstance(batch, Mapping) else batch[0]
         return self.posterior.predict(to_device(x, self._device), "network")
 
-    def _at(self, x: Any, pred_type: str) -> tuple[Tensor, Tensor]:
+    def _at(self, x: Inputs, pred_type: str) -> tuple[Tensor, Tensor]:
         """Return the mean of f, (B, ..., C), and K samples of f less the mean."""
         _checked({"pred_type": pred_type})
         prediction = self.posterior.predict(x, mean="network")

@@ -10,7 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from torch_lla_em import LinearisedLaplace, compare
+from torch_lla_em import Likelihood, LinearisedLaplace, compare
+from torch_lla_em.data import Loader
+from torch_lla_em.likelihoods import Task
 from torch_lla_em.runtime import report
 
 __all__ = ["LaplaceCallback"]
@@ -52,10 +54,10 @@ class LaplaceCallback(Callback):
 
     def __init__(
         self,
-        likelihood: Any,
+        likelihood: Task | Likelihood,
         network: str | None = None,
         *,
-        loader: Any = None,
+        loader: Loader | None = None,
         **options: Any,
     ):
         """Keep the options; the class documents the arguments."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
@@ -51,6 +52,9 @@ class _Standardise(nn.Module):
         return (x - self.mean) / self.width
 
 
+Fitted = TypeVar("Fitted", bound="_Estimator")
+
+
 class _Estimator(BaseEstimator):
     """Trains a network by AdamW, with standardised inputs, and fits and calibrates its
     posterior."""
@@ -71,7 +75,7 @@ class _Estimator(BaseEstimator):
         weight_decay: float | None = None,
         validation_fraction: float = 0.1,
         num_samples: int = 32,
-        random_state: Any = None,
+        random_state: int | np.random.RandomState | None = None,
     ):
         """Keep the hyperparameters, which ``fit`` checks.
 
@@ -97,7 +101,9 @@ class _Estimator(BaseEstimator):
         self.validation_fraction = validation_fraction
         self.num_samples, self.random_state = num_samples, random_state
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(
+        self: Fitted, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None
+    ) -> Fitted:
         """Train the network, fit its posterior and calibrate it; return the estimator itself.
 
         Args:
@@ -112,13 +118,14 @@ class _Estimator(BaseEstimator):
         check_whole(1, epochs=1 if self.epochs is None else self.epochs)
         share = self.validation_fraction
         require(0 <= share < 1, "validation_fraction", share, "at least 0 and below 1")
-        X, y = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
+        inputs, values = validate_data(self, X, y, dtype=_DTYPES, **self._checks)
         weights = None
         if sample_weight is not None:
-            counts = _weights(sample_weight, len(X))
-            X, y, weights = X[counts > 0], y[counts > 0], torch.tensor(counts[counts > 0])
-        x = torch.tensor(X)
-        targets, outputs = self._targets(y, x)
+            counts = _weights(sample_weight, len(inputs))
+            inputs, values = inputs[counts > 0], values[counts > 0]
+            weights = torch.tensor(counts[counts > 0])
+        x = torch.tensor(inputs)
+        targets, outputs = self._targets(values, x)
         drawn = int(check_random_state(self.random_state).randint(2**31 - 1))
         seed = group_of().meet(drawn, first)  # every rank trains the same network
         how = {"num_samples": self.num_samples, "seed": seed, **self._options}
@@ -172,7 +179,7 @@ class _Estimator(BaseEstimator):
                 optimiser.step()
                 schedule.step()
 
-    def is_ood(self, X: Any, rate: float = 0.05) -> np.ndarray:
+    def is_ood(self, X: ArrayLike, rate: float = 0.05) -> np.ndarray:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (N,).
 
         Args:
@@ -182,7 +189,7 @@ class _Estimator(BaseEstimator):
         """
         return self._predicted(X, lambda p: p.is_ood(rate)).numpy()
 
-    def _predicted(self, X: Any, of: Callable[[Prediction], Tensor]) -> Tensor:
+    def _predicted(self, X: ArrayLike, of: Callable[[Prediction], Tensor]) -> Tensor:
         """Return a value of predictions, a few examples at a time."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
@@ -214,16 +221,16 @@ class LaplaceClassifier(ClassifierMixin, _Estimator):
             raise ValueError("A classifier needs at least two classes, but y has one class.")
         return torch.as_tensor(labels), len(self.classes_)
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: ArrayLike) -> np.ndarray:
         """Return calibrated probabilities of ``classes_``, shape (N, C), at inputs X (N, D)."""
         return self._predicted(X, lambda p: p.probs).numpy()
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: ArrayLike) -> np.ndarray:
         """Return the most probable classes, shape (N,), at inputs X (N, D)."""
         best = self.predict_proba(X).argmax(1)
         return np.asarray(self.classes_[best])
 
-    def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
+    def predict_set(self, X: ArrayLike, level: float = 0.9) -> np.ndarray:
         """Return masks of ``classes_`` that contain the label with probability ``level``, (N, C).
 
         Args:
@@ -255,7 +262,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         self._centre, self._width = targets.mean(0), _width(targets)
         return (targets - self._centre) / self._width, targets.shape[1]
 
-    def predict(self, X: Any, return_std: bool = False) -> Any:
+    def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
         """Return the predictive mean, and the standard deviation if asked for.
 
         Args:
@@ -266,7 +273,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         mean = self._in_units(both[:, 0], self._centre)
         return (mean, self._in_units(both[:, 1].sqrt(), 0)) if return_std else mean
 
-    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+    def predict_interval(self, X: ArrayLike, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Return the lower and upper ends of intervals that contain y with probability ``level``.
 
         Args:
@@ -281,7 +288,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return np.asarray((start + self._width * values).view(len(values), *self._shape))
 
 
-def _weights(given: Any, count: int) -> np.ndarray:
+def _weights(given: ArrayLike, count: int) -> np.ndarray:
     """Return one weight for each example, or raise an error that says what is wrong."""
     how = {"dtype": np.float64, "ensure_2d": False, "ensure_non_negative": True}
     weights: np.ndarray = check_array(given, input_name="sample_weight", **how)

@@ -5,6 +5,8 @@ The base class is in ``base``. The likelihoods are in ``discrete`` and ``gaussia
 should be able to choose it by name.
 """
 
+from typing import Literal
+
 from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
 from torch_lla_em.likelihoods.checks import (
     compare_with_log_prob,
@@ -20,6 +22,11 @@ from torch_lla_em.likelihoods.discrete import (
     rewards,
 )
 from torch_lla_em.likelihoods.gaussian import HeteroscedasticRegression, Regression
+
+Task = Literal[
+    "classification", "regression", "bernoulli", "poisson", "heteroscedastic", "reward_modeling"
+]
+"""The likelihoods that have a name."""
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     "classification": Classification,
@@ -48,6 +55,7 @@ __all__ = [
     "Likelihood",
     "Poisson",
     "Regression",
+    "Task",
     "average",
     "compare_with_log_prob",
     "is_named",

@@ -75,4 +75,5 @@ def _ranks(values: Tensor) -> Tensor:
 def _standardised(ranks: Tensor) -> Tensor:
     """Return columns with mean 0 and norm 1; those of equal values are 0."""
     centred = ranks - ranks.mean(0)
-    return centred / centred.norm(dim=0).clamp_min(ROUNDING)
+    standardised: Tensor = centred / centred.norm(dim=0).clamp_min(ROUNDING)
+    return standardised

@@ -63,9 +63,11 @@ def em(
 def e_step(engine: Engine[Problems], q: State) -> State:
     """Return the state with the posterior at its λ, σ and H: K samples, and the mode."""
     problem, probes, solver, search = engine.at(q)
-    samples = optimise_samples(problem, probes, q.precision, solver, q.samples)
+    samples = optimise_samples(
+        problem, probes, q.precision, solver, q.samples if len(q.samples) else None
+    )
     problem = engine.expecting(problem, samples, q.precision)
-    mode = optimise_MAP(problem, probes.prior, q.precision, search, q.mean)
+    mode = optimise_MAP(problem, probes.prior, q.precision, search, q.mean if len(q.mean) else None)
     return engine.found(q, samples, mode, problem)
 
 

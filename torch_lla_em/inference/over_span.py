@@ -67,9 +67,9 @@ class OverSpan:
     def at(self, q: State) -> tuple[SpanProblem, StochasticPrior, Eigen, BFGS]:
         """Return the problem at H and σ of a state, its random probes, its solver, and its search
         for the mode."""
-        problem = q.span.problem
+        problem = q.in_span.problem
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
-        probes = StochasticPrior(self.span.xi, q.span.eta, prior)
+        probes = StochasticPrior(self.span.xi, q.in_span.eta, prior)
         moves = self.expected.number > 0 and not q.fate.converged and not self.is_exact
         of_whitened = problem.theta * q.precision.rsqrt().square(), problem.vectors
         search = BFGS(
@@ -106,7 +106,7 @@ class OverSpan:
         precision, gamma, theta = float(q.precision), samples.effective_dims, problem.theta
         targets = self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
-        xi, eta = (noise @ problem.vectors for noise in (self.span.xi, q.span.eta))
+        xi, eta = (noise @ problem.vectors for noise in (self.span.xi, q.in_span.eta))
         dets = log_dets(theta, xi, eta, precision)
         if self.is_exact:  # the same for every sample
             gamma = (theta / (theta + precision)).sum().expand_as(gamma)
@@ -123,13 +123,18 @@ class OverSpan:
         q = q._replace(gamma=agreed(gamma.clone()), bounds=agreed(-loss - 0.5 * kl))
         outputs = problem.outputs(mode.w)
         problem = replace(problem, near=(mode.w, outputs))
-        q = q._replace(span=q.span._replace(outputs=outputs, problem=problem))
+        q = q._replace(span=q.in_span._replace(outputs=outputs, problem=problem))
         return q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Any]]:
         """Yield y, E[y | J m], and of a σ per output J w_k, (K, N, C), of this rank's examples."""
-        pushed = self.span.push(q.samples).movedim(-1, 0) if q.sigma.dim() else ()
-        yield q.span.problem.loss.targets, self.problem.likelihood.mean(q.span.outputs), pushed
+        several = q.sigma is not None and q.sigma.dim() > 0
+        pushed = self.span.push(q.samples).movedim(-1, 0) if several else ()
+        yield (
+            q.in_span.problem.loss.targets,
+            self.problem.likelihood.mean(q.in_span.outputs),
+            pushed,
+        )
 
     # to another H, σ or span
 
@@ -143,7 +148,7 @@ class OverSpan:
         q = State(like.new_tensor(precision), self.problem.sigma, torch.zeros_like(like[0]))
         q = self.curved(q, H)
         slope = self.expected.loss_and_slope(loss, torch.zeros_like(self.f), None)[1]
-        if not q.span.G.any() and self.share.group.sum(slope.count_nonzero()):
+        if not q.in_span.G.any() and self.share.group.sum(slope.count_nonzero()):
             raise DivergenceError(
                 "The likelihood's H is 0 for every example: the outputs are so large that the "
                 "loss is rounded to 0. Check that the inputs are scaled as in training."
@@ -172,7 +177,7 @@ class OverSpan:
         q, old = q._replace(precision=self.share.group.from_first(precision)), q.sigma
         if H is not None:
             return self.curved(q, H)
-        if sigma is None or torch.equal(sigma, old):
+        if sigma is None or old is None or torch.equal(sigma, old):
             return q
         sigma = self.share.group.from_first(sigma)
         loss = self.loss_at(sigma)
@@ -180,7 +185,7 @@ class OverSpan:
         if sigma.dim():
             return self.curved(q, H)
         ratio = (sigma / old).item()  # of one σ, G is scaled
-        last = q.span
+        last = q.in_span
         problem = replace(last.problem, loss=loss, theta=last.problem.theta / ratio**2)
         scaled = last._replace(
             G=last.G / ratio**2, eta=last.eta / ratio, S_noise=last.S_noise / ratio
@@ -189,10 +194,10 @@ class OverSpan:
 
     def restarted(self, q: State) -> State:
         """Return the state over the span of its mean, its samples, ξ and η only."""
-        turn = self.span.restart(torch.cat([q.mean[None], q.samples, q.span.eta]))
+        turn = self.span.restart(torch.cat([q.mean[None], q.samples, q.in_span.eta]))
         fate = q.fate._replace(restarts=q.fate.restarts + 1)
         q = q._replace(mean=q.mean @ turn, samples=q.samples @ turn, fate=fate)
-        return self.curved(q, q.span.H)
+        return self.curved(q, q.in_span.H)
 
     def curved(self, q: State, H: Hessian) -> State:
         """Return the state with G and η of this H over the span."""
@@ -203,7 +208,7 @@ class OverSpan:
     def widened(self, q: State) -> State:
         """Return the state over the span that has grown, with G and η of the new directions,
         too."""
-        known, m, last = len(q.mean), self.span.size, q.span
+        known, m, last = len(q.mean), self.span.size, q.in_span
         mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
         of_new = last.S_noise.flatten(1).T.to(self._dtype)
         eta = torch.cat([last.eta, self.span.pull(of_new, known).double()], dim=1)
@@ -235,7 +240,7 @@ class OverSpan:
     def saved(self, q: State) -> tuple[State, Stored]:
         """Return a state with what determines the part of its span: J m and, if it has moved, H,
         are those of all ranks."""
-        group, last = self.share.group, q.span
+        group, last = self.share.group, q.in_span
         order = group.gather(self.share.numbers.to(last.outputs.device)).argsort()
         H = group.gather(last.H.values)[order] if self.expected.number else None
         outputs = group.gather(last.outputs)[order]
@@ -259,16 +264,16 @@ class OverSpan:
     def measured(self, q: State) -> State:
         """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P),
         and the errors they bound."""
-        problem, S_noise = q.span.problem, q.span.S_noise
+        problem, S_noise = q.in_span.problem, q.in_span.S_noise
         precision, span = float(q.precision), self.span
-        deviations, H = problem.deviations, q.span.H
+        deviations, H = problem.deviations, q.in_span.H
         if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
             S_noise = H.root(self.epsilon)
-            problem = replace(self._dense(q, q.span.G, q.span.outputs), deviations=deviations)
+            problem = replace(self._dense(q, q.in_span.G, q.in_span.outputs), deviations=deviations)
         product = H.product(span.push(q.samples, self._is_quadratic).flatten(0, -2))
         u = self.f.new_empty(len(product), len(q.samples) + 1)
         torch.sub(S_noise.flatten(1).T, product, out=u[:, :-1])
-        u[:, -1] = -self.expected.loss_and_slope(problem.loss, q.span.outputs, deviations)[
+        u[:, -1] = -self.expected.loss_and_slope(problem.loss, q.in_span.outputs, deviations)[
             1
         ].flatten()
         residuals = span.pull_weights(u)
@@ -284,5 +289,5 @@ class OverSpan:
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
-        own = q.span._replace(residuals=residuals, problem=problem, S_noise=S_noise)
+        own = q.in_span._replace(residuals=residuals, problem=problem, S_noise=S_noise)
         return q._replace(errors=errors, certificate=of_samples.sqrt(), span=own)

@@ -104,7 +104,7 @@ def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
     """Return the components of predictions, q, its mean alone and the network, by the rule of
     docs/method.md."""
     f, expected = over.f, over.expected
-    of_q, loss = q.span or q.head, over.loss_at(q.sigma)
+    of_q, loss = q.of_examples, over.loss_at(q.sigma)
     curved = of_q.H.product(f.reshape(-1, 1)).view(f.shape)
     of_mean, of_f = over.share.group.sum(
         torch.stack([(curved * of_q.outputs).sum(), (curved * f).sum()])
@@ -130,7 +130,7 @@ def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
     pushed = over.span.push(q.samples)
     places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
     Jw = pushed[rows]
-    curved = (q.span or q.head).H.product(Jw.flatten(0, -2), rows).view_as(Jw)
+    curved = q.of_examples.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
     found = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
     every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in found]
     examples, leverages = map(over.share.group.sum, every)

@@ -90,8 +90,8 @@ class SpanFit:
         """Return the state over the span with the residuals of mean and samples, and whether any
         was new."""
         over, span, grew = self.over, self.span, True
-        if not span.is_complete:
-            residuals = q.span.residuals
+        residuals = q.in_span.residuals
+        if residuals is not None and not span.is_complete:
             if span.bytes_of(span.size + len(residuals)) > span.memory:
                 q = over.restarted(q)
             grew = span.widen(residuals)
@@ -120,13 +120,13 @@ class SpanFit:
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
         """Return the posterior at another λ and σ, with H after a share of the way to that of q, if
         it moves and is finite."""
-        expected, problem, H = self.over.expected, q.span.problem, None
+        expected, problem, H = self.over.expected, q.in_span.problem, None
         if expected.number:
             H = towards(
-                q.span.H, expected.H(problem.loss, q.span.outputs, problem.deviations), share
+                q.in_span.H, expected.H(problem.loss, q.in_span.outputs, problem.deviations), share
             )
         new = self.over.moved(q, precision, sigma, H)
-        if not new.span.G.isfinite().all():
+        if not new.in_span.G.isfinite().all():
             new = self.over.moved(q, precision, None, None)
         return self._posterior(new)
 
@@ -227,4 +227,4 @@ class SpanFit:
 
 def _of_noise(new: Tensor | None, old: Tensor | None) -> float:
     """Return the largest change of log σ²; 0 without σ."""
-    return 0.0 if new is None else 2 * (new / old).log().abs().max().item()
+    return 0.0 if new is None or old is None else 2 * (new / old).log().abs().max().item()

@@ -228,6 +228,8 @@ class Span:
 
     def _transposed(self, u: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return hᵀ u, (D C, k), for u (n ... C, k) of these examples."""
-        h = self._features[rows].flatten(0, -2)
+        features = self._features
+        assert features is not None
+        h = features[rows].flatten(0, -2)
         pulled = u.reshape(len(h), self.rows.f.shape[-1] * u.shape[1]).T @ h.to(u.dtype)
         return pulled.T.reshape(-1, u.shape[1])

@@ -5,10 +5,14 @@ from __future__ import annotations
 from math import inf, nan
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_lla_em.inference.span_problem import SpanProblem
 from torch_lla_em.problem import Hessian
+
+NONE_YET = torch.zeros(0, device="cpu")
+"""What a state has of a posterior before the first solution."""
 
 
 class Cut(NamedTuple):
@@ -101,20 +105,20 @@ class State(NamedTuple):
 
     precision: Tensor
     sigma: Tensor | None = None
-    mean: Tensor | None = None
-    samples: Tensor | None = None
+    mean: Tensor = NONE_YET
+    samples: Tensor = NONE_YET
     """The mode m, (P,), and w_k, (K, P); or their coordinates in the span, (m,) and (K, m)."""
 
     loss: float = nan
     """E[-log p(y | J w)] under the posterior; without draws that at the mode."""
 
-    gamma: Tensor | None = None
-    bounds: Tensor | None = None
-    certificate: Tensor | None = None
+    gamma: Tensor = NONE_YET
+    bounds: Tensor = NONE_YET
+    certificate: Tensor = NONE_YET
     """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ
     also (K, blocks)."""
 
-    norm: Tensor | None = None
+    norm: Tensor = NONE_YET
     """‖m‖² in scaled parameters, () or (blocks,)."""
 
     errors: tuple[float, float] = (inf, inf)
@@ -125,3 +129,16 @@ class State(NamedTuple):
     span: OfSpan | None = None
     head: OfHead | None = None
     """Both None: H is at the network's outputs, in every pass."""
+
+    @property
+    def in_span(self) -> OfSpan:
+        """What a fit over a span adds."""
+        assert self.span is not None
+        return self.span
+
+    @property
+    def of_examples(self) -> OfSpan | OfHead:
+        """What a fit adds whose H moves."""
+        of_fit = self.span or self.head
+        assert of_fit is not None
+        return of_fit

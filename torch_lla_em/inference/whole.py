@@ -40,8 +40,8 @@ class Whole:
         """Return the problem at λ and σ of a state, its noise, and the solvers; η is drawn again if
         there is a σ per output."""
         problem, noise, (of_samples, of_mode) = self.problem, self.noise, self._errors
-        if q.sigma is not None and not torch.equal(q.sigma, problem.sigma):
-            last = problem.sigma
+        last = problem.sigma
+        if q.sigma is not None and last is not None and not torch.equal(q.sigma, last):
             problem = problem.with_likelihood(problem.likelihood.with_noise(q.sigma))
             if q.sigma.dim():
                 count = len(noise.xi)
@@ -70,7 +70,8 @@ class Whole:
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield y, E[y | J m], and of a σ per output J w_k, (K, n, C), of the examples of each
         batch."""
-        columns = torch.cat([q.mean[None], q.samples[: len(q.samples) * q.sigma.dim()]])
+        several = q.sigma is not None and q.sigma.dim() > 0
+        columns = torch.cat([q.mean[None], *([q.samples] if several else [])])
         for batch, _, Jw in self.problem.push_forward(columns):
             y = self.problem.loss(batch.targets, None).targets
             yield y, self.problem.likelihood.mean(Jw[0]), Jw[1:]
@@ -89,7 +90,7 @@ def updated(whole: Whole, q: State, em_steps: int) -> State:
     least = torch.where(moved > 0, 1e-12, 1.0)
     allowed = (len(q.samples) * torch.maximum(gamma, least)).rsqrt().clamp_min(0.01)
     changes, last = (moved.abs() / allowed).view(-1), None
-    if sigma is not None:
+    if sigma is not None and q.sigma is not None:
         of_noise = 2 * (sigma / q.sigma).log().abs().max() / allowed.min()
         changes = torch.cat([changes, of_noise.view(1).to(changes)])
     elif not precision.dim():

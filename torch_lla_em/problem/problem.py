@@ -166,7 +166,7 @@ class Problem:
         return results
 
     def features(
-        self, take: Callable[[Batch, Tensor, Tensor], Any]
+        self, take: Callable[[Batch, Tensor, Tensor], Any] | None
     ) -> list[tuple[Batch, Tensor, Tensor]] | None:
         """Return what ``take`` keeps of each of this rank's batches, f and the features of a last
         layer, (1, B, ..., D).

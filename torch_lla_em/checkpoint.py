@@ -114,8 +114,7 @@ class Folder:
         """Return whether a state is to be saved now, so that saving takes a small share of the
         time."""
         due = self._writes and time.monotonic() - self._saved >= self._took / SHARE
-        is_due: bool = self._group.meet(due, first)
-        return is_due
+        return self._group.meet(due, first)
 
     def save(self, state: Callable[[], dict[str, Any]], name: str = STATE) -> None:
         """Replace a file by the result of a function, which all ranks call; if that fails, warn and

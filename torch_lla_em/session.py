@@ -48,8 +48,7 @@ class Budget:
 
     def left(self, spare: float = 0.0) -> float:
         """Return the seconds that are left on the slowest rank, less what each rank spares."""
-        least: float = self._group.meet(self._end - time.monotonic() - spare, min)
-        return least
+        return self._group.meet(self._end - time.monotonic() - spare, min)
 
     def ends(self) -> bool:
         """Return whether the step after the one that ends now would exceed the budget."""

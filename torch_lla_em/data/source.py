@@ -68,6 +68,9 @@ class Source:
         """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of
         them at random."""
 
+        self.is_ordered = self._order is not None
+        """Whether the order is that of a dataset, which is known without a pass."""
+
         if self._order is not None:
             self._size, count = loader.batch_size or 1, len(self._order)
             self._num_rows = count - (count % self._size if loader.drop_last else 0)
@@ -80,11 +83,6 @@ class Source:
                 **{name: value for name, value in options.items() if value},
             )
             self._choose(0, 1)
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether the order is that of a dataset, which is known without a pass."""
-        return self._order is not None
 
     def num_batches(self) -> int:
         """Return the number of batches of a pass over all ranks; 0 if it is not known without

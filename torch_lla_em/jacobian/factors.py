@@ -90,13 +90,9 @@ class Lookup(NamedTuple):
 
     def pull(self, u: Tensor) -> list[Tensor]:
         """Return Jᵀu of the table, (K, ...), from u, (rows, K, D)."""
-        d = self._signals(u).permute(2, 0, 1, 3).flatten(1, 2)
-        return [d.new_zeros(len(d), *self.shape).index_add_(1, self.a.flatten(), d)]
-
-    def _signals(self, u: Tensor) -> Tensor:
-        """Return Bᵀu, (rows, places, K, channels)."""
         d = torch.bmm(u.to(self.b), self.b).unflatten(2, (-1, self.a.shape[1]))
-        return d.permute(0, 3, 1, 2)
+        d = d.permute(1, 0, 3, 2).flatten(1, 2)  # (K, rows × places, channels)
+        return [d.new_zeros(len(d), *self.shape).index_add_(1, self.a.flatten(), d)]
 
 
 class Dense(NamedTuple):

@@ -30,6 +30,7 @@ class Outer(NamedTuple):
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Return J w, (rows, K, D), from directions (K, *shape)."""
         weight, *biases = (tangents[name] for name in self.names)
+        z: Tensor
         K = len(weight)
         if self.a.dim() == 2 and self.b is None and len(self.a) >= self.a.shape[1]:
             # one product for all vectors, since products with few outputs are slow; the weights are

@@ -16,7 +16,7 @@ from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
 
 
-def contiguous(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy inputs of linear layers that are not contiguous, for ``as_in_training``.
 
     For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func``
@@ -104,7 +104,8 @@ class ByGraph(Linearised):
         if not transposed:
             return torch.zeros_like(f)[None]
         columns = [directions[name][0].to(gradient) for name, gradient in transposed.items()]
-        return _gradients([*transposed.values()], [u], columns)[0][None]
+        Jw: Tensor = _gradients([*transposed.values()], [u], columns)[0]
+        return Jw[None]
 
 
 def _gradients(of: list[Tensor], by: Sequence[Tensor], u: Sequence[Tensor]) -> tuple[Any, ...]:

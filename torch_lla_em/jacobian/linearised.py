@@ -21,7 +21,7 @@ from torch_lla_em.jacobian.rows import Rows
 class Intercepted(TorchFunctionMode):
     """Gives every torch function of a forward pass to another function, with its arguments."""
 
-    def __init__(self, call: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
+    def __init__(self, call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]):
         super().__init__()
         self._call = call
 
@@ -29,13 +29,13 @@ class Intercepted(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: object,
-        args: tuple = (),
+        args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return self._call(func, args, kwargs or {})
 
 
-def as_in_training(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def as_in_training(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the row of padding of a table no derivative: it gets no gradient in training, but one by
     forward mode."""
     z = func(*args, **kwargs)
@@ -79,6 +79,7 @@ class Linearised(Rows):
         # forward mode copies views that do not start at the beginning of their memory
         columns = {name: directions[name].to(w, copy=True) for name, w in self._w_MAP.items()}
         jvp = partial(torch.func.jvp, self._function, (self._w_MAP,))
+        Jw: Tensor
         if len(next(iter(columns.values()))) == 1:
             self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
             return Jw[None]

@@ -83,7 +83,7 @@ class Network:
             # tensors for each place of tied weights, as torch.func looks for these each time, and
             # does not restore a module with two names (pytorch#164759); a copy of the inputs, since
             # a layer that works in place writes to them
-            f = functional_call(self._called, at, (copied(x),), tie_weights=False)
+            f: Tensor = functional_call(self._called, at, (copied(x),), tie_weights=False)
         except RuntimeError as error:
             self._explain(error, x)
             raise

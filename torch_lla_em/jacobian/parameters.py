@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_lla_em.jacobian.state import ONE_AT_A_TIME
-from torch_lla_em.runtime import require
+from torch_lla_em.runtime import ONE_AT_A_TIME, require
 
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 

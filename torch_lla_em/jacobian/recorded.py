@@ -28,7 +28,7 @@ _VIEWS = "PermuteBackward0", "ViewBackward0", "AliasBackward0"
 _CONVS = F.conv1d, F.conv2d
 _OF_CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
 _OF_EMBEDDING = "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"
-_ARGUMENTS: dict[Callable, tuple[str, ...]] = {
+_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     F.embedding: (*_OF_EMBEDDING, "sparse"),
     **dict.fromkeys(_CONVS, _OF_CONV),
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     version: int  # of the input at the time of the call
     edge: GradientEdge  # at which gradients in z arrive, even if z is changed in place later
     shape: torch.Size  # of z
-    conv: tuple | None  # stride, padding, dilation and groups
+    conv: tuple[Any, ...] | None  # stride, padding, dilation and groups
     padding_idx: int | None  # the row of an embedding that gets no gradient
     is_lookup: bool
 
@@ -130,7 +130,7 @@ def _recorded(
     names = {id(leaf): name for name, leaf in leaves.items()}
     calls: list[Call] = []
 
-    def see(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def see(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _ARGUMENTS:
             return func(*args, **kwargs)
         given = dict(zip(_ARGUMENTS[func], args, strict=False)) | kwargs

@@ -33,7 +33,7 @@ _SAVED_BY = {"posterior": "LinearisedLaplace", "ensemble": "LaplaceEnsemble", "s
 _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
-def contents_of(path: str | PathLike, names: tuple[str, ...], remedy: str) -> dict[str, Any]:
+def contents_of(path: str | PathLike[str], names: tuple[str, ...], remedy: str) -> dict[str, Any]:
     """Return the contents of a file, these names at least; no code in it is run.
 
     If the file cannot be read, the error ends with ``remedy``.
@@ -47,7 +47,7 @@ def contents_of(path: str | PathLike, names: tuple[str, ...], remedy: str) -> di
                     raise BadZipFile(damaged)
             file.seek(0)
         with torch.serialization.safe_globals(_record_types()):
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         faults = [f"no {name!r}" for name in names if name not in state]
     faults += [type(failure).__name__ for failure in failures]
     if faults:
@@ -58,7 +58,7 @@ def contents_of(path: str | PathLike, names: tuple[str, ...], remedy: str) -> di
     return state
 
 
-def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike) -> None:
+def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike[str]) -> None:
     """Write contents to a temporary file and rename it, so that the file is never half written."""
     path = Path(path)  # a link is replaced, not written through
     temporary = path.parent / f".writing-{uuid4().hex}"
@@ -137,7 +137,7 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()).decode())
 
 
-def read(path: str | PathLike, kind: str) -> dict[str, Any]:
+def read(path: str | PathLike[str], kind: str) -> dict[str, Any]:
     """Return the tensors of a saved "posterior", "ensemble" or "student"; raise an error if the
     file holds none."""
     state = contents_of(path, (), f"Pass a file of {_SAVED_BY[kind]}.save.")

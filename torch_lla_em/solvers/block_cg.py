@@ -106,10 +106,17 @@ class BlockCG:
         enough: Callable[[Tensor, Tensor], bool],
         max_passes: int,
     ) -> tuple[Tensor, int]:
-        """Iterate from a start, (K, P), and its residual; return X, and the number of products.
+        """Iterate until a function says that it is enough, or the residual stops decreasing.
 
-        It ends as soon as ``enough(X, residual)``, or when the residual of the recursion stops
-        decreasing.
+        Args:
+            product (Operator): The product X -> A X.
+            start (Tensor): Where to start, (K, P).
+            residual (Tensor): B - (A + I) start.
+            enough (callable): Returns from X and the residual of the recursion whether to end.
+            max_passes (int): Largest number of products.
+
+        Returns:
+            X, and the number of products.
         """
         x, (basis, directions, coefficients) = start.clone(), self._basis(residual)
         passes, best = 0, (coefficients.norm(), 0)

@@ -167,7 +167,7 @@ class Session:
             logger.warning("%s", words)
         self._saved_if_due(progress)  # at least one step is taken
 
-    def run(self, steps: Iterable[Step], q: State) -> State:
+    def run(self, steps: Iterable[Step], q: State | None) -> State:
         """Take the steps of a fit, each of which has an entry in the history, is saved, and may be
         the last in time.
 
@@ -183,6 +183,7 @@ class Session:
             if self._saved_if_due(step.progress) and not step.is_last:
                 fate = step.posterior.fate._replace(why="budget")
                 return step.posterior._replace(fate=fate)
+        assert q is not None
         return q
 
     def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:

@@ -110,7 +110,7 @@ class Surroundings(Protocol):
     def drawn(self, progress: Callable[[], Progress]) -> None:
         """Note that the random probes are drawn."""
 
-    def run(self, steps: Iterable[Step], q: State) -> State:
+    def run(self, steps: Iterable[Step], q: State | None) -> State:
         """Take steps until they end, or the time is over, and return the last state; without steps it is q."""
 
     def is_late(self) -> bool:
@@ -181,7 +181,7 @@ def learn(
     sigma, constant = found.sigma_noise, problem.constant
     if sigma is None:
         found = found._replace(sigma_noise=problem.likelihood.observation_noise)
-    elif options.em_steps:
+    elif options.em_steps and problem.network_noise is not None:
         found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
     own = None if constant is None else constant.to(found.w_lin.device, copy=True)
     return found._replace(constant=own)
@@ -212,7 +212,7 @@ def over_span(
     if not is_new:
         raise DoesNotFit("examples have several shapes, or change their order")
     over = OverSpan(problem, noise, span, moves, options.tolerance)
-    if known is not None and start.span is not None:
+    if known is not None and isinstance(start.span, Stored):
         known = over.restored(known, start.span)
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
     given = options.prior_precision

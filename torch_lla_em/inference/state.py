@@ -70,7 +70,8 @@ class OfSpan(NamedTuple):
 
 
 class OfHead(NamedTuple):
-    """What the fit of a last layer by its features adds to a state: H, and what follows, for this rank's examples."""
+    """What the fit of a last layer by its features adds to a state: H, and what follows, for this
+    rank's examples."""
 
     H: Hessian
     outputs: Tensor

@@ -1,10 +1,8 @@
-"""A last linear layer: J w = W h + b for stored features h, so EM runs on all weights by products,
-without a span.
+"""A last linear layer: J w = W h + b for stored features h, so EM runs on all weights by products, without a span.
 
-Vectors are scaled parameters z = w / scale as tables (k, C, D), whose prior is N(0, 1/λ). Conjugate
-gradients solve for all samples and a Newton step of the mean at once. They are preconditioned by
-the (D, D) block of every class, and for a softmax also by the exact inverse on vectors that are the
-same for all classes, which G annihilates.
+Vectors are scaled parameters z = w / scale as tables (k, C, D), whose prior is N(0, 1/λ). Conjugate gradients solve for all samples
+and a Newton step of the mean at once. They are preconditioned by the (D, D) block of every class, and for a softmax also by the
+exact inverse on vectors that are the same for all classes, which G annihilates.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ class Head:
 
     def __init__(self, rows: Outputs, h: Tensor, noise: StochasticPrior, sites: Sites | None):
         self.rows, self.h, self.sites = rows, h, sites
-        """f, targets and weights of this rank's examples, and features, (n, D), with a 1 if the
-        layer has a bias."""
+        """f, targets and weights of this rank's examples, and features, (n, D), with a 1 if the layer has a bias."""
 
         self._sizes, self.classes = noise.prior.layout.sizes, rows.f.shape[-1]
         self.scale, self.xi = self.tables(noise.prior.scale[None])[0], self.tables(noise.xi)
@@ -37,8 +34,7 @@ class Head:
 
     @classmethod
     def of(cls, problem: Problem, noise: StochasticPrior, sites: Sites | None) -> Head | None:
-        """Return that of a problem, by a pass; None if the parameters are not those of one last
-        layer."""
+        """Return that of a problem, by a pass; None if the parameters are not those of one last layer."""
         take = None if sites is None else partial(sites.take, problem)
         kept = problem.features(take)
         rows = None if kept is None else gathered(problem, kept, 1, sites.most if sites else 1)
@@ -76,8 +72,7 @@ class Head:
     def preconditioner(
         self, H: Diagonal | Blocks | Draws, is_softmax: bool, memory: float
     ) -> Preconditioner:
-        """Return the blocks of G of all classes from some of the examples, or in a shared
-        eigenbasis if they exceed the memory."""
+        """Return the blocks of G of all classes from some of the examples, or in a shared eigenbasis if they exceed the memory."""
         step = max(1, len(self.rows.f) // BLOCKS)
         h = self.h.view(*self.rows.f.shape[:-1], -1)[::step].flatten(0, -2)
         curvature = H.diagonal(slice(None, None, step)).flatten(0, -2) * step
@@ -101,8 +96,7 @@ class Head:
 
 
 class Preconditioner(NamedTuple):
-    """The inverse of diagonal blocks of G + λ, plus that of λ on tables that add the same to the
-    outputs of all classes."""
+    """The inverse of diagonal blocks of G + λ, plus that of λ on tables that add the same to the outputs of all classes."""
 
     blocks: Tensor
     """Those of G, (C, D, D), or what is on their diagonals in a shared basis, (C, D)."""
@@ -111,12 +105,10 @@ class Preconditioner(NamedTuple):
     """Eigenvectors that all classes share, (D, D)."""
 
     alike: Tensor | None
-    """Tables that change the outputs of all classes alike, normalised for every feature, (C, D) or
-    (C, 1); None: there are none."""
+    """Tables that change the outputs of all classes alike, normalised for every feature, (C, D) or (C, 1); None: there are none."""
 
     def at(self, precision: float) -> tuple[Callable[[Tensor], Tensor], float]:
-        """Return the function that multiplies tables (k, C, D) by the inverse at λ, and log det(M /
-        λ) of what it inverts."""
+        """Return the function that multiplies tables (k, C, D) by the inverse at λ, and log det(M / λ) of what it inverts."""
         basis, alike = self.basis, self.alike
         if basis is None:
             diagonal = self.blocks.diagonal(dim1=1, dim2=2)

@@ -1,12 +1,9 @@
-"""EM on a last linear layer: λ, H, the mean and the samples move together, and every step is a few
-products.
+"""EM on a last linear layer: λ, H, the mean and the samples move together, and every step is a few products.
 
-A step solves for samples and mean at the present λ and H, roughly. Then the whole posterior q is
-scaled: where features separate the classes, MacKay's update alone closes a tenth of its distance in
-a step, since the bound hardly changes if the outputs grow while λ falls. If q is scaled by a and λ
-by 1/a², the divergence from the prior stays, and dE[loss] / d log a = γ - λ ‖m‖² at a = 1: the best
-a is at the root of that function, which takes draws of the outputs and no product. It is 1 where
-MacKay's update rests.
+A step solves for samples and mean at the present λ and H, roughly. Then the whole posterior q is scaled: where features separate the
+classes, MacKay's update alone closes a tenth of its distance in a step, since the bound hardly changes if the outputs grow while λ falls.
+If q is scaled by a and λ by 1/a², the divergence from the prior stays, and dE[loss] / d log a = γ - λ ‖m‖² at a = 1: the best a is at
+the root of that function, which takes draws of the outputs and no product. It is 1 where MacKay's update rests.
 """
 
 from __future__ import annotations
@@ -32,19 +29,17 @@ START = 0.1
 """λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
 
 STEPS, DAMPING = 3, 0.45
-"""Steps between two yields; and the share of the change of H in a step: with 1, H of 1,000 x 50 x 7
-alternates."""
+"""Steps between two yields; and the share of the change of H in a step: with 1, H of 1,000 x 50 x 7 alternates."""
 
 CAP, GATE = 0.35, 0.1
-"""Largest change of log a in a step; and change of log γ below which H belongs to q, so that q is
-scaled. Without the gate λ of 5,000 x 512 x 10 ran away to 0."""
+"""Largest change of log a in a step; and change of log γ below which H belongs to q, so that q is scaled. Without the gate λ of
+5,000 x 512 x 10 ran away to 0."""
 
 LOOSE = 0.15, 0.06
 """Errors of samples and mean at which a step ends."""
 
 STEEP = 0.8
-"""Largest ratio of two steps of log a that an extrapolation takes for real. Without one, λ of 70
-classes took 60 steps."""
+"""Largest ratio of two steps of log a that an extrapolation takes for real. Without one, λ of 70 classes took 60 steps."""
 
 REST = 0.05
 """Distance that is left for log λ, and change of log γ, at which λ rests."""
@@ -62,24 +57,20 @@ class Descent(NamedTuple):
     change: Tensor
     pushed: Tensor
     residual: Tensor
-    """The change of the tables, (k, C, D), its outputs, (N, ..., C, k), and what remains of the
-    right-hand side."""
+    """The change of the tables, (k, C, D), its outputs, (N, ..., C, k), and what remains of the right-hand side."""
 
     start: Tensor
     steps: list[Tensor]
-    """⟨b, M⁻¹ b⟩, (k,), for the preconditioner M; of every step its lengths and the ratios of ⟨r,
-    M⁻¹ r⟩, (2, k)."""
+    """⟨b, M⁻¹ b⟩, (k,), for the preconditioner M; of every step its lengths and the ratios of ⟨r, M⁻¹ r⟩, (2, k)."""
 
     of_M: float
     """log det(M / λ)."""
 
     def log_dets(self) -> Tensor:
-        """Return log det(I + G / λ) by every right-hand side b ~ N(0, G + λ) of a search from 0,
-        (k,).
+        """Return log det(I + G / λ) by every right-hand side b ~ N(0, G + λ) of a search from 0, (k,).
 
-        With A = M^-½ (G + λ) M^-½ it is log det(M / λ) + tr log A, and tr log A the expectation of
-        M^-½ b under the function log(t) / t of A, which Lanczos' tridiagonal matrix gives: its
-        entries follow from the steps.
+        With A = M^-½ (G + λ) M^-½ it is log det(M / λ) + tr log A, and tr log A the expectation of M^-½ b under the function
+        log(t) / t of A, which Lanczos' tridiagonal matrix gives: its entries follow from the steps.
         """
         if not self.steps:
             return torch.full_like(self.start, self.of_M, dtype=torch.float64)
@@ -122,8 +113,7 @@ class HeadFit:
     # the state
 
     def first(self, precision: float | None) -> State:
-        """Return the state at this λ, or one chosen by the prior's outputs, with the network's
-        weights as mean and no samples."""
+        """Return the state at this λ, or one chosen by the prior's outputs, with the network's weights as mean and no samples."""
         span, f, loss = self.span, self.f, self._loss
         at_zero, at_f = (self.expected.H(loss, at, None) for at in (torch.zeros_like(f), f))
         if precision is None:
@@ -142,8 +132,7 @@ class HeadFit:
         return self._expecting(q, H, outputs, pushed)
 
     def _expecting(self, q: State, H: Hessian, outputs: Tensor, pushed: Tensor) -> State:
-        """Return the state with H, and the expected loss under these outputs of its mean and
-        samples."""
+        """Return the state with H, and the expected loss under these outputs of its mean and samples."""
         deviations = self.expected.deviations(pushed)
         loss, slope = self.expected.loss_and_slope(self._loss, outputs, deviations)
         require_finite(abs(loss))
@@ -174,8 +163,7 @@ class HeadFit:
     # λ and H
 
     def run(self, known: State | None, precision: float | None) -> Iterator[State]:
-        """Yield the state after every few steps, until it says why the fit ended; ``known`` is one
-        of an earlier run."""
+        """Yield the state after every few steps, until it says why the fit ended; ``known`` is one of an earlier run."""
         q = (
             self._finite(precision)
             if known is None
@@ -289,8 +277,7 @@ class HeadFit:
         return self._with_mean(q, found.change[K], found.pushed[..., K], first[K])
 
     def _residuals(self, q: State) -> tuple[Tensor, Tensor]:
-        """Return S ε, (N, ..., C, K), and the residuals √λ ξ + η - (G + λ) z and -Jᵀ slope - λ m,
-        (K + 1, C, D)."""
+        """Return S ε, (N, ..., C, K), and the residuals √λ ξ + η - (G + λ) z and -Jᵀ slope - λ m, (K + 1, C, D)."""
         carried, precision = q.head, float(q.precision)
         noise = carried.H.root(self._epsilon).movedim(0, -1)
         curved = carried.H.product(carried.pushed.flatten(0, -2)).view_as(noise)
@@ -300,8 +287,7 @@ class HeadFit:
         return noise, residuals
 
     def _descend(self, q: State, b: Tensor, enough: Callable[[Tensor], bool]) -> Descent:
-        """Return x with (G + λ) x ≈ b, (k, C, D), as soon as it is ``enough`` for ‖residual‖² / λ
-        of all columns, (k,)."""
+        """Return x with (G + λ) x ≈ b, (k, C, D), as soon as it is ``enough`` for ‖residual‖² / λ of all columns, (k,)."""
         precision, span, agreed = float(q.precision), self.span, self.share.group.from_first
         if self._precondition is None:
             is_softmax = self.problem.likelihood.is_softmax
@@ -344,8 +330,7 @@ class HeadFit:
         return q._replace(gamma=gamma, certificate=squares.sqrt())
 
     def _with_mean(self, q: State, step: Tensor, pushed: Tensor, residual: Tensor) -> State:
-        """Return the state with its mean moved along a step: not beyond the minimum of its
-        objective, by the slope along it."""
+        """Return the state with its mean moved along a step: not beyond the minimum of its objective, by the slope along it."""
         precision, group, old = float(q.precision), self.share.group, q
         fall, length = float((residual * step).sum()), 1.0
         while True:
@@ -358,8 +343,7 @@ class HeadFit:
             length *= max(0.05, abs(fall) / (abs(fall) + rise))
 
     def _accurate(self, q: State) -> State:
-        """Return the posterior at λ and H within the tolerance, with the bound on its log
-        evidence."""
+        """Return the posterior at λ and H within the tolerance, with the bound on its log evidence."""
         span, precision, most = self.span, float(q.precision), 0.9 * self._options.tolerance
         self._precondition = None
         gamma, group = max(1.0, q.gamma.mean().item()), self.share.group

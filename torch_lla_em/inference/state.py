@@ -70,8 +70,7 @@ class OfSpan(NamedTuple):
 
 
 class OfHead(NamedTuple):
-    """What the fit of a last layer by its features adds to a state: H, and what follows, for this
-    rank's examples."""
+    """What the fit of a last layer by its features adds to a state: H, and what follows, for this rank's examples."""
 
     H: Hessian
     outputs: Tensor

@@ -14,10 +14,8 @@ CONTEXT.set_forkserver_preload([*GPU, "torch", "torch_lla_em"])
 def run_python(*arguments, cwd=None, **variables):
     """Run Python with the path of this process; return what it prints."""
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "MPLBACKEND": "Agg"}
-    command, environment = (
-        [sys.executable, *map(str, arguments)],
-        {**os.environ, **path, **variables},
-    )
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **path, **variables}
     streams = {"capture_output": True, "text": True}
     done = subprocess.run(command, cwd=cwd, env=environment, timeout=280, **streams)
     assert done.returncode == 0, done.stderr[-2000:]

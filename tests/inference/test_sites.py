@@ -3,9 +3,9 @@
 import pytest
 import torch
 from daily import daily
+from models import trained
 from tiny import draw, problem_of
 from torch import nn
-from torch.nn import functional
 from torch.testing import assert_close
 
 from torch_lla_em import Classification, Compute, LinearisedLaplace
@@ -24,12 +24,7 @@ def segmentation():
     y = (x[:, 0] + 0.5 * draw(IMAGES, SIDE, SIDE, seed=1)).round().clamp(-1, 1).long() + 1
     y[:2, :4] = -100
     y[2:4] = -100
-    optimiser = torch.optim.Adam(model.parameters(), 0.03)
-    for _ in range(60):
-        optimiser.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
-    return model, x, y
+    return trained(model, x, y, 60, 0.03), x, y
 
 
 def in_rows(model, x, y):
@@ -43,14 +38,8 @@ def in_rows(model, x, y):
 
 
 def fit(model, x, y, **options):
-    la = LinearisedLaplace(
-        model,
-        Classification(),
-        num_samples=6,
-        prior="isotropic",
-        compute=Compute(tolerance=0.02),
-        **options,
-    )
+    options |= {"prior": "isotropic", "compute": Compute(tolerance=0.02)}
+    la = LinearisedLaplace(model, Classification(), num_samples=6, **options)
     return la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False)
 
 
@@ -88,12 +77,8 @@ def test_sums_over_sites_are_unbiased_and_respect_labels_and_weights(monkeypatch
     values = torch.tensor(found)
     assert abs(values.mean() - whole) < 4 * values.std() / 200**0.5
     assert values.std() < 0.3 * whole
-    again = few.take(
-        problem,
-        batch._replace(rows=batch.rows[5:], targets=y[5:], weights=weights[5:]),
-        f[5:],
-        f[None, 5:],
-    )
+    rest = batch._replace(rows=batch.rows[5:], targets=y[5:], weights=weights[5:])
+    again = few.take(problem, rest, f[5:], f[None, 5:])
     assert torch.equal(again[1], at[rows.rows >= 5 * few.most])
 
 
@@ -107,6 +92,19 @@ def test_a_few_labels_in_one_image_are_all_kept():
     )
     assert rows.rows.tolist() == [3, 4, 5] and rows.weights.tolist() == [1, 1, 1]
     assert_close(f[:, 0], torch.tensor([24.0, 34.0, 38.0]))
+
+
+def test_images_of_which_some_sites_were_kept_are_calibrated_and_have_distances(monkeypatch):
+    torch.manual_seed(0)
+    x, net = draw(10, 2, 6, 6).float(), nn.Conv2d(2, 2, 1)
+    y = (x[:, 0] + draw(10, 6, 6, seed=1) > 0).long()
+    for most in (200, sites.KEPT_OUTPUTS):
+        monkeypatch.setattr(sites, "KEPT_OUTPUTS", most)
+        la = LinearisedLaplace(net, Classification(), class_dim=1, num_samples=4)
+        la.fit(x[:7], y[:7], progress_bar=False).calibrate(x[7:], y[7:])
+        assert la.predict(x[:2]).p_value.isfinite().all()
+    with pytest.raises(ValueError, match="their distances cannot be compared"):  # of another size
+        la.predict(draw(2, 2, 8, 8).float()).p_value
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
-import subprocess
 import warnings
 from collections import OrderedDict
 from configparser import ConfigParser
@@ -260,7 +258,7 @@ def test_notebooks_run_in_a_kernel(path, tmp_path, monkeypatch):
     assert nbformat.writes(book).count("image/png") == stored and not list(tmp_path.iterdir())
 
 
-# the site and its search
+# the site
 
 
 @pytest.fixture(scope="module")
@@ -272,43 +270,6 @@ def site(tmp_path_factory):
     command = "-m", "properdocs", "build", "--strict", "-f", "mkdocs.yml", "-d", folder
     run_python(*command, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
     return folder
-
-
-# a page, and what a user types to whom the search has to show it first
-OF_PAGES = {
-    "reading_results/": "active learning, glossary, report",
-    "tutorials/bayesian_optimisation/": "Bayesian optimisation, BoTorch",
-    "calibration/": "calibration, conformal, coverage, ensemble, prediction sets",
-    "cost/": "checkpoint, distributed, GPU, out of memory",
-    "which_method/": "choosing a model, temperature scaling",
-    "tutorials/class_balance/": "class weights, imbalanced",
-    "tutorials/own_likelihood/": "custom likelihood",
-    "serving/": "distillation, export, ONNX, serving",
-    "tutorials/choosing/": "evidence",
-    "tutorials/text_and_lora/": "fine-tuning, LoRA",
-    "tutorials/heteroscedastic/": "heteroscedastic",
-    "coming_from_laplace_torch/": "laplace-torch",
-    "tutorials/lightning_callback/": "lightning",
-    "benchmarks/": "MC dropout",
-    "out_of_distribution/": "OOD, out-of-distribution",
-    "method/": "prior precision, weight decay",
-    "regression/": "regression",
-    "tutorials/segmentation/": "segmentation",
-    "tutorials/time_series/": "time series",
-}
-SOUGHT = {query: page for page, queries in OF_PAGES.items() for query in queries.split(", ")}
-
-
-@pytest.mark.slow
-def test_the_search_finds_the_page_first(site):
-    if shutil.which("node") is None:
-        pytest.skip("needs Node.js, which runs the search of the theme")
-    command = ["node", ROOT / "tests/helpers/search.js", site]
-    typed = "\n".join(SOUGHT)
-    answers = subprocess.run(command, input=typed, stdout=subprocess.PIPE, text=True, check=True)
-    found = map(json.loads, answers.stdout.splitlines())
-    first = {query: (pages or [""])[0].partition("#")[0] for query, pages in zip(SOUGHT, found)}
-    assert first == SOUGHT and len(first) == 37
 
 
 @pytest.mark.slow

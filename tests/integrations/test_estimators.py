@@ -88,9 +88,8 @@ def test_several_labels_and_continuous_targets():
     for values in (Y, Y[:, 0]):
         la = posterior(trained("MLPRegressor", values), num_samples=8).fit(X, values)
         mean, deviation = la.predict(X, return_std=True)
-        assert (
-            mean.shape == deviation.shape == values.shape and np.square(mean - values).mean() < 0.2
-        )
+        assert mean.shape == deviation.shape == values.shape
+        assert np.square(mean - values).mean() < 0.2
         assert (deviation >= la.laplace.sigma_noise.item()).all()
 
 

@@ -12,13 +12,7 @@ from torch.distributions import MultivariateNormal
 from torch.special import gammaln
 from torch.testing import assert_close
 
-from torch_lla_em.mixtures import (
-    GaussianMixture,
-    Gaussians,
-    VariationalGaussianMixture,
-    em,
-)
-from torch_lla_em.mixtures.gaussian import Family
+from torch_lla_em.mixtures import GaussianMixture, Gaussians, VariationalGaussianMixture, em
 
 KINDS = {
     "ml": GaussianMixture,
@@ -128,9 +122,13 @@ def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label, prior):
             every = every.masked_fill(mixture.classes != labels[:, None], -torch.inf)
         log_prob = every.logsumexp(1).sum()
         height = log_prob + log_prior(some, parameters, structure, prior or 0.0)
-        assert mixture.bic() == pytest.approx(
-            mixture.aic() + (math.log(len(x)) - 2) * (mixture.aic() + 2 * log_prob.item()) / 2
-        )
+        components, of_covariance = len(weights), covariances[0].numel()
+        if structure == "full":
+            of_covariance = (of_covariance + 3) // 2
+        # weights sum to 1, in each class if there are some
+        free = components * (1 + 3 + of_covariance) - 1
+        assert mixture.aic() == pytest.approx(2 * free - 2 * log_prob.item())
+        assert mixture.bic() == pytest.approx(free * math.log(len(x)) - 2 * log_prob.item())
         unit = some.std(0)
         units = 1.0, unit, unit[:, None] * unit if structure == "full" else unit**2
         for gradient, size in zip(torch.autograd.grad(height, leaves), units):
@@ -251,46 +249,6 @@ def peer(x, structure, **options):
     return mixture.GaussianMixture(covariance_type=kind, random_state=0, **options).fit(x.numpy())
 
 
-@EVERY_STRUCTURE
-@pytest.mark.parametrize(
-    "seed, dim", daily((0, 2), (1, 13), rest=[(s, 3 + s) for s in range(2, 8)])
-)
-def test_from_one_start_the_fixed_point_is_that_of_scikit_learn(seed, dim, structure):
-    x, labels = draw(seed, 150 * dim, dim), torch.arange(150 * dim) % 3
-    x = (x - x.mean(0)) / x.std(0, correction=0)
-    labels[:100] = 0
-    family = Family(x, 3, structure == "full", 0.0)
-    # the first M-step, from the labels
-    numbers = torch.arange(3)
-    start = [torch.zeros(shape).double() for shape in ((3,), (3, dim), family.blocks)]
-    first = family.maximise(em.EM(family, x, labels, numbers, 0.0).expectation(tuple(start))[1])
-    ours = em.EM(family, x, 0 * labels, 0 * numbers, 1e-13 * len(x))
-    *_, last = ours.states(first, 20_000)
-    found = family.leave(last.parameters)
-    initial = family.leave(first)
-    theirs = peer(
-        x,
-        structure,
-        n_components=3,
-        weights_init=initial.weights.numpy(),
-        means_init=initial.means.numpy(),
-        precisions_init=(
-            1 / initial.covariances if structure == "diagonal" else initial.covariances.inverse()
-        ).numpy(),
-        tol=1e-13,
-        max_iter=20_000,
-        reg_covar=0.0,
-    )
-    for value, expected in zip(
-        found, (theirs.weights_, theirs.means_, theirs.covariances_), strict=True
-    ):
-        assert_close(value, torch.from_numpy(expected), atol=1e-5, rtol=1e-5)
-    mixture = GaussianMixture(3, covariance=structure)
-    mixture.parameters, mixture._fitted = found, (family, family.natural(last.parameters))
-    assert mixture.bic(x) == pytest.approx(theirs.bic(x.numpy()), rel=1e-6)
-    assert mixture.aic(x.numpy()) == pytest.approx(theirs.aic(x.numpy()), rel=1e-6)
-
-
 def correlated(seed, n=900):
     """Six columns of which three are nearly linear functions of the others."""
     generator = torch.Generator().manual_seed(seed)
@@ -343,20 +301,11 @@ def test_drawn_examples_have_the_moments_of_the_mixture(kind, structure):
     drawn = mixture.sample(40_000)
     r = log_joint(drawn, parameters, structure).softmax(1)
     matrices = as_matrices(parameters, structure)
-    for k in range(3):
-        for values, due in (
-            (r[:, k], parameters.weights[k]),
-            (r[:, k, None] * (drawn - parameters.means[k]), 0.0),
-            (
-                r[:, k, None, None]
-                * (
-                    (drawn - parameters.means[k])[:, :, None]
-                    * (drawn - parameters.means[k])[:, None]
-                    - matrices[k]
-                ),
-                0.0,
-            ),
-        ):
+    for k, own in enumerate(r.T):
+        apart = drawn - parameters.means[k]
+        squares = apart[:, :, None] * apart[:, None] - matrices[k]
+        moments = (own, parameters.weights[k]), (own[:, None] * apart, 0.0)
+        for values, due in (*moments, (own[:, None, None] * squares, 0.0)):
             error = values.std(0) / len(drawn) ** 0.5
             assert ((values.mean(0) - due).abs() < 5 * error).all()
 

@@ -61,9 +61,8 @@ def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
     assert found.groups[0].coverage == pytest.approx(inside)
     assert found.residuals.most == "the distance of the predicted mean from its median"
     assert found.residuals.p_value == pytest.approx(0.002)  # the least of two families
-    assert (
-        "size of residuals" in str(found) and 'likelihood="heteroscedastic"' in found.problems[-1]
-    )
+    assert "size of residuals" in str(found)
+    assert 'likelihood="heteroscedastic"' in found.problems[-1]
     assert {g.name for g in found.groups if g.is_low(0.9)} >= {
         f"predicted mean, {name} quarter" for name in ("lowest", "highest")
     }
@@ -143,12 +142,10 @@ def test_labels_of_pixels_have_no_coverage_but_flags():
     with pytest.raises(ValueError, match="calibrate"):
         la.check(x[80:], y[80:])
     found = la.calibrate(x[40:80], y[40:80]).check(x[80:], y[80:])
-    assert (
-        not found.groups and "blank image" in found.shifted and found.flagged["blank image"] > 0.9
-    )
-    assert "RiskControl(la, validation_loader)" in found.findings[0] and "blank image" in repr(
-        found
-    )
+    assert not found.groups and "blank image" in found.shifted
+    assert found.flagged["blank image"] > 0.9
+    assert "RiskControl(la, validation_loader)" in found.findings[0]
+    assert "blank image" in repr(found)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +217,6 @@ def test_the_threshold_is_the_largest_that_is_allowed():
     larger = torch.tensor(control.threshold).logit() + 0.01  # one step of the grid is 0.0078
     control.threshold = larger.sigmoid().item()
     assert (control.loss(p, y).sum() + 1) / 41 > 0.15
-
-
-def test_the_loss_of_new_images_is_bounded_on_average():
-    means = []
-    for seed in range(0, 900, 9):
-        control = control_of([images(30, seed)], level=0.1)
-        means.append(control.loss(*images(30, seed + 3)).mean())
-    means = torch.stack(means)
-    assert 0.04 < means.mean() < 0.1 + 3 * means.std() / 10
 
 
 def test_pixels_of_some_classes_alone_can_count_and_nan_is_missed():

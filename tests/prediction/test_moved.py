@@ -2,9 +2,11 @@
 
 import copy
 
+import models
 import pytest
 import ranks
 import torch
+from daily import daily
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -59,13 +61,7 @@ def trained(x, y, classes=2):
     """A network that is certain of every label of its training set."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(x.shape[1], 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
-    model.append(nn.Linear(32, classes))
-    optimiser = torch.optim.Adam(model.parameters(), 2e-2)
-    for _ in range(200):
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
-    return model
+    return models.trained(model.append(nn.Linear(32, classes)), x, y, 200)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +74,9 @@ def nll(la, x, y):
     return -la.predict(x).log_prob(y).mean().item()
 
 
-def fit(model, *data, validation=None, **options):
-    return LinearisedLaplace(model, "classification", num_samples=8, **options).fit(
-        *data, progress_bar=False, validation=validation
-    )
+def fit(model, *data, validation=None, likelihood="classification", weights=None, **options):
+    la = LinearisedLaplace(model, likelihood, num_samples=8, **options)
+    return la.fit(*data, progress_bar=False, validation=validation, weights=weights)
 
 
 def test_moves_keep_targets_and_distances():
@@ -135,8 +130,8 @@ def test_fit_leaves_a_network_that_is_not_too_confident_as_it_is():
         backbone = nn.Linear(5, 5, bias=False)
         nn.init.eye_(backbone.weight)
         model = nn.Sequential(backbone, head)
-        la = LinearisedLaplace(model, "classification", num_samples=4, parameters="last_layer")
-        assert (la.fit(x, y, progress_bar=False).calibration is None) == (factor < 1)
+        la = fit(model, x, y, parameters="last_layer")
+        assert (la.calibration is None) == (factor < 1)
 
 
 def test_some_of_many_examples_give_nearly_the_temperature_of_all():
@@ -157,8 +152,7 @@ def test_random_labels_give_nearly_uniform_predictions():
 
 def test_last_layers_are_not_as_certain_as_the_network(memorised):
     model, x, y, test = memorised
-    as_fitted = LinearisedLaplace(model, "classification", num_samples=8, parameters="last_layer")
-    as_fitted.fit(x, y, validation=False, progress_bar=False)
+    as_fitted = fit(model, x, y, parameters="last_layer", validation=False)
     assert as_fitted.calibration is None
     la = fit(model, x, y, parameters="last_layer")
     assert la.calibration.applied
@@ -213,25 +207,22 @@ def test_files_keep_the_calibration_and_not_the_data(memorised, tmp_path):
         la.calibrate(groups="classes")
 
 
-@pytest.mark.parametrize("ignored", [-100, 255])
+@pytest.mark.parametrize("ignored", daily(255, rest=[-100]))
 def test_examples_without_a_label_count_nowhere(ignored):
     x, y = blobs(80, noise=0.3)
     more = torch.cat([x, blobs(200, seed=3)[0]])
     labels, model = torch.cat([y, torch.full((200,), ignored)]), trained(x, y)
-    due = fit(model, x, y, parameters="last_layer", validation=False).calibrate().calibration
-    la = LinearisedLaplace(
-        model, Classification(ignored), num_samples=8, parameters="last_layer"
-    ).fit(more, labels, validation=False, progress_bar=False)
-    found = la.calibrate().calibration
-    assert (found.num_rows, found.length) == (due.num_rows, due.length)
-    assert found.network == pytest.approx(due.network, rel=1e-4)
+    options = {"parameters": "last_layer", "validation": False}
+    due = fit(model, x, y, **options).calibrate().calibration
     weights = torch.cat([torch.ones(80), torch.zeros(200)])
     wrong = torch.cat([y, blobs(200, seed=4)[1]])
-    la = LinearisedLaplace(model, "classification", num_samples=8, parameters="last_layer")
-    la.fit(more, wrong, weights=weights, validation=False, progress_bar=False)
-    found = la.calibrate().calibration
-    assert (found.num_rows, found.length) == (due.num_rows, due.length)
-    assert found.network == pytest.approx(due.network, rel=1e-4)
+    for la in (
+        fit(model, more, labels, likelihood=Classification(ignored), **options),
+        fit(model, more, wrong, weights=weights, **options),
+    ):
+        found = la.calibrate().calibration
+        assert (found.num_rows, found.length) == (due.num_rows, due.length)
+        assert found.network == pytest.approx(due.network, rel=1e-4)
     assert temperature_of_neighbours(model, *blobs(80, noise=0.3)) == pytest.approx(
         temperature_of_neighbours(model, more, labels.where(labels != ignored, -100)), rel=1e-4
     )
@@ -267,18 +258,15 @@ class Named(nn.Module):
 def test_a_calibration_that_nobody_asked_for_never_loses_a_fit(monkeypatch):
     x, y = blobs(80, noise=0.3)
     model = trained(x, y)
-    la = LinearisedLaplace(Named(model), "classification", num_samples=8, parameters="last_layer")
-    la.fit([((x[:, :4], x[:, 4]), y)], progress_bar=False)
+    la = fit(Named(model), [((x[:, :4], x[:, 4]), y)], parameters="last_layer")
     assert la.calibration.applied
     rows = [{"x": x, "name": [f"{i}" for i in range(80)], "labels": y}]
     adapter = Adapter(outputs=lambda model, batch: model(batch["x"]))
-    la = LinearisedLaplace(
-        model, "classification", num_samples=8, parameters="last_layer", adapter=adapter
-    ).fit(rows, progress_bar=False)
+    la = fit(model, rows, parameters="last_layer", adapter=adapter)
     assert la.calibration is None and "not plain tensors" in la.messages[-1]
     rates = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-    counts = LinearisedLaplace(rates, "poisson", num_samples=8, parameters="last_layer")
-    counts.fit(x, y[:, None].float(), progress_bar=False)
+    of_counts = {"likelihood": "poisson", "parameters": "last_layer"}
+    counts = fit(rates, x, y[:, None].float(), **of_counts)
     assert counts.calibration is None and "rates" in counts.messages[-1]
 
     def failing(*_):
@@ -306,14 +294,11 @@ def test_heteroscedastic_networks_that_have_overfitted_are_calibrated(steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU())
     model.append(nn.Linear(50, 2))
-    optimiser = torch.optim.Adam(model.parameters(), 5e-3)
-    for _ in range(steps):
-        o = model(x)
-        optimiser.zero_grad()
-        nn.functional.gaussian_nll_loss(o[:, :1], y, o[:, 1:].exp()).backward()
-        optimiser.step()
-    la = LinearisedLaplace(model, "heteroscedastic", num_samples=8, parameters="last_layer")
-    as_fitted = nll(la.fit(x, y, validation=False, progress_bar=False), *test)
+    loss = lambda f, y: nn.functional.gaussian_nll_loss(f[:, :1], y, f[:, 1:].exp())  # noqa: E731
+    models.trained(model, x, y, steps, 5e-3, loss)
+    options = {"likelihood": "heteroscedastic", "parameters": "last_layer", "validation": False}
+    la = fit(model, x, y, **options)
+    as_fitted = nll(la, *test)
     assert nll(la.calibrate(), *test) < as_fitted
 
 
@@ -394,19 +379,12 @@ def test_targets_and_inputs_of_other_forms(kind):
 def calibrated_on_a_rank(rank):
     x, y = blobs(80, noise=0.3)
     data = [TensorDataset(x, y)]
-    samplers = [
-        None,
-        DistributedSampler(*data, 2, rank, shuffle=False) if ranks_are_here() else None,
-    ]
-    found = []
+    is_here, found = torch.distributed.is_initialized(), []
+    samplers = None, DistributedSampler(*data, 2, rank, shuffle=False) if is_here else None
     for loader in [(x, y), *((DataLoader(*data, 20, sampler=each),) for each in samplers)]:
         la = fit(trained(x, y), *loader, parameters="last_layer")
         found.append((la.calibration, la(x)))
     return found
-
-
-def ranks_are_here():
-    return torch.distributed.is_initialized()
 
 
 @pytest.mark.slow

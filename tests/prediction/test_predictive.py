@@ -18,13 +18,7 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.prediction import Prediction
-from torch_lla_em.prediction.functions import (
-    FUNCTIONS,
-    JOINT,
-    Component,
-    functions_of,
-    weights_of,
-)
+from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, Component, functions_of, weights_of
 from torch_lla_em.prediction.targets import gaussians
 
 K, B, C = 9, 4, 3
@@ -232,10 +226,8 @@ def of_root(count, root, seed):
 def test_averages_are_nearer_to_those_of_the_gaussian_and_say_their_error():
     """Against many samples, the error falls by more than a half; over repeats it is the standard error."""
     root = draw(6, 40, 3, seed=1)
-    exact, drawn = (
-        of_root(20_000, root, 2).probs,
-        [of_root(32, root, seed) for seed in range(3, 23)],
-    )
+    exact = of_root(20_000, root, 2).probs
+    drawn = [of_root(32, root, seed) for seed in range(3, 23)]
     plain = sum((p.samples.softmax(-1).mean(0) - exact).square().mean() for p in drawn)
     better = sum((p.probs - exact).square().mean() for p in drawn)
     assert (better / plain).sqrt() < 0.5

@@ -57,10 +57,8 @@ def test_predictions_of_a_record_are_those_of_the_dense_posterior(dense):
 @pytest.mark.parametrize("several", [False, True])
 def test_a_record_is_calibrated_checked_compared_and_distilled(dense, several):
     record, *_, x, y = dense
-    record, unseen = (
-        Posteriors((record, record)) if several else record,
-        (draw(80, 3, seed=2), draw(80, 2, seed=3)),
-    )
+    record = Posteriors((record, record)) if several else record
+    unseen = (draw(80, 3, seed=2), draw(80, 2, seed=3))
     known = calibrate(record, *unseen)
     assert record.correction.reference is None and known.correction.reference is not None
     prediction = predict(known, x)

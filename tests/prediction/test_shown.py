@@ -86,9 +86,8 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     assert summary.CALL in repr(la) and "Members 0, 1 have warnings" in repr(ensemble)
     for each in (la, ensemble):
         each.calibrate(case.x + 0.1, case.y)
-    assert (
-        summary.CALL not in repr(la) and "Something else." in repr(la) and calibrate in la.messages
-    )
+    assert summary.CALL not in repr(la) and "Something else." in repr(la)
+    assert calibrate in la.messages
     la.take(replace(la.posterior, messages=("A plan.", calibrate)))
     assert "have warnings" not in repr(ensemble)
 

@@ -184,7 +184,7 @@ def test_no_sum_counts_a_batch_twice_wherever_memory_ends(work):
     with EndsOnce(0) as operations:
         expected = work(whole)
     count, repeated = -operations.left, 0
-    tries = range(1, count + 1, 1 + count // 40)
+    tries = range(1, count + 1, 1 + count // 20)
     for refused in tries:
         small = probed()
         with EndsOnce(refused):

@@ -69,6 +69,10 @@ def test_samples_and_mode_are_those_of_the_dense_posterior(name, g_prior, layerw
         assert_close(samples.w.T @ samples.w / len(samples.w), exact.covariance(per_weight))
         assert_close(samples.w, dense_samples(exact, noise, precision, per_weight))
         assert_close(samples.effective_dims.mean(0), expected)
+    passes = problem.data.num_passes
+    again = optimise_samples(problem, noise, precision, BlockCG(1e-6), samples.w)
+    assert_close(again.w, samples.w, rtol=1e-5, atol=1e-6)
+    assert problem.data.num_passes == passes + 1  # which finds that nothing is left
     mode = optimise_MAP(problem, noise.prior, precision, Newton(1e-9))
     assert_close(mode.w, exact.mode(per_weight))
     assert_close(mode.loss, exact.loss(exact.mode(per_weight)).item())
@@ -91,8 +95,7 @@ def test_em_by_a_solver_takes_no_step_that_a_secant_alone_suggests(monkeypatch):
     problem, noise, precision, *_ = setting("classification", False, False)
     updates = iter([1.1, 1.1 * (1 - 1e-9), 1.0])
     monkeypatch.setattr(
-        "torch_lla_em.inference.whole.m_step",
-        lambda model, q: (q.precision * next(updates), None),
+        "torch_lla_em.inference.whole.m_step", lambda model, q: (q.precision * next(updates), None)
     )
     every = em(Whole(problem, noise, BlockCG()), State(precision), partial(updated, em_steps=3))
     path = [q.precision for _, q in every]

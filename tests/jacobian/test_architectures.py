@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from torch_lla_em import LinearisedLaplace
-
 IDS = torch.tensor([[0, 1, 2, 0], [3, 3, 0, 0]])
 IGNORED = """There is a performance drop:UserWarning
 Using padding=.same. with even kernel:UserWarning
@@ -300,15 +298,6 @@ def test_products_are_those_of_reverse_mode(name):
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):
             assert layer._flat_weights is flat[0]
-
-
-@pytest.mark.parametrize("name", ["convolution, 2d", "tied embedding", "LSTM", "weight_norm"])
-def test_fits_run(name):
-    model, x = {**BY_FACTORS, **FORWARD, **REVERSE}[name]()
-    classes = model.eval()(x).shape[-1]
-    la = LinearisedLaplace(model, "classification", num_samples=4, curvature="network")
-    la.fit([(x, torch.arange(len(x)) % classes)], em_steps=2, progress_bar=False)
-    assert la(x).isfinite().all() and la.effective_dim > 0
 
 
 def test_max_norm_shortens_a_copy_of_the_weights():

@@ -70,6 +70,18 @@ def test_only_seed_and_arguments_decide_a_fit(tmp_path):
     assert_close(of_booleans.w_lin, la.w_lin)
 
 
+def test_draws_do_not_depend_on_the_default_dtype():
+    case, found = tiny.tiny("classification"), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            la = LinearisedLaplace(case.model, "classification", num_samples=4)
+            found.append(la.fit(case.x, case.y, progress_bar=False).w_samples)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", LOG_PROBS)
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.filterwarnings("ignore")  # weights that the evidence prunes reach the bounds

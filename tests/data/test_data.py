@@ -444,6 +444,14 @@ def test_every_type_is_compared_by_its_bytes(dtype, width):
     assert not Identity.of([*parts, parts[1]]).agrees(known)
 
 
+def test_other_weights_are_other_data_of_the_same_examples():
+    (x, y), w = rows(), torch.rand(12)
+    every = [Identity() for _ in "ab"]
+    for identity, weights in zip(every, (w, w.roll(1)), strict=True):
+        identity.add(Batch(0, torch.arange(12), x, y, weights=weights))
+    assert not every[0].agrees(every[1]) and every[0].least == every[1].least
+
+
 # what loaders make of sentences
 COLLATED = {
     "padded text": lambda words, y: (pad_sequence(words, True, 1), y),

@@ -126,8 +126,7 @@ def in_weights(steps, q):
 
 
 @pytest.mark.parametrize(
-    ("name", "many"),
-    daily(*((name, False) for name in KINDS[:3]), rest=[("classification", True)]),
+    ("name", "many"), daily(*((name, False) for name in KINDS[:3]), rest=[("classification", True)])
 )
 def test_it_is_the_dense_variational_posterior(name, many, monkeypatch):
     problem, noise, steps, schedule = with_basis(name, 40 if many else 100, monkeypatch, many=many)
@@ -402,7 +401,9 @@ def five_classes():
     return trained(nn.Sequential(*layers).double(), x, y, 60, rate=0.01), x, y
 
 
-def test_the_log_det_of_a_small_span_is_that_of_all_parameters(monkeypatch):
+@pytest.fixture
+def states_of(monkeypatch):
+    """Fit five classes; return the problem, its random probes, and the state after each extension of the span."""
     model, x, y = five_classes()
     problem = problem_of(model, Classification(), [(x, y)])
     noise = get_sto_samples(problem, 8)
@@ -413,8 +414,24 @@ def test_the_log_det_of_a_small_span_is_that_of_all_parameters(monkeypatch):
             states.append(state)
             yield state
 
+    def fit(**options):
+        options = fits.FitOptions(tolerance=0.06, **options)
+        fits.over_span(problem, noise, options, Alone(), begin(problem, noise))
+        return problem, noise, states
+
     monkeypatch.setattr(SpanFit, "run", noted)
-    fits.over_span(problem, noise, fits.FitOptions(tolerance=0.06), Alone(), begin(problem, noise))
+    return fit
+
+
+def test_lambda_does_not_fall_below_a_third_while_directions_are_missing(states_of):
+    *_, states = states_of(prior_precision=torch.tensor(1e5))
+    path = [state.precision.item() for state in states]
+    assert path[-1] < path[0] / 10
+    assert all(there > here / 3.01 for here, there in zip(path, path[1:], strict=False))
+
+
+def test_the_log_det_of_a_small_span_is_that_of_all_parameters(states_of):
+    problem, noise, states = states_of()
     q, lam = states[-1], states[-1].precision.item()
     assert len(q.mean) < problem.size / 5
     J = torch.cat([Jw for _, _, Jw in problem.push_forward(torch.diag(noise.prior.scale))], 1)

@@ -123,15 +123,17 @@ def test_epochs_and_weight_decay_of_the_training(epochs, passes):
                 calls.append(len(x))
             return super().forward(x)
 
-    def probs(decay):
+    def probs(decay, weight=1.0):
         x, y = rows(400)
+        weights = np.full(400, weight)
         how = {**FAST, "epochs": epochs, "validation_fraction": 0.0, "weight_decay": decay}
-        return LaplaceClassifier(Counted, **how).fit(x, y).predict_proba(x)
+        return LaplaceClassifier(Counted, **how).fit(x, y, weights).predict_proba(x)
 
     found = probs(None)
     assert calls == [100] * 4 * passes
     np.testing.assert_array_equal(found, probs(0.75))
     assert not np.array_equal(found, probs(1.0))
+    np.testing.assert_array_equal(probs(None, 2.0), probs(0.375, 2.0))  # 400 that count twice
 
 
 def test_weights_count_as_repetitions_and_0_as_an_absence():
@@ -155,6 +157,7 @@ def test_weights_count_as_repetitions_and_0_as_an_absence():
     sigma = np.sqrt(np.average((design @ due - y) ** 2, weights=weights)) / y.std()
     assert found.laplace_.likelihood.sigma_noise.item() == pytest.approx(sigma, rel=1e-3)
     (batch,), where = found.laplace_.trained_with  # of the posterior
+    np.testing.assert_allclose((batch[1].mean(), batch[1].numpy().std()), (0, 1), 1e-5, 1e-5)
     assert where == "last" and sorted(batch[2].tolist()) == sorted(weights)
     for bad in (np.ones(89), np.zeros(90), np.ones((90, 1)), -weights):
         with pytest.raises(ValueError, match="sample_weight"):

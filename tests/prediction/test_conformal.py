@@ -133,12 +133,15 @@ def test_sets_grow_with_the_level_and_scores_can_be_chosen(blobs):
     assert torch.equal(prediction.p_value, prediction.p_values())
 
 
-def test_a_fit_keeps_products_and_the_largest_variance_of_its_training_examples():
-    """Of a narrow posterior, under which H is nearly the same everywhere."""
+@pytest.mark.parametrize("most", [512, 7])
+def test_a_fit_keeps_products_and_the_largest_variance_of_training_examples(most, monkeypatch):
+    """Of a narrow posterior, under which H is nearly the same everywhere; of many examples some, spread evenly."""
+    monkeypatch.setattr("torch_lla_em.inference.result.EXAMPLES", most)
     torch.manual_seed(0)
     x, y = draw(20, 4), torch.arange(20) % 3
     la = LinearisedLaplace(nn.Linear(4, 3).double(), "classification", num_samples=64)
     la.fit(x, y, em_steps=0, prior_precision=100.0, progress_bar=False)
+    x = x[torch.linspace(0, 19, min(20, most)).round().long()]
     training, Jw = la.posterior.training, la.posterior.at(x).members[0].Jw
     assert_close(training.deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
     p = functions_at(la.predict(x, mean="linear")._components)[0].softmax(-1)

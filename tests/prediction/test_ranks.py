@@ -106,6 +106,9 @@ def test_the_distance_is_the_standard_deviation_of_a_difference():
     relative = every / (sizes[0][:, None] * sizes[1]).sqrt()
     due = torch.stack([relative.min(1).values, every.min(1).values], 1)
     assert_close(examples(Bernoulli(), known).distances(new), due)
+    largest = largest_variance(Bernoulli(), known, torch.zeros(5, 6, 6).double())
+    unit = examples(Bernoulli(), known)._replace(largest_variance=largest).unit()
+    assert_close(unit, sizes[1].max())  # of the difference to an example without a deviation
     small = examples(Bernoulli(), known).distances(
         1e-3 * new
     )  # near 0, and yet not near an example

@@ -405,7 +405,7 @@ class System(nn.Module):
 
 @pytest.mark.parametrize("kind", [alone, LaplaceEnsemble])
 def test_a_module_is_stored_and_cast_with_the_posteriors_in_it(kind, tmp_path):
-    case, la = known()
+    case, la = known("classification")
     first = calibrated(kind=kind)[1]
     whole = System(la.model, first, copy.deepcopy(first))
     other = tiny("classification").model
@@ -422,7 +422,7 @@ def test_a_module_is_stored_and_cast_with_the_posteriors_in_it(kind, tmp_path):
         for each in (moved.first, moved.last):
             room = 100 * torch.finfo(dtype).eps
             assert_close(each(case.x.to(dtype)).double(), expected, rtol=room, atol=room)
-            assert kind is LaplaceEnsemble or each.model is moved.net
+        assert kind is LaplaceEnsemble or moved.first.model is moved.net
     in_place_through_data(fresh.net)
     with pytest.raises(RuntimeError, match="changed"):
         fresh.double().first(case.x)

@@ -137,7 +137,7 @@ def test_targets_with_a_weight_are_counted_whatever_their_weights_are(count, siz
     case = tiny("regression")
     x, y, w = case.x[:count], case.y[:count], size * (1 + torch.arange(count)).double()
     problem = problem_of(case.model, likelihood_of(case.name), [(x, y, w)], weights="last")
-    moments = problem.noise_features(2, 0).facts.moments
+    moments = problem.probe_features(2, 0).targets.moments
     if count == 4:
         assert moments is None
     else:

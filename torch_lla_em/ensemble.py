@@ -12,12 +12,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
-from torch_lla_em.data import as_targets, map_tensors, tensors_in
+from torch_lla_em.data import Inputs, as_targets, map_tensors, tensors_in
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.likelihoods import Likelihood, Task
-from torch_lla_em.prediction import Correction, Posteriors, calibrates, required, stored
+from torch_lla_em.prediction import (
+    Correction,
+    Fit,
+    Posteriors,
+    Record,
+    calibrates,
+    required,
+    stored,
+)
 from torch_lla_em.predicts import Predicts
-from torch_lla_em.runtime import files
+from torch_lla_em.runtime import files, require
 
 
 class LaplaceEnsemble(Predicts):
@@ -66,13 +74,19 @@ class LaplaceEnsemble(Predicts):
         each = tuple(member.posterior for member in self.members)
         return None if None in each else Posteriors(each, self._correction)
 
-    def take(self, posterior: Posteriors) -> None:
+    def take(self, posterior: Record) -> None:
         """Hold what ``calibrate`` has found from now on.
 
         Args:
             posterior (Posteriors): The record of the same members.
         """
+        words = "the record of several fits, as ensemble.posterior"
+        require(isinstance(posterior, Posteriors), "posterior", posterior, words, TypeError)
         self._correction = posterior.correction
+
+    @property
+    def _fits(self) -> list[Fit]:
+        return list(self.members)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -84,7 +98,7 @@ class LaplaceEnsemble(Predicts):
     def from_folds(
         cls,
         train: Callable[[Any, Tensor], nn.Module],
-        x: Any,
+        x: Inputs,
         y: Tensor,
         folds: int = 5,
         *,
@@ -151,12 +165,14 @@ class LaplaceEnsemble(Predicts):
             unseen.append([(_part(x, out), _part(targets, out))])
             fold_of[out] = k
         ensemble = cls(members)
-        known: Any = required(ensemble)
+        known = Posteriors(required(ensemble).members)
         ensemble.take(calibrates.calibrated_by_folds(known, unseen))
         ensemble.folds = fold_of
         return ensemble
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         """Add the numbers of ``calibrate`` to a state, to which the members add themselves."""
         if not prefix:
             required(self, surely=True)

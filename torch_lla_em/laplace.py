@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torch_lla_em.checkpoint import header_of
-from torch_lla_em.data import Data, Identity, Weights, paired, with_weights
+from torch_lla_em.data import (
+    Data,
+    GivenWeights,
+    Identity,
+    Inputs,
+    Loader,
+    Weights,
+    paired,
+    with_weights,
+)
 from torch_lla_em.inference import Estimate, FitOptions, learn
 from torch_lla_em.jacobian import (
     LinearModel,
@@ -36,12 +45,15 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.prediction import (
     Accuracy,
+    Fit,
     Posterior,
+    Record,
     Setting,
     calibrates,
     required,
     stored,
     summary,
+    usual_tolerance,
     warn_of_collapse,
 )
 from torch_lla_em.predicts import Predicts
@@ -127,6 +139,8 @@ class LinearisedLaplace(Predicts):
         >>> la = LinearisedLaplace(model, "classification", num_samples=8)
         >>> probabilities = la.fit(x, y, progress_bar=False)(x)
     """
+
+    model: nn.Module
 
     def __init__(
         self,
@@ -222,7 +236,7 @@ class LinearisedLaplace(Predicts):
             >>> la.accuracy.is_reached
             True
         """
-        return None if self._posterior is None else summary.accuracy(self)
+        return None if self._posterior is None else summary.accuracy(self._posterior)
 
     @property
     def scale(self) -> Tensor | None:
@@ -274,7 +288,7 @@ class LinearisedLaplace(Predicts):
         """The memory plan, then the warnings of the fit; empty before it."""
         return [] if self._posterior is None else list(self._posterior.messages)
 
-    def take(self, posterior: Posterior) -> None:
+    def take(self, posterior: Record) -> None:
         """Hold another record from now on.
 
         Args:
@@ -282,7 +296,7 @@ class LinearisedLaplace(Predicts):
         """
         words = "the record of a fit, as la.posterior, or predict(record, x) for one of several"
         require(isinstance(posterior, Posterior), "posterior", posterior, words, TypeError)
-        self._posterior = posterior
+        self._posterior = posterior.members[0]
 
     @property
     def likelihood(self) -> Likelihood:
@@ -309,8 +323,11 @@ class LinearisedLaplace(Predicts):
     def tolerance(self) -> float:
         """The largest numerical error of the samples that is asked for, in posterior standard
         deviations."""
-        # a quarter of the Monte Carlo error of a standard deviation, 1/√(2K)
-        return self.compute.tolerance or 0.25 * (2 * self.num_samples) ** -0.5
+        return self.compute.tolerance or usual_tolerance(self.num_samples)
+
+    @property
+    def _fits(self) -> list[Fit]:
+        return [self]
 
     @property
     def _linear_model(self) -> LinearModel:
@@ -318,14 +335,14 @@ class LinearisedLaplace(Predicts):
 
     def fit(
         self,
-        x: Any = None,
+        x: Inputs | Loader | None = None,
         y: Tensor | None = None,
         *,
-        validation: Iterable[Any] | Literal[False] | None = None,
+        validation: Loader | Literal[False] | None = None,
         em_steps: int = 20,
         prior_precision: float | Tensor | None = None,
         progress_bar: bool = True,
-        weights: Any = None,
+        weights: GivenWeights | None = None,
         **former: Any,
     ) -> LinearisedLaplace:
         """Learn λ (and σ) by EM, then find the mode and the posterior samples.
@@ -373,21 +390,19 @@ class LinearisedLaplace(Predicts):
         elif em_steps == 0:
             raise ValueError("em_steps=0 keeps the prior precision: pass prior_precision too.")
         options = self._options(em_steps=int(em_steps), prior_precision=prior_precision)
-        unseen = None
-        if validation is not None and validation is not False:
-            is_data = isinstance(validation, (Iterable, Dataset)) and not isinstance(
-                validation, str
-            )
+        unseen, held_out = None, None if validation is False else validation
+        if held_out is not None:
+            is_data = isinstance(held_out, (Iterable, Dataset)) and not isinstance(held_out, str)
             words = (
                 "None, False, or held-out data: a DataLoader, a Dataset or a list of batches (x, y)"
             )
-            if isinstance(validation, Real):
+            if isinstance(held_out, Real):
                 words += " (split them off before training, as with torch.utils.data.random_split)"
-            require(is_data, "validation", validation, words, TypeError)
-            unseen = self._data(validation, group_of(self.compute.shard)).read()
+            require(is_data, "validation", held_out, words, TypeError)
+            unseen = self._data(held_out, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, progress_bar, unseen)
-        if unseen is not None:
-            found = found.corrected(calibrates.calibrated_on(found, validation))
+        if held_out is not None:
+            found = found.corrected(calibrates.calibrated_on(found, held_out))
         elif validation is None and em_steps and _is_partial(found.setting.linear_model):
             found = calibrates.without_validation(found, data, weights)
         self.take(found)
@@ -396,7 +411,7 @@ class LinearisedLaplace(Predicts):
 
     def _fit(
         self,
-        loader: Any,
+        loader: Loader,
         weights: Weights | None,
         options: FitOptions,
         progress_bar: bool,
@@ -504,15 +519,18 @@ class LinearisedLaplace(Predicts):
         """
         return stored.load(cls, path, model, **options)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         stored.save_to_state_dict(self, destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
     ) -> None:
-        stored.load_from_state_dict(self, state_dict, prefix, *more)
+        _, _, missing, _, errors = more
+        stored.load_from_state_dict(self, state_dict, prefix, missing, errors)
 
-    def plan(self, x: Any, y: Tensor | None = None) -> Plan:
+    def plan(self, x: Inputs | Loader, y: Tensor | None = None) -> Plan:
         """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it
         to read it.
 
@@ -527,11 +545,11 @@ class LinearisedLaplace(Predicts):
         with Session(problem, {}).running() as run:
             return run.plan(self._options(), self.compute, timed=True)
 
-    def _data(self, loader: Any, group: Group, weights: Weights | None = None) -> Data:
+    def _data(self, loader: Loader, group: Group, weights: Weights | None = None) -> Data:
         device = self._linear_model.network.device
         return Data(loader, device, self.adapter.targets, group, weights)
 
-    def _problem(self, loader: Any, group: Group, weights: Weights | None = None) -> Problem:
+    def _problem(self, loader: Loader, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
         data, model = self._data(loader, group, weights), self._linear_model
         if self._parameters_asked == "last_layer":
@@ -544,7 +562,7 @@ class LinearisedLaplace(Predicts):
 def linear_problem(
     model: nn.Module,
     likelihood: Task | Likelihood,
-    x: Any,
+    x: Inputs | Loader,
     y: Tensor | None = None,
     parameters: Selection = None,
 ) -> Problem:

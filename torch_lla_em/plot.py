@@ -18,26 +18,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Loader
 from torch_lla_em.prediction import (
+    Fitted,
     Monitor,
     PredictedData,
+    Prediction,
     auroc,
     binned,
     calibration_error,
     covered,
+    predict,
     predicted_data,
+    predictions,
     required,
     stated_and_right,
     suspicious_among,
 )
 
 Axes = Any  # matplotlib's, an optional dependency
-Examples = Iterable[Any] | PredictedData
+Examples = Loader | PredictedData
 
 _COLOURS = {"network": "0.6", "posterior": "C0"}
 
 
-def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int = 15) -> Axes:
+def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: int = 15) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
     Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is
@@ -66,7 +71,7 @@ def reliability(la: Any, loader: Examples, axes: Axes | None = None, bins: int =
     return axes
 
 
-def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
+def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
     """Plot a regression with 90 % prediction intervals over its input, which is one number.
 
     Args:
@@ -83,7 +88,7 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
         raise ValueError("bands are over inputs of one number each. For others, use coverage.")
     margin = 0.3 * (x.max() - x.min())
     grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
-    predicted = la.predict(grid.view(-1, *x.shape[1:]))
+    predicted = predict(la, grid.view(-1, *x.shape[1:]))
     values = predicted.expectation, *predicted.credible_interval(0.9), rows.targets
     mean, low, high, y = (_array(v.reshape(len(v), -1)[:, output]) for v in values)
     places, at = _array(x.flatten()), _array(grid)
@@ -96,7 +101,7 @@ def bands(la: Any, loader: Examples, axes: Axes | None = None, output: int = 0) 
     return axes
 
 
-def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
+def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the coverage of prediction intervals over their nominal level, for regression.
 
     Args:
@@ -117,7 +122,9 @@ def coverage(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
     return axes
 
 
-def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None = None) -> Axes:
+def out_of_distribution(
+    la: Fitted, loader: Examples, other: Tensor | Loader, axes: Axes | None = None
+) -> Axes:
     """Plot the p-values of two data sets, and the AUROC with which they separate them, as
     ``is_ood`` does.
 
@@ -135,9 +142,12 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     by_rank = known is not None and known.groups is None
     axes = _axes(axes, "p-value" if by_rank else "epistemic uncertainty", "share of examples")
 
-    def unusual(data: Any) -> Tensor:
-        given = [data] if isinstance(data, Tensor) else data
-        several = [data.posterior] if isinstance(data, PredictedData) else la.predictions(given)
+    def unusual(data: Tensor | Examples) -> Tensor:
+        several: Iterable[Prediction]
+        if isinstance(data, PredictedData):
+            several = [data.posterior]
+        else:
+            several = predictions(la, [data] if isinstance(data, Tensor) else data)
         each = (p.p_value if by_rank else p.epistemic for p in several)
         found = torch.cat([v.detach().reshape(len(v), -1).mean(1) for v in each])
         return found.double().cpu().clamp_min(1e-12)
@@ -155,7 +165,7 @@ def out_of_distribution(la: Any, loader: Examples, other: Any, axes: Axes | None
     return axes
 
 
-def suspicious(la: Any, loader: Examples, axes: Axes | None = None) -> Axes:
+def suspicious(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     """Plot the twelve images with the most suspicious labels: the given label, and that of the
     posterior.
 
@@ -211,7 +221,7 @@ def evidence(monitor: Monitor, axes: Axes | None = None) -> Axes:
     return axes
 
 
-def _rows(la: Any, loader: Examples, real: bool) -> PredictedData:
+def _rows(la: Fitted, loader: Examples, real: bool) -> PredictedData:
     """Return the examples with their predictions, if their likelihood fits the plot."""
     likelihood = required(la).likelihood
     if real and not likelihood.real_valued:

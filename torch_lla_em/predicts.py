@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import paired
+from torch_lla_em.data import AnyInputs, GivenWeights, Inputs, Loader, Values, paired
 from torch_lla_em.distil import Student, Way, distil
 from torch_lla_em.prediction import (
     Calibration,
     Check,
+    Fit,
     Mean,
     Monitor,
-    Posterior,
-    Posteriors,
     Prediction,
     Printed,
+    Record,
     Reference,
     Score,
     SuspiciousTargets,
@@ -42,16 +42,22 @@ class Predicts(Printed, nn.Module):
     posterior."""
 
     @property
-    def posterior(self) -> Posterior | Posteriors | None:
+    def posterior(self) -> Record | None:
         """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
         before it."""
         raise NotImplementedError
 
-    def take(self, posterior: Any) -> None:
+    def take(self, posterior: Record) -> None:
         """Hold another record from now on."""
         raise NotImplementedError
 
-    def forward(self, x: Any = None, *more: Any, **inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    @property
+    def _fits(self) -> Sequence[Fit]:
+        raise NotImplementedError
+
+    def forward(
+        self, x: AnyInputs | None = None, *more: Any, **inputs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return predicted probabilities or rates; for continuous targets (mean, variance) of y.
 
         Args:
@@ -87,7 +93,12 @@ class Predicts(Printed, nn.Module):
         return predictor.forward(self, inputs or x)
 
     def predict(
-        self, x: Any, mean: Mean | None = None, *, groups: Any = None, weights: Any = None
+        self,
+        x: AnyInputs,
+        mean: Mean | None = None,
+        *,
+        groups: Values | None = None,
+        weights: Values | None = None,
     ) -> Prediction:
         """Return the predictive distribution at x: as fitted, or as calibrated.
 
@@ -117,7 +128,7 @@ class Predicts(Printed, nn.Module):
         """
         return predictor.predict(self, x, mean, groups=groups, weights=weights)
 
-    def predictions(self, loader: Any, mean: Mean | None = None) -> Iterator[Prediction]:
+    def predictions(self, loader: Loader, mean: Mean | None = None) -> Iterator[Prediction]:
         """Yield the predictive distribution at each batch of a loader, in the order of its dataset.
 
         Only one batch is held in memory at a time. All batches have the same functions: the k-th
@@ -142,7 +153,12 @@ class Predicts(Printed, nn.Module):
         return predictor.predictions(self, loader, mean)
 
     def is_ood(
-        self, x: Any, rate: float = 0.05, *, groups: Any = None, score: Score = "all"
+        self,
+        x: AnyInputs,
+        rate: float = 0.05,
+        *,
+        groups: Values | None = None,
+        score: Score = "all",
     ) -> Tensor:
         """Return which inputs are out-of-distribution (OOD), as a mask of shape (B,), after
         ``calibrate``.
@@ -163,7 +179,7 @@ class Predicts(Printed, nn.Module):
         """
         return predictor.is_ood(self, x, rate, groups=groups, score=score)
 
-    def functional_samples(self, x: Any) -> Tensor:
+    def functional_samples(self, x: AnyInputs) -> Tensor:
         """Return ``predict(x).samples``: samples of f at x, shape (K, B, ..., C), joint over
         inputs.
 
@@ -177,11 +193,11 @@ class Predicts(Printed, nn.Module):
 
     def calibrate(
         self: Own,
-        x: Any = None,
+        x: Inputs | Loader | None = None,
         y: Tensor | None = None,
         *,
-        groups: Any = None,
-        weights: Any = None,
+        groups: Values | str | None = None,
+        weights: Values | None = None,
     ) -> Own:
         """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
@@ -228,11 +244,15 @@ class Predicts(Printed, nn.Module):
             >>> improvement = str(la.calibrate(x, y).calibration)
             >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
         """
-        found: Own = calibrates.calibrate(self, x, y, groups=groups, weights=weights)
-        return found
+        self.take(calibrates.calibrate(self, x, y, groups=groups, weights=weights))
+        return self
 
     def check(
-        self, x: Any, y: Tensor | None = None, level: float = 0.9, groups: Any = None
+        self,
+        x: Inputs | Loader,
+        y: Tensor | None = None,
+        level: float = 0.9,
+        groups: Values | None = None,
     ) -> Check:
         """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
@@ -262,10 +282,10 @@ class Predicts(Printed, nn.Module):
 
     def suspicious(
         self,
-        x: Any,
+        x: Inputs | Loader,
         y: Tensor | None = None,
         *,
-        weights: Any = None,
+        weights: GivenWeights | None = None,
         folds: Tensor | None = None,
     ) -> SuspiciousTargets:
         """Return which training targets are probably wrong, without training again or a validation
@@ -321,7 +341,7 @@ class Predicts(Printed, nn.Module):
 
     def distil(
         self,
-        inputs: Any,
+        inputs: Inputs | Loader,
         *,
         student: nn.Module | None = None,
         augment: Way | Sequence[Way] | None = None,
@@ -372,7 +392,7 @@ class Predicts(Printed, nn.Module):
 
     def export(
         self,
-        x: Any,
+        x: Inputs,
         path: str | PathLike[str] | None = None,
         level: float | None = None,
         p_value: bool = False,
@@ -409,7 +429,10 @@ class Predicts(Printed, nn.Module):
         return exports.export(self, x, path, level=level, p_value=p_value)
 
     def report(
-        self, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
+        self,
+        loader: Loader,
+        path: str | PathLike[str] = "report.html",
+        other: Tensor | Loader | None = None,
     ) -> None:
         """Write an HTML page with metrics, plots, warnings and recommendations; needs Matplotlib.
 

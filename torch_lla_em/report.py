@@ -15,15 +15,23 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from torch_lla_em import plot
+from torch_lla_em.data import Loader
 from torch_lla_em.prediction import (
     CALL,
     PredictedData,
+    Record,
+    Shown,
     Table,
     advice,
+    check,
     mean_and_error,
     predicted_data,
+    required,
     scores,
+    summary,
     suspicious_among,
 )
 
@@ -42,58 +50,72 @@ figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85
 
 
 def report(
-    la: Any, loader: Any, path: str | PathLike[str] = "report.html", other: Any = None
+    la: Shown,
+    loader: Loader,
+    path: str | PathLike[str] = "report.html",
+    other: Tensor | Loader | None = None,
 ) -> None:
     """Write an HTML page about a posterior, as ``LinearisedLaplace.report``."""
-    rows, (title, known) = predicted_data(la, loader), la._table()
+    rows, (title, known) = predicted_data(la, loader), summary.table_of(la)
+    record = required(la)
     every = {"network": rows.network, "temperature scaling": rows.scaled_network()}
     every["posterior"] = rows.posterior
     each = {name: scores(p, rows.targets) for name, p in every.items() if p is not None}
     cells: list[tuple[str, ...]] = [("", *each)]
     cells += [(key, *(f"{own[key]:.4g}" for own in each.values())) for key in each["posterior"]]
     of_scores = Table(f"Scores on {len(rows.targets):,} examples", cells)
-    to_do, covered = to_do_for(la, rows), ""
-    if la.reference is not None:
+    to_do, covered = to_do_for(record, rows), ""
+    if record.correction.reference is not None:
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
-            found = la.check(loader)
+            found = check(la, loader)
             to_do, covered = to_do + found.problems, Table(*found._table())._repr_html_()
     with suppress(TypeError):  # a likelihood of one's own
-        found = suspicious_among(rows)
-        covered += Table("Targets that may be wrong", found.cells(12))._repr_html_()
+        cells = suspicious_among(rows).cells(12)
+        covered += Table("Targets that may be wrong", cells)._repr_html_()
     lines = "".join(
         f"<li>{escape(words)}</li>" for words in to_do or ["Nothing: no problem was found."]
     )
-    parts = [la._repr_html_(), of_scores._repr_html_(), f"<h2>What to do</h2><ul>{lines}</ul>"]
-    parts += [covered, f"<h2>Plots</h2><div>{''.join(_figures(la, rows, other))}</div>"]
-    numbers = Table("All numbers of the fit", la.details().rows[len(known) :])
+    parts = [
+        Table(title, known)._repr_html_(),
+        of_scores._repr_html_(),
+        f"<h2>What to do</h2><ul>{lines}</ul>",
+    ]
+    parts += [covered, f"<h2>Plots</h2><div>{''.join(_figures(record, rows, other))}</div>"]
+    numbers = Table("All numbers of the fit", summary.details(la).rows[len(known) :])
     page = _PAGE.format(title=escape(title), body="".join([*parts, numbers._repr_html_()]))
     Path(path).write_text(page, encoding="utf-8")
 
 
-def to_do_for(la: Any, rows: PredictedData) -> list[str]:
+def to_do_for(record: Record, rows: PredictedData) -> list[str]:
     """Return what to do about a fit; nothing if all is well."""
+    calibration = record.correction.calibration
     own, alone = rows.log_probs()
     loss, error = mean_and_error(alone - own)
-    to_do = [words for kind, words in advice(la) if kind == "to do"]
+    to_do = [words for kind, words in advice(record) if kind == "to do"]
     if loss > 2 * error:
         remedy = "Calibrate with other held-out data, or predict by the network."
-        if la.calibration is None or la.calibration.length is not None:
+        if calibration is None or calibration.length is not None:
             remedy, to_do = f"{CALL}.", [words for words in to_do if CALL not in words]
         words = "The NLL of the posterior is higher than that of the network alone, by "
         to_do.insert(0, f"{words}{loss:.2g} ± {error:.1g} per example. {remedy}")
     return to_do
 
 
-def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
+def _figures(record: Record, rows: PredictedData, other: Tensor | Loader | None) -> Iterator[str]:
     """Yield the plots that these predictions allow."""
     from matplotlib.figure import Figure
 
-    real = la.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
+    real = record.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape
     is_line = rows.inputs is not None and rows.inputs[0].numel() == 1
     pictures = rows.inputs is not None and rows.inputs.dim() == 4 and rows.targets.dim() == 1
-    pictures = pictures and la.likelihood.gives_probabilities
+    pictures = pictures and record.likelihood.gives_probabilities
     wanted: list[tuple[bool, Any, tuple[Any, ...], str]] = [
-        (la.likelihood.gives_probabilities, plot.reliability, (rows,), "Accuracy over confidence"),
+        (
+            record.likelihood.gives_probabilities,
+            plot.reliability,
+            (rows,),
+            "Accuracy over confidence",
+        ),
         (real and is_line, plot.bands, (rows,), "Prediction intervals"),
         (real, plot.coverage, (rows,), "Coverage of prediction intervals"),
         (other is not None, plot.out_of_distribution, (rows, other), "Out-of-distribution inputs"),
@@ -101,7 +123,7 @@ def _figures(la: Any, rows: PredictedData, other: Any) -> Iterator[str]:
     ]
     for _, draw, data, words in filter(itemgetter(0), wanted):
         figure, png = Figure(figsize=(5, 3.6), layout="constrained"), BytesIO()
-        draw(la, *data, axes=figure.add_subplot())
+        draw(record, *data, axes=figure.add_subplot())
         figure.savefig(png, format="png", dpi=110)
         source = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
         yield f'<figure><img alt="{words}" src="{source}"><figcaption>{words}</figcaption></figure>'

@@ -10,6 +10,7 @@ from torch_lla_em.data.batch import (
     unlabelled,
 )
 from torch_lla_em.data.forms import (
+    AnyInputs,
     GivenWeights,
     Inputs,
     Loader,
@@ -35,6 +36,7 @@ from torch_lla_em.data.trees import (
 )
 
 __all__ = [
+    "AnyInputs",
     "Batch",
     "Data",
     "GivenWeights",

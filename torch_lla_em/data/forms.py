@@ -29,6 +29,9 @@ Inputs = Tensor | np.ndarray | Mapping[str, Any] | Sequence[Any] | Movable
 Loader = Iterable[Any] | Dataset[Any]
 """Batches of examples: a ``DataLoader``, a ``Dataset``, or a list of batches."""
 
+AnyInputs = Inputs | DataLoader[Any] | Dataset[Any]
+"""Inputs of one batch, or of all batches of a loader."""
+
 Values = Tensor | np.ndarray | Sequence[float]
 """One number for each example."""
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from torch_lla_em.data import (
+    Inputs,
+    Loader,
     as_loader,
     as_targets,
     default_forward,
@@ -106,7 +108,7 @@ class Student(Printed, nn.Module):
         >>> p_values = student.predict(x).p_value
     """
 
-    def __init__(self, network: nn.Module, form: Form, example: Any):
+    def __init__(self, network: nn.Module, form: Form, example: Inputs | int):
         """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its
         number of features."""
         super().__init__()
@@ -116,8 +118,9 @@ class Student(Printed, nn.Module):
         self._seen: dict[int, list[Tensor]] = {}
         network.get_submodule(form.last).register_forward_pre_hook(self._keep, with_kwargs=True)
         self.eval()
-        features = example
-        if not isinstance(example, int):
+        if isinstance(example, int):
+            features = example
+        else:
             with torch.no_grad():
                 features = self._with_features(example)[1].shape[-1]
         self.head = _head(features, form.uncertainties + form.scores, next(network.parameters()))
@@ -126,7 +129,7 @@ class Student(Printed, nn.Module):
         """Stay in eval mode, whatever the ``mode``."""
         return super().train(False)
 
-    def forward(self, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
         """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance
         of y, with noise."""
         if not self.likelihood.real_valued:
@@ -142,7 +145,7 @@ class Student(Printed, nn.Module):
             (mean, variance) if axis == -1 else (mean.movedim(-1, axis), variance.movedim(-1, axis))
         )
 
-    def predict(self, x: Any) -> StudentPrediction:
+    def predict(self, x: Inputs) -> StudentPrediction:
         """Return the predictive distribution at x, which is differentiable in x if x requires
         gradients."""
         f, features = self._with_features(x)
@@ -152,7 +155,7 @@ class Student(Printed, nn.Module):
         axis = self.form.class_dim
         return StudentPrediction(self.likelihood, f, uncertainty, scores, axis, self.reference)
 
-    def calibrate(self, loader: Any, targets: Tensor | None = None) -> Student:
+    def calibrate(self, loader: Inputs | Loader, targets: Tensor | None = None) -> Student:
         """Make p-values, prediction sets and intervals from the student's own scores; return the
         student itself.
 
@@ -227,7 +230,7 @@ class Student(Printed, nn.Module):
 
     def export(
         self,
-        x: Any,
+        x: Inputs,
         path: str | PathLike[str] | None = None,
         level: float | None = None,
         p_value: bool = False,
@@ -246,7 +249,7 @@ class Student(Printed, nn.Module):
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
         names += ["epistemic", "aleatoric", "ood_score", *(["p_value"] if p_value else [])]
 
-        def answer(x: Any) -> dict[str, Tensor]:
+        def answer(x: Inputs) -> dict[str, Tensor]:
             prediction = self.predict(x)
             found = {name: getattr(prediction, name) for name in names}
             found["ood_score"] = found["ood_score"].to(found["epistemic"])
@@ -261,7 +264,7 @@ class Student(Printed, nn.Module):
             answer, answer, [network], to_device(x, next(self.parameters()).device), path
         )
 
-    def _outputs(self, x: Any) -> Tensor:
+    def _outputs(self, x: Inputs) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C); a dict of inputs can
         have targets."""
         device = next(self.network.parameters()).device
@@ -269,7 +272,7 @@ class Student(Printed, nn.Module):
             x = to_device(inputs_of(x) if isinstance(x, dict) else x, device)
         return self.form.adapter.outputs(self.network, x).movedim(self.form.class_dim, -1)
 
-    def _with_features(self, x: Any) -> tuple[Tensor, Tensor]:
+    def _with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return outputs, and the features of each site or example, (B, *sites, D)."""
         self._seen[get_ident()] = []
         try:

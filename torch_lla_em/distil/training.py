@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
-from torch_lla_em.data import merged, tensors_in
+from torch_lla_em.data import Inputs, Loader, merged, tensors_in
 from torch_lla_em.distil.inputs import (
     BATCH,
     Way,
@@ -26,7 +26,7 @@ from torch_lla_em.distil.inputs import (
 from torch_lla_em.distil.student import Form, Student, StudentError
 from torch_lla_em.jacobian import Network, last_layers
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction import Prediction, predict, required
+from torch_lla_em.prediction import Fitted, Prediction, Record, predict, required
 from torch_lla_em.runtime import Adapter, check_whole, refuse_former, report
 
 _OF_HEAD = 0.3
@@ -57,7 +57,7 @@ class Known(NamedTuple):
     scores: Tensor
 
     @classmethod
-    def of(cls, x: Any, prediction: Prediction) -> Known:
+    def of(cls, x: Inputs, prediction: Prediction) -> Known:
         """Return inputs with what a student learns of their prediction."""
         expectation = prediction.expectation
 
@@ -106,8 +106,8 @@ class Known(NamedTuple):
 
 
 def distil(
-    posterior: Any,
-    inputs: Any,
+    posterior: Fitted,
+    inputs: Inputs | Loader,
     *,
     student: nn.Module | None = None,
     augment: Way | Sequence[Way] | None = None,
@@ -120,13 +120,14 @@ def distil(
     """Train a network that predicts what a posterior predicts, as ``LinearisedLaplace.distil``."""
     refuse_former("distil", former, dict.fromkeys(("targets", "lr"), "leave it out"))
     check_whole(1, steps=steps, num_inputs=num_inputs)
-    first = required(posterior, surely=True).members[0]
+    record = required(posterior, surely=True)
+    first = record.members[0]
     network = first.setting.linear_model.network
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():
         x = gathered(inputs, network.device, first.num_inputs)
         total, ways = number_of(x), chosen_ways(x, augment)
-        found = _untrained(posterior, network, student, rows_of(x, slice(2)))
+        found = _untrained(record, network, student, rows_of(x, slice(2)))
         order, few = torch.randperm(total, generator=generator, device="cpu"), max(2, total // 10)
         held, used = (rows_of(x, rows.sort().values) for rows in order.tensor_split([few]))
         made, made_too = (
@@ -134,7 +135,7 @@ def distil(
             for part in (used, held)
         )
         parts = [used, *made], [held], made_too
-        learnt, *others = (_known(posterior, trees, progress_bar) for trees in parts)
+        learnt, *others = (_known(record, trees, progress_bar) for trees in parts)
     # half of the inputs of each step are drawn from those that were given, which are the first
     shares = torch.rand(steps, BATCH, generator=generator, device="cpu")
     shares[:, : BATCH // 2] *= total - few
@@ -150,16 +151,17 @@ def distil(
     return found
 
 
-def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: Any) -> Student:
+def _untrained(posterior: Record, network: Network, own: nn.Module | None, some: Inputs) -> Student:
     """Return a copy of the model or of a user's network, with a head that has learnt nothing."""
     prediction = predict(posterior, some)
     due = Known.of(some, prediction)
     own = deepcopy(network.module if own is None else own).eval()
     *_, last = last_layers(Network(own, network.forward_fn, network.class_dim), some)
-    target_fn = required(posterior).members[0].setting.target_fn
-    called = Adapter(network.forward_fn, target_fn), network.class_dim, last
+    target_fn = posterior.members[0].setting.target_fn
+    adapter = Adapter(network.forward_fn, target_fn)
     sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
-    student = Student(own, Form(posterior.likelihood, *called, *sizes), some)
+    form = Form(posterior.likelihood, adapter, network.class_dim, last, *sizes)
+    student = Student(own, form, some)
     shape, expected = (tuple(p.expectation.shape) for p in (student.predict(some), prediction))
     if shape != expected:
         found = f"The student predicts shape {shape} for two inputs, and the posterior {expected}"
@@ -167,7 +169,7 @@ def _untrained(posterior: Any, network: Network, own: nn.Module | None, some: An
     return student
 
 
-def _known(posterior: Any, inputs: list[Any], progress_bar: bool) -> Known:
+def _known(posterior: Record, inputs: list[Any], progress_bar: bool) -> Known:
     """Return inputs with their predictions."""
     parts = [some for tree in inputs for some in pieces(tree)]
     found = []

@@ -15,18 +15,22 @@ from torch_lla_em.prediction.monitor import Monitor
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
+    Fitted,
+    Holder,
     NotFittedError,
     Posterior,
     Posteriors,
+    Record,
     Setting,
     required,
 )
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import Mean, predict, predictions
+from torch_lla_em.prediction.printed import CALL, Printed, Table, of_examples
 from torch_lla_em.prediction.reference import Reference, Score
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
-from torch_lla_em.prediction.summary import CALL, Accuracy, Printed, Table, advice, of_examples
+from torch_lla_em.prediction.summary import Accuracy, Fit, Shown, advice, usual_tolerance
 from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious, suspicious_among
 from torch_lla_em.prediction.validation import (
     Comparison,
@@ -49,6 +53,9 @@ __all__ = [
     "Check",
     "Comparison",
     "Correction",
+    "Fit",
+    "Fitted",
+    "Holder",
     "Interval",
     "Mean",
     "Monitor",
@@ -58,10 +65,12 @@ __all__ = [
     "PredictedData",
     "Prediction",
     "Printed",
+    "Record",
     "Reference",
     "RiskControl",
     "Score",
     "Setting",
+    "Shown",
     "SuspiciousTargets",
     "Table",
     "advice",
@@ -92,5 +101,6 @@ __all__ = [
     "suspicious",
     "suspicious_among",
     "temperature_of_neighbours",
+    "usual_tolerance",
     "warn_of_collapse",
 ]

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Data, Weights, paired, tensors_in
+from torch_lla_em.data import Data, Inputs, Loader, Values, Weights, paired, tensors_in
 from torch_lla_em.prediction.calibration import (
     Correction,
     calibrated,
@@ -21,61 +20,56 @@ from torch_lla_em.prediction.calibration import (
 )
 from torch_lla_em.prediction.moved import NoDistance, moved, moves_of
 from torch_lla_em.prediction.passes import pushed
-from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
+from torch_lla_em.prediction.posterior import Fitted, Posterior, Posteriors, Record, required
+from torch_lla_em.prediction.printed import CALL
 from torch_lla_em.prediction.reference import Stated
-from torch_lla_em.prediction.summary import CALL
 from torch_lla_em.runtime import Group, group_of, report
 from torch_lla_em.runtime import first as first_of
 
 
 def calibrate(
-    la: Any,
-    loader: Any = None,
+    la: Fitted,
+    loader: Inputs | Loader | None = None,
     targets: Tensor | None = None,
     *,
-    groups: Any = None,
-    weights: Any = None,
-) -> Any:
-    """Fit a few numbers of the predictions to a validation set, as ``LinearisedLaplace.calibrate``.
-
-    Of a record the calibrated one is returned.
-    """
-    known: Any = required(la, None).corrected(Correction())
+    groups: Values | str | None = None,
+    weights: Values | None = None,
+) -> Record:
+    """Return a record whose predictions are calibrated, as by ``LinearisedLaplace.calibrate``."""
+    known = required(la, None).corrected(Correction())
     if loader is not None:  # all ranks check the network together
-        stated = Stated(groups, weights)
-        correction = calibrated_on(known, paired(loader, targets), stated)
+        correction = calibrated_on(known, paired(loader, targets), groups, weights)
         if correction.calibration is not None and correction.calibration.unlike:
             report("log", correction.calibration.unlike)
-        found = known.corrected(correction)
-    else:
-        data, of_data = getattr(la, "trained_with", (None, None))
-        if data is None or groups is not None or weights is not None:
-            raise NoDistance(
-                "that needs the training data of fit, which files, copies and ensembles do not "
-                "hold, and no groups or weights"
-            )
-        found = calibrated_on_moved(known, data, of_data)
-    if isinstance(la, type(found)):
-        return found
-    la.take(found)
-    return la
+        return known.corrected(correction)
+    data, of_data = getattr(la, "trained_with", (None, None))
+    is_stated = groups is not None or weights is not None
+    if data is None or is_stated or not isinstance(known, Posterior):
+        raise NoDistance(
+            "that needs the training data of fit, which files, copies and ensembles do not "
+            "hold, and no groups or weights"
+        )
+    return calibrated_on_moved(known, data, of_data)
 
 
 def calibrated_on(
-    known: Posterior | Posteriors, loader: Any, stated: Stated = Stated()
+    known: Record,
+    loader: Loader,
+    groups: Values | str | None = None,
+    weights: Values | None = None,
 ) -> Correction:
     """Fit the correction of ``calibrate`` to a validation set in one pass for each network, shared
     by the ranks."""
     group = group_of(known.setting.shard if isinstance(known, Posterior) else None)
     with torch.inference_mode(False), torch.no_grad():
         _, data = pushed(known.members, loader, group)
-        stated = stated.checked(len(data.y), data.f.device)
+        stated = Stated.of(len(data.y), data.f.device, groups, weights)
         found, numbers = calibrated([data], [known.tables])
         found = found._replace(reference=half_as_reference(data, numbers, stated))
         return _agreed(known, found, group)
 
 
-def _agreed(known: Posterior | Posteriors, found: Correction, group: Group) -> Correction:
+def _agreed(known: Record, found: Correction, group: Group) -> Correction:
     """Return the correction of the first rank, since others may round differently, with the marks
     of its members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
@@ -89,7 +83,7 @@ def _agreed(known: Posterior | Posteriors, found: Correction, group: Group) -> C
 
 
 def calibrated_on_moved(
-    posterior: Posterior, loader: Any, weights: Weights | None, asked: bool = True
+    posterior: Posterior, loader: Loader, weights: Weights | None, asked: bool = True
 ) -> Posterior:
     """Return a posterior as fitted, calibrated on moved training examples.
 
@@ -125,7 +119,7 @@ def calibrated_on_moved(
         return posterior if found is None else posterior.corrected(_agreed(posterior, found, group))
 
 
-def without_validation(posterior: Posterior, loader: Any, weights: Weights | None) -> Posterior:
+def without_validation(posterior: Posterior, loader: Loader, weights: Weights | None) -> Posterior:
     """Return a posterior of some parameters, calibrated on moved training examples, or as fitted
     with a message why not."""
     if posterior.result.why == "budget":
@@ -141,7 +135,7 @@ def without_validation(posterior: Posterior, loader: Any, weights: Weights | Non
         return replace(posterior, messages=(*posterior.messages, words))
 
 
-def calibrated_by_folds(known: Posteriors, unseen: Sequence[Any]) -> Posteriors:
+def calibrated_by_folds(known: Posteriors, unseen: Sequence[Loader]) -> Posteriors:
     """Return the record of an ensemble, calibrated on a loader of unseen examples for each
     member."""
     with torch.inference_mode(False), torch.no_grad():

@@ -250,19 +250,20 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     """Fit the numbers to every other labelled example, of each group, and return scores of the
     remaining ones."""
     kept = data.likelihood.labelled(data.y)
-    data, (groups, weights) = data.part(kept), stated.part(kept)
-    by_class = isinstance(groups, str)
+    data, (groups, weights, by_class) = data.part(kept), stated.part(kept)
     if by_class and not has_classes(data.likelihood, data.f):
         raise TypeError(
             'groups="classes" needs one class label per example: pass integers instead.'
         )
-    groups, word = (data.y.long(), "class") if by_class else (groups, "group")
-    none = groups is None
-    second = second_half(kept[kept].long() if none else groups, weights, "" if none else word)
+    groups = data.y.long() if by_class else groups
+    word = "" if groups is None else "class" if by_class else "group"
+    labels = kept[kept].long() if groups is None else groups
+    second = second_half(labels, weights, word)
     table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
     own, weights = (each if each is None else each[second] for each in (groups, weights))
     found = reference_of([data.part(second)], _table(table, data.f.double()), noise)
-    return found._replace(**{"classes" if by_class else "groups": own}, weights=weights)
+    classes, groups = (own, None) if by_class else (None, own)
+    return found._replace(groups=groups, classes=classes, weights=weights)
 
 
 def reference_of(

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_lla_em.data import paired
+from torch_lla_em.data import Inputs, Loader, Values, paired
 from torch_lla_em.prediction.arrays import has_classes, has_values
 from torch_lla_em.prediction.passes import pushed
-from torch_lla_em.prediction.posterior import required
+from torch_lla_em.prediction.posterior import Fitted, Record, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predict, predicted
+from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.residuals import ResidualSize, residual_size
-from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.prediction.validation import auroc
 
 _FEWEST, _CLEAR = 10, 3.0
@@ -170,11 +170,11 @@ class Check(Printed):
 
 
 def check(
-    la: Any,
-    loader: Any,
+    la: Fitted,
+    loader: Inputs | Loader,
     targets: Tensor | None = None,
     level: float = 0.9,
-    groups: Any = None,
+    groups: Values | None = None,
 ) -> Check:
     """Return the coverage of sets or intervals within groups of held-out examples."""
     record = required(la, surely=True)
@@ -182,7 +182,7 @@ def check(
     known = data.likelihood.labelled(data.y)
     if not known.any():
         raise ValueError("No example has a label, so no coverage can be measured.")
-    stated = Stated(groups).checked(len(data.y), data.f.device).part(known)
+    stated = Stated.of(len(data.y), data.f.device, groups).part(known)
     data, x = data.part(known), None if x is None else x[known.to(x.device)]
     with torch.no_grad():
         prediction, shifted, flagged = predicted(record, data), {}, {}
@@ -252,7 +252,7 @@ def _groups(
         yield GroupCoverage(name, len(inside[some]), *shares, references.item())
 
 
-def _shifted(record: Any, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _shifted(record: Record, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield p-values of shifted copies of images (B, channels, H, W), after the name of the
     shift."""
     generator = torch.Generator("cpu").manual_seed(0)

@@ -23,9 +23,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from torch_lla_em.data import map_tensors, tensors_in, to_device
+from torch_lla_em.data import Inputs, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import Network
-from torch_lla_em.prediction.posterior import required
+from torch_lla_em.prediction.posterior import Fitted, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.pushforward import stack_members
@@ -38,8 +38,8 @@ Answer = Callable[[Any], dict[str, Tensor]]
 
 
 def export(
-    la: Any,
-    x: Any,
+    la: Fitted,
+    x: Inputs,
     path: str | PathLike[str] | None = None,
     level: float | None = None,
     p_value: bool = False,
@@ -59,7 +59,7 @@ def export(
             found["prediction_set"] = p.prediction_set(level)
         return found | ({"p_value": p.p_value} if p_value else {})
 
-    def recorded(x: Any) -> dict[str, Tensor]:
+    def recorded(x: Inputs) -> dict[str, Tensor]:
         each = []
         for posterior, model in zip(known.members, steady, strict=True):
             columns = posterior.columns()
@@ -77,7 +77,7 @@ def program_of(
     direct: Answer,
     recorded: Answer,
     networks: Sequence[Network],
-    x: Any,
+    x: Inputs,
     path: str | PathLike[str] | None,
 ) -> ExportedProgram:
     """Return the program that maps any number of inputs to what ``direct`` returns, and save it to
@@ -116,7 +116,7 @@ def program_of(
     return program
 
 
-def _onnx(program: ExportedProgram, direct: Answer, x: Any) -> bytes:
+def _onnx(program: ExportedProgram, direct: Answer, x: Inputs) -> bytes:
     """Return a program in ONNX, whose values in onnxruntime are compared with the predictions."""
     try:
         import onnxruntime
@@ -138,7 +138,7 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Any) -> bytes:
         logging.disable(before)
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
-    def run(x: Any) -> dict[str, Tensor]:
+    def run(x: Inputs) -> dict[str, Tensor]:
         taken = zip(session.get_inputs(), tensors_in(x), strict=True)
         outs = session.run(due, {each.name: tensor.cpu().numpy() for each, tensor in taken})
         return {name: torch.from_numpy(out) for name, out in zip(due, outs, strict=True)}
@@ -171,12 +171,12 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
                 )
 
 
-def _resized(x: Any, size: int) -> Any:
+def _resized(x: Inputs, size: int) -> Any:
     """Return inputs with so many examples, from the second on, repeated if need be."""
     return map_tensors(lambda t: t[torch.arange(1, size + 1, device=t.device) % len(t)], x)
 
 
-def _for_any_size(function: Answer, x: Any) -> GraphModule:
+def _for_any_size(function: Answer, x: Inputs) -> GraphModule:
     """Return the operations of a function, derivatives among them, for any number of examples."""
 
     def at(size: int) -> GraphModule:
@@ -210,7 +210,7 @@ def _for_any_size(function: Answer, x: Any) -> GraphModule:
     return graph
 
 
-def _freed(value: Any, other: Any, count: Node, size: int) -> Any:
+def _freed(value: object, other: object, count: Node, size: int) -> Any:
     """Return an argument, or a number that differs as a function of the batch size."""
     if isinstance(value, Node) or value == other:
         return value

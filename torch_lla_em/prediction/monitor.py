@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from torch_lla_em.prediction import arrays
-from torch_lla_em.prediction.summary import Cells, Printed
+from torch_lla_em.prediction.printed import Cells, Printed
 
 _POWERS = 0.25, 0.5, 0.75, 2.0
 """After a change P(p <= u) is u to one of these powers. Without .75 changes to u^.7 and u^.8 take

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch_lla_em.data import (
     Batch,
     Data,
+    Inputs,
+    Loader,
     leaves_of,
     map_tensors,
     merged,
@@ -29,7 +31,7 @@ from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.arrays import aligned
 from torch_lla_em.prediction.calibration import temperature_of
-from torch_lla_em.prediction.summary import CALL
+from torch_lla_em.prediction.printed import CALL
 
 _MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different
@@ -225,7 +227,7 @@ def moved(network: Network, moves: Moves, likelihood: Likelihood) -> tuple[Batch
 
 def temperature_of_neighbours(
     model: nn.Module,
-    loader: Any,
+    loader: Inputs | Loader,
     targets: Tensor | None = None,
     *,
     class_dim: int = -1,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Batch, Data, Identity, distinct
+from torch_lla_em.data import Batch, Data, Identity, Loader, distinct
 from torch_lla_em.prediction.posterior import Posterior, required
 from torch_lla_em.prediction.pushforward import Pushforward, require_one_shape, stack_members
 from torch_lla_em.problem import Problem
@@ -21,7 +21,7 @@ different training examples below which equal ones are no sign of it."""
 
 
 def pushed(
-    posteriors: Iterable[Posterior], loader: Iterable[Any], group: Group | None = None
+    posteriors: Iterable[Posterior], loader: Loader, group: Group | None = None
 ) -> tuple[Tensor | None, Pushforward]:
     """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass
     for each posterior.
@@ -41,7 +41,7 @@ def pushed(
 
 
 def _pushed_by(
-    posterior: Posterior, loader: Iterable[Any], shared: Group | None
+    posterior: Posterior, loader: Loader, shared: Group | None
 ) -> tuple[list[Any], Pushforward]:
     """Return this rank's batches of inputs, and the examples of all ranks with their products, in
     one pass."""

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from torch_lla_em.data import TargetFn, inputs_of, map_tensors, tensors_in, to_device
+from torch_lla_em.data import Inputs, TargetFn, inputs_of, map_tensors, tensors_in, to_device
 from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState, require_rows
 from torch_lla_em.likelihoods import Likelihood
@@ -155,7 +155,7 @@ class Posterior:
         parameters = self.setting.linear_model.network.module.parameters()
         return max((rounding(p.dtype) for p in parameters if p.is_floating_point()), default=0.0)
 
-    def at(self, x: Any) -> Pushforward:
+    def at(self, x: Inputs) -> Pushforward:
         """Return inputs with their products, differentiable in x if it requires gradients."""
         model, w_lin, samples = self.setting.linear_model, self.result.w_lin, self.result.w_samples
         network = model.network
@@ -235,12 +235,28 @@ class Posteriors:
         each = tuple(member.around(mean) for member in self.members)
         return Posteriors(each, Correction(noise=self.correction.noise))
 
-    def at(self, x: Any) -> Pushforward:
+    def at(self, x: Inputs) -> Pushforward:
         """Return inputs with their products under each."""
         return stack_members([member.at(x) for member in self.members])
 
 
-def required(la: Any, surely: bool | None = False) -> Posterior | Posteriors:
+Record = Posterior | Posteriors
+"""What functions of this subpackage need of a fit."""
+
+
+class Holder(Protocol):
+    """What holds a record: a ``LinearisedLaplace`` or a ``LaplaceEnsemble``."""
+
+    @property
+    def posterior(self) -> Record | None:
+        """The record of the fit; None before it."""
+
+
+Fitted = Holder | Record
+"""What predicts: a fitted object, or its record."""
+
+
+def required(la: Fitted, surely: bool | None = False) -> Record:
     """Return the record of an object, or a record itself; raise an error if it is not fitted, or
     what it belongs to has changed.
 

@@ -28,8 +28,8 @@ from torch_lla_em.prediction.functions import (
     over_rows,
     weights_of,
 )
+from torch_lla_em.prediction.printed import Cells, Printed, of_examples
 from torch_lla_em.prediction.reference import Reference, Stated, ood_scores
-from torch_lla_em.prediction.summary import Cells, Printed, of_examples
 from torch_lla_em.runtime import without_autocast
 
 _FORMER = {"variance": "f_variance", "covariance": "f_covariance"}

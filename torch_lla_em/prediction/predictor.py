@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_lla_em.data import inputs_in_order, to_device, unlabelled
-from torch_lla_em.prediction.posterior import Posterior, Posteriors, required
+from torch_lla_em.data import AnyInputs, Loader, Values, inputs_in_order, to_device, unlabelled
+from torch_lla_em.prediction.posterior import Fitted, Posterior, Record, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
     Pushforward,
@@ -27,7 +27,7 @@ _LOADERS = DataLoader, Dataset
 _BATCHES = "predict batch by batch, with la.predictions(loader)."
 
 
-def forward(la: Any, x: Any) -> Tensor | tuple[Tensor, Tensor]:
+def forward(la: Fitted, x: AnyInputs) -> Tensor | tuple[Tensor, Tensor]:
     """Return predicted probabilities or rates; for continuous targets (mean, variance) of y."""
     if isinstance(x, _LOADERS):
         is_real = required(la).likelihood.real_valued
@@ -44,7 +44,11 @@ def forward(la: Any, x: Any) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def predict(
-    la: Any, x: Any, mean: Mean | None = None, groups: Any = None, weights: Any = None
+    la: Fitted,
+    x: AnyInputs,
+    mean: Mean | None = None,
+    groups: Values | None = None,
+    weights: Values | None = None,
 ) -> Prediction:
     """Return the predictive distribution at x, as ``LinearisedLaplace.predict``, of an object or a
     record."""
@@ -57,13 +61,13 @@ def predict(
         found = predicted(known, known.at(x))
     if is_stated:
         f = found._f
-        found = replace(found, _stated=Stated(groups, weights).checked(len(f), f.device))
+        found = replace(found, _stated=Stated.of(len(f), f.device, groups, weights))
     return found
 
 
 def predictions(
-    la: Any,
-    loader: Any,
+    la: Fitted,
+    loader: Loader,
     mean: Mean | None = None,
 ) -> Iterator[Prediction]:
     """Yield the predictive distribution at each batch of a loader, of an object or a record."""
@@ -71,7 +75,7 @@ def predictions(
     return (predicted(known, data) for data in _in_batches(known, inputs_in_order(loader)))
 
 
-def _around(la: Any, mean: Mean | None) -> Posterior | Posteriors:
+def _around(la: Fitted, mean: Mean | None) -> Record:
     """Return the record of a posterior, around one mean if it is given."""
     known = required(la)
     if mean is None:
@@ -84,26 +88,28 @@ def _around(la: Any, mean: Mean | None) -> Posterior | Posteriors:
     return known.around(mean)
 
 
-def is_ood(la: Any, x: Any, rate: float = 0.05, groups: Any = None, score: Score = "all") -> Tensor:
+def is_ood(
+    la: Fitted, x: AnyInputs, rate: float = 0.05, groups: Values | None = None, score: Score = "all"
+) -> Tensor:
     """Return which inputs are out-of-distribution, as a mask of shape (B,)."""
     if isinstance(x, _LOADERS) and groups is None:
         return torch.cat([each.is_ood(rate, score) for each in predictions(la, x)])
     return predict(la, x, groups=groups).is_ood(rate, score)
 
 
-def functional_samples(la: Any, x: Any) -> Tensor:
+def functional_samples(la: Fitted, x: AnyInputs) -> Tensor:
     """Return samples of f at x, shape (K, B, ..., C), joint over inputs."""
     return predict(la, x).samples
 
 
-def predicted(known: Posterior | Posteriors, data: Pushforward) -> Prediction:
+def predicted(known: Record, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with products, with what they are compared with."""
     found = known.correction
     noise = None if isinstance(known, Posterior) else found.noise  # which its likelihood has
     return data.prediction(known.tables, noise, found.reference, found.room)
 
 
-def _in_batches(known: Posterior | Posteriors, loader: Iterable[Any]) -> Iterator[Pushforward]:
+def _in_batches(known: Record, loader: Iterable[Any]) -> Iterator[Pushforward]:
     """Yield the batches of a loader, which may have no targets, with their products."""
     is_empty = True
     for batch in loader:

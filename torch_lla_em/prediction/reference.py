@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.data import Values
 from torch_lla_em.prediction.arrays import (
     ROUNDING,
     infinite_if_nan,
@@ -34,31 +35,48 @@ _KINDS = {
 class Stated(NamedTuple):
     """What users state of examples beside inputs and targets."""
 
-    groups: Any = None
-    """An integer for each example, or "classes"; None: no groups."""
+    groups: Tensor | None = None
+    """An integer for each example; None: no groups."""
 
-    weights: Any = None
+    weights: Tensor | None = None
     """A weight for each example; None: all are equal."""
 
-    def checked(self, count: int, device: torch.device) -> Stated:
+    by_class: bool = False
+    """Whether each class is a group."""
+
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        device: torch.device,
+        groups: Values | str | None = None,
+        weights: Values | None = None,
+    ) -> Stated:
         """Return groups and weights of so many examples as tensors; raise an error if they are
         not."""
-        groups, weights = (_tensor(*pair, count, device) for pair in self._asdict().items())
-        if isinstance(groups, str) and groups != "classes":
+        by_class = isinstance(groups, str)
+        if by_class and groups != "classes":
             raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
-        if weights is not None and not (weights.isfinite() & (weights >= 0)).all():
+        integers = None if by_class else _tensor("groups", groups, count, device)
+        numbers = _tensor("weights", weights, count, device)
+        if numbers is not None and not (numbers.isfinite() & (numbers >= 0)).all():
             raise ValueError("weights must be finite and not negative.")
-        return Stated(groups, weights)
+        return cls(integers, numbers, by_class)
 
     def part(self, examples: slice | Tensor) -> Stated:
         """Return what is stated of some examples."""
-        return Stated(*(v[examples] if isinstance(v, Tensor) else v for v in self))
+        return self._replace(
+            groups=None if self.groups is None else self.groups[examples],
+            weights=None if self.weights is None else self.weights[examples],
+        )
 
 
-def _tensor(name: str, values: Any, count: int, device: torch.device) -> Any:
+def _tensor(
+    name: str, values: Values | str | None, count: int, device: torch.device
+) -> Tensor | None:
     """Return groups or weights as a tensor with one value for each example."""
-    if values is None or (name == "groups" and isinstance(values, str)):
-        return values
+    if values is None:
+        return None
     try:
         found = torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError):
@@ -107,9 +125,8 @@ class Reference(NamedTuple):
     def agree(self, inputs: Stated) -> None:
         """Raise an error if what is stated of inputs was not stated of the reference, or groups are
         missing."""
-        for name, own, given in zip(
-            Stated._fields, (self.groups, self.weights), inputs, strict=True
-        ):
+        stated = {"groups": (self.groups, inputs.groups), "weights": (self.weights, inputs.weights)}
+        for name, (own, given) in stated.items():
             if own is None and given is not None:
                 raise ValueError(
                     f"predict was called with {name}, but calibrate was not: call "

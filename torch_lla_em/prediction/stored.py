@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,15 @@ from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.posterior import (
     NotFittedError,
     Posterior,
+    Record,
     Setting,
     required,
 )
 from torch_lla_em.prediction.reference import REFERENCE, Reference
+from torch_lla_em.prediction.summary import Fit
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import PRIORS, Compute, files, free_memory, report
+from torch_lla_em.runtime import PRIORS, Adapter, Compute, files, free_memory, report
 
-Own = TypeVar("Own", bound=Any)
 State = dict[str, Tensor]
 
 _RESULT = (
@@ -46,12 +47,28 @@ _TRAINING = "training_deviations", "largest_variance"
 """Tensors of the training examples that a posterior keeps."""
 
 
-def save_to_state_dict(la: Any, destination: State, prefix: str) -> None:
+class Stored(Fit, Protocol):
+    """What is stored: a ``LinearisedLaplace``, with the options that files and states need."""
+
+    adapter: Adapter
+    compute: Compute
+    _given_likelihood: Likelihood
+
+    def take(self, posterior: Record) -> None:
+        """Hold another record from now on."""
+
+    def state_dict(self) -> State:
+        """Return the tensors by name."""
+
+
+Own = TypeVar("Own", bound=Stored)
+
+
+def save_to_state_dict(la: Stored, destination: State, prefix: str) -> None:
     """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and
     the network its own."""
     try:
-        found: Any = required(la, surely=True)
-        own = state_of(la, found)
+        own = state_of(la, required(la, surely=True).members[0])
     except NotFittedError as error:
         if not prefix:
             raise
@@ -61,15 +78,17 @@ def save_to_state_dict(la: Any, destination: State, prefix: str) -> None:
     destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
 
-def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any) -> None:
+def load_from_state_dict(
+    la: Stored, state_dict: State, prefix: str, missing: list[str], errors: list[str]
+) -> None:
     """Load the tensors of this module from its state, or from that of a module, whose networks may
     be loaded later."""
-    _, _, missing, _, errors = more
     own = without_prefix(state_dict, prefix)
     if not prefix:
         la.take(loaded(la, own))
     elif not own:
-        missing += [] if la.posterior is None else [f"{prefix}w_lin"]
+        if la.posterior is not None:
+            missing.append(f"{prefix}w_lin")
     else:
         try:
             la.take(loaded(la, own, later=True))
@@ -77,7 +96,7 @@ def load_from_state_dict(la: Any, state_dict: State, prefix: str, *more: Any) ->
             errors.append(str(error))
 
 
-def save(la: Any, path: str | PathLike[str]) -> None:
+def save(la: Stored, path: str | PathLike[str]) -> None:
     """Write a posterior with the options of its object to a file."""
     state, model, compute = la.state_dict(), la._linear_model, la.compute
     names = "prior", "layerwise", "num_samples", "curvature", "seed"
@@ -88,26 +107,28 @@ def save(la: Any, path: str | PathLike[str]) -> None:
     files.write_atomically({**state, "options": files.to_bytes(options)}, path)
 
 
-def load(cls: type[Own], path: str | PathLike[str], model: nn.Module, **options: Any) -> Own:
+def load(
+    cls: Callable[..., Own], path: str | PathLike[str], model: nn.Module, **options: Any
+) -> Own:
     """Return a saved posterior on its network, as ``LinearisedLaplace.load``."""
     state = files.read(path, "posterior")
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     _refuse_other_network(state, files.fingerprint(Network(model).module))
     options = {**_saved_options(state), **options}
-    needed = ["likelihood", *(["adapter"] if _record(state)["given"] else [])]
+    needed = ["likelihood", "adapter"] if _record(state)["given"] else ["likelihood"]
     missing = [name for name in needed if name not in options]
     if missing:
         raise ValueError(
             f"The posterior was fitted with your own {' and '.join(missing)}, which a file cannot "
             f"store. Pass {', '.join(f'{name}=...' for name in missing)} to load."
         )
-    la: Own = cls(model, options.pop("likelihood"), **options)
+    la = cls(model, options.pop("likelihood"), **options)
     la.take(loaded(la, state))
     return la
 
 
-def moved(la: Any, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
+def moved(la: Stored, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
     """Map the network's tensors, unless a module has; return its linear model, to be probed, and
     the record there."""
     posterior, network = la.posterior, la._linear_model.network
@@ -135,10 +156,9 @@ def without_prefix(state: State, prefix: str) -> State:
     return {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
 
 
-def state_of(la: Any, posterior: Posterior) -> State:
+def state_of(la: Stored, posterior: Posterior) -> State:
     """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
-    training = posterior.training
     record = {name: getattr(posterior, name) for name in _FACTS}
     record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
     record |= {"tolerance": posterior.tolerance}
@@ -151,13 +171,15 @@ def state_of(la: Any, posterior: Posterior) -> State:
         "effective_dim": result.effective_dim.value,
         "effective_dim_error": result.effective_dim.standard_error,
         "_log_evidence": torch.stack(list(result.log_evidence)),
-        **({} if training is None else dict(zip(_TRAINING, training[1:], strict=True))),
+        **_training(posterior.training),
         "fingerprint": posterior.setting.state.fingerprint,
     }
     return state_of_correction(posterior.correction, tensors, record)
 
 
-def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
+def loaded(
+    la: Stored, state: State, setting: Setting | None = None, later: bool = False
+) -> Posterior:
     """Return the record of a state with the options of an object, whose network may be loaded
     ``later``."""
     files.check(state, "posterior")
@@ -171,26 +193,34 @@ def loaded(la: Any, state: State, setting: Setting | None = None, later: bool = 
     place = place_of_vectors(state["w_samples"].nbytes, la.compute, here, free_memory(here))
     tensor = partial(_tensor, state, place)
     known: dict[str, Any] = {name: tensor(name) for name in _RESULT}
+    evidence, error = tensor("_log_evidence")
     result = FitResult(
         **known,
         effective_dim=Estimate(tensor("effective_dim"), tensor("effective_dim_error")),
-        log_evidence=Estimate(*tensor("_log_evidence")),
+        log_evidence=Estimate(value=evidence, standard_error=error),
         mode_error=record.get("mode_error", 0.0),
         why=record.get("why", "accurate"),
     )
-    training: list[Any] = [tensor(name) for name in _TRAINING]
+    deviations, largest = (tensor(name) for name in _TRAINING)
     return Posterior(
         setting,
         given,
         result,
-        training=None if training[0] is None else TrainingExamples(given, *training),
+        training=None if deviations is None else TrainingExamples(given, deviations, largest),
         num_data=record["num_data"],
-        tolerance=record.get("tolerance"),
+        tolerance=record.get("tolerance") or la.compute.tolerance,
         num_inputs=record.get("num_inputs", 0),
         trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ())),
     ).corrected(correction_of(state, place))
+
+
+def _training(examples: TrainingExamples | None) -> dict[str, Tensor]:
+    """Return the tensors of the training examples that a posterior keeps, by name."""
+    if examples is None:
+        return {}
+    return dict(zip(_TRAINING, (examples.deviations, examples.largest_variance), strict=True))
 
 
 def state_of_correction(
@@ -214,7 +244,8 @@ def correction_of(state: State, device: torch.device) -> Correction:
         if not isinstance(calibration[4], bool):  # 0.3.0 stored coverages before this field
             calibration = [*calibration[:4], calibration[-1]]
         given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in calibration]
-        calibration = Calibration(*given)
+        # earlier versions stored fewer fields
+        calibration = Calibration(**dict(zip(Calibration._fields, given, strict=False)))
     tensor = partial(_tensor, state, device)
     fields: dict[str, Any] = {
         field: tensor(name) for field, name in zip(Reference._fields, REFERENCE, strict=True)
@@ -254,7 +285,7 @@ def _saved_options(state: State) -> dict[str, Any]:
     return options
 
 
-def _refuse_other_network(state: State, fingerprint: Any) -> None:
+def _refuse_other_network(state: State, fingerprint: Tensor) -> None:
     if not torch.equal(fingerprint, state["fingerprint"].cpu()):
         raise ValueError(
             "The network's weights or buffers are not those that the posterior was fitted to: "
@@ -267,7 +298,7 @@ def _attributes(given: Likelihood) -> str | None:
     return None if is_named(given) else files.plain(vars(given))
 
 
-def _refuse_others(la: Any, state: State, record: dict[str, Any], setting: Setting) -> None:
+def _refuse_others(la: Stored, state: State, record: dict[str, Any], setting: Setting) -> None:
     """Raise an error if a state is of another network, posterior or likelihood, or is damaged."""
     layout, given = setting.linear_model.layout, la._given_likelihood
     _refuse_other_network(state, setting.state.fingerprint)

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import Data, paired, with_weights
+from torch_lla_em.data import Data, GivenWeights, Inputs, Loader, paired, with_weights
 from torch_lla_em.jacobian import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Likelihood, Poisson
-from torch_lla_em.prediction.posterior import required
+from torch_lla_em.prediction.posterior import Fitted, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
+from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Stated
-from torch_lla_em.prediction.summary import Cells, Printed
 from torch_lla_em.prediction.validation import PredictedData
 
 
@@ -105,11 +105,11 @@ class SuspiciousTargets(Printed):
 
 
 def suspicious(
-    la: Any,
-    loader: Any,
+    la: Fitted,
+    loader: Inputs | Loader,
     targets: Tensor | None = None,
     *,
-    weights: Any = None,
+    weights: GivenWeights | None = None,
     folds: Tensor | None = None,
 ) -> SuspiciousTargets:
     """Return which targets of inputs, or of a loader, are probably wrong; see
@@ -133,7 +133,7 @@ def suspicious(
     (y,), (counts,), *columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
     members = torch.zeros(len(y), dtype=torch.long, device=device)
     if folds is not None:
-        members = Stated(torch.as_tensor(folds, device=device)).checked(len(y), device).groups
+        members = Stated.of(len(y), device, folds).groups
     found = [column[members, torch.arange(len(y), device=device)] for column in columns]
     if not counts.any():
         raise ValueError("No example has a label and a positive weight, so none can be judged.")

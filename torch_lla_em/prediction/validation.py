@@ -3,7 +3,7 @@ that have failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, NamedTuple
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.data import as_loader, paired
+from torch_lla_em.data import Inputs, Loader, as_loader, paired
 from torch_lla_em.prediction.arrays import NUMBERS, mean_and_error
 from torch_lla_em.prediction.calibration import with_temperature
 from torch_lla_em.prediction.passes import pushed, same_targets
-from torch_lla_em.prediction.posterior import Posterior, required
+from torch_lla_em.prediction.posterior import Fitted, Posterior, required
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.predictor import predicted
+from torch_lla_em.prediction.printed import CALL, Cells, Printed
 from torch_lla_em.prediction.pushforward import Pushforward
-from torch_lla_em.prediction.summary import CALL, Cells, Printed
 from torch_lla_em.prediction.targets import count_labels, label_log_prob
 from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS, report
@@ -143,7 +143,7 @@ class PredictedData(NamedTuple):
         return per_label(self.posterior, self.targets), per_label(self.network, self.targets)
 
 
-def predicted_data(la: Any, loader: Iterable[Any]) -> PredictedData:
+def predicted_data(la: Fitted, loader: Loader) -> PredictedData:
     """Return all examples of a loader with their predictions, on this rank alone; one pass for each
     network."""
     known = required(la, surely=True)
@@ -222,7 +222,9 @@ class Comparison(Printed):
 
 
 def compare(
-    posteriors: Sequence[Any] | Mapping[str, Any], validation: Any, targets: Tensor | None = None
+    posteriors: Sequence[Fitted] | Mapping[str, Fitted],
+    validation: Inputs | Loader,
+    targets: Tensor | None = None,
 ) -> Comparison:
     """Compare fitted posteriors on the same held-out data, each in one pass.
 
@@ -296,7 +298,7 @@ def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
         report("log", words)
 
 
-def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
+def warnings_of(posterior: Posterior, data: Pushforward) -> Iterator[str]:
     """Yield a warning for each sign that a fit has failed, given some training examples."""
     result, likelihood, y = posterior.result, data.likelihood, data.y
     gamma, error = result.effective_dim.value.sum().item(), result.effective_dim[1].norm().item()
@@ -333,10 +335,10 @@ def warnings_of(posterior: Any, data: Pushforward) -> Iterator[str]:
             f"probably too small. {CALL} to learn it from other examples, or use more data."
         )
     count = y.shape[-1] if y.dim() > 1 else 1
-    share, output = squares.reshape(-1, count).mean(0).min(0)
-    if not result.sigma_noise.dim() and count > 1 and share < 0.01:
+    least, output = squares.reshape(-1, count).mean(0).min(0)
+    if not result.sigma_noise.dim() and count > 1 and least < 0.01:
         yield (
             f"All outputs share sigma_noise, but residuals of output {output} are only "
-            f"{share.sqrt():.1%} of it: its intervals are far too wide. Pass "
+            f"{least.sqrt():.1%} of it: its intervals are far too wide. Pass "
             f"Regression(torch.ones({count})) to learn one for each."
         )

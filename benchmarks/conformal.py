@@ -36,7 +36,9 @@ class Estimator(RegressorMixin, BaseEstimator):
 
     def predict(self, X: np.ndarray, return_std: bool = False):
         found = self.la.predict(torch.tensor(X).float())
-        mean, variance = (f[:, 0].double().numpy() for f in (found.mean, found.predictive_variance))
+        mean, variance = (
+            f[:, 0].double().numpy() for f in (found.expectation, found.predictive_variance)
+        )
         return (mean, np.sqrt(variance)) if return_std else mean
 
 

@@ -48,7 +48,7 @@ class Scored:
 
     def predict(self, x: Tensor) -> SimpleNamespace:
         found = Compared(x, torch.zeros_like(x), self.reference.unusual)
-        return SimpleNamespace(_compared_scores=lambda: found, p_value=torch.ones(len(x)))
+        return SimpleNamespace(compared=lambda: found, p_value=torch.ones(len(x)))
 
 
 def alarms(examples: int, streams: int, length: int) -> Iterator[dict]:
@@ -139,11 +139,9 @@ def delays(case: str, seed: int) -> Iterator[dict]:
                 rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(order))
                 parts = usual, changed
                 rows = rows[:BEFORE], rows[BEFORE:]
-                scores = [
-                    p._compared_scores().scores[own] for p, own in zip(parts, rows, strict=True)
-                ]
+                scores = [p.compared().scores[own] for p, own in zip(parts, rows, strict=True)]
                 entropy = [p.entropy[own].numpy() for p, own in zip(parts, rows, strict=True)]
-                one = Monitor(Scored(usual._compared_scores().reference), rate, seed=order)
+                one = Monitor(Scored(usual.compared().reference), rate, seed=order)
                 one.update(torch.cat(scores))
                 at = {"ours": one.state["since"] or inf}
                 values = np.concatenate(entropy)

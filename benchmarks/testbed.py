@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from methods import markdown
-from methods.metrics import functions_of
+from methods.metrics import equal_functions
 from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -223,7 +223,7 @@ def ours(task: Problem, generator: torch.Generator, names: dict[str, None]) -> A
     la = LinearisedLaplace(network(trained(task, 1, generator)), "classification")
     la.fit(task.x, task.y, progress_bar=False)
     seconds = time.process_time() - clock
-    yield "ours", lambda x: functions_of(la.predict(x)), seconds
+    yield "ours", lambda x: equal_functions(la.predict(x)), seconds
 
 
 _PRIORS = {"30 with prior functions": 30, "100 with prior functions": 100}

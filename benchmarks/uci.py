@@ -170,7 +170,7 @@ def predicted(
     la: LinearisedLaplace | LaplaceEnsemble, x: Tensor, mean: str | None = None
 ) -> Gaussians:
     found = la.predict(x, mean=mean)
-    centre, total = found.mean, found.predictive_variance
+    centre, total = found.expectation, found.predictive_variance
     return centre.mT, total.sqrt().mT
 
 

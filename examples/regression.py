@@ -86,8 +86,8 @@ left.plot(levels, naive, "s--", label="training residuals")
 left.plot([0, 1], [0, 1], "k:")
 left.set(xlabel="level", ylabel="coverage of test data", title="Coverage of intervals")
 left.legend()
-order = prediction.mean[:, 0].argsort()
-middle = prediction.mean[order, 0]
+order = prediction.expectation[:, 0].argsort()
+middle = prediction.expectation[order, 0]
 right.fill_between(range(len(test)), lower[order, 0], upper[order, 0], alpha=0.3, label="90 %")
 right.plot(middle, label="mean")
 right.plot(y[test][order, 0], "k.", markersize=3, label="target")

@@ -41,7 +41,7 @@ from torch_lla_em.prediction import (
     compare,
     temperature_of_neighbours,
 )
-from torch_lla_em.runtime import Adapter, Compute
+from torch_lla_em.runtime import Adapter, Compute, refuse_former
 from torch_lla_em.solvers import SGD, BlockCG
 
 __version__ = "0.4.0"
@@ -79,10 +79,10 @@ __all__ = [
 ]
 
 _REMOVED = {
-    "Newton": "Import it from torch_lla_em.solvers.",
-    "BlockKrylov": "The default solver stores a span of directions; limit it by "
-    "compute=Compute(span_memory=bytes).",
-    "FunctionSpace": "Use BlockCG(), which a fit with a layerwise prior takes by default.",
+    "Newton": "import it from torch_lla_em.solvers",
+    "BlockKrylov": "the default solver stores a span of directions; limit it by "
+    "compute=Compute(span_memory=bytes)",
+    "FunctionSpace": "use BlockCG(), which a fit with a layerwise prior takes by default",
 }
 _MOVED = {
     "botorch": {"LaplaceModel": "botorch"},
@@ -109,7 +109,5 @@ for _name in _MOVED:
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _Moved(f"{__name__}.{_name}")
 
 
-def __getattr__(name: str) -> object:
-    if name in _REMOVED:
-        raise ImportError(f"torch_lla_em.{name} was removed. {_REMOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> None:
+    refuse_former(f"module {__name__!r}", [name], _REMOVED, "name")

@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import (
 )
 
 from torch_lla_em import Prediction
-from torch_lla_em.prediction.functions import functions_at
+from torch_lla_em.prediction import functions_of
 
 _LABELS, _BATCHES = 10, 500
 _NINETY = 1.6449
@@ -26,9 +26,9 @@ Groups = dict[str, Tensor]
 """Name of a joint score -> the rows that are scored together."""
 
 
-def functions_of(prediction: Prediction) -> Tensor:
+def equal_functions(prediction: Prediction) -> Tensor:
     """Return functions of equal weight, (S, B, ..., C), whose averages are as exact as the prediction's own."""
-    found, weights = functions_at(prediction._components)
+    found, weights = functions_of(prediction)
     if weights is None:
         return found
     counts = (weights / weights[0]).round().clamp_max(1024).long()

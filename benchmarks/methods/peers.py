@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from methods.metrics import Classes, Groups, Numbers, functions_of
+from methods.metrics import Classes, Groups, Numbers, equal_functions
 from methods.tasks import Task
 from torch_lla_em import Compute, LinearisedLaplace, Prediction, temperature_of_neighbours
 
@@ -281,7 +281,7 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = F
     def predict(x: Tensor) -> Classes | Numbers:
         found = la.predict(x, mean=mean)
         if not found.likelihood.real_valued:
-            return Ours(found.log_probs, lambda: functions_of(found), found, calibrated)
+            return Ours(found.log_probs, lambda: equal_functions(found), found, calibrated)
         sigma = found.aleatoric.mean().sqrt().item()
         parts = found.f_mean.flatten(), found.f_covariance, sigma
         return OurNumbers(*parts, found) if calibrated else Numbers(*parts)

@@ -16,7 +16,7 @@ from torch_lla_em.jacobian.linear_model import LinearModel
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
-from torch_lla_em.prediction.functions import Component
+from torch_lla_em.prediction.mixture import Component, Mixture
 from torch_lla_em.problem.problem import Problem
 
 
@@ -177,9 +177,9 @@ def label_log_prob(prediction, y, column=None):
     columns = slice(column, None, y.shape[-1])  # with μ the log variance
     alone = prediction._map(lambda values: values[..., columns])
     own = []
-    for part in alone._components:
+    for part in alone._mixture.components:
         if part.likelihood.observation_noise is not None:
             sigma = part.likelihood.sigma_noise.expand(y.shape[-1])[columns]
             part = part._replace(likelihood=part.likelihood.with_noise(sigma))
         own.append(part)
-    return replace(alone, _components=tuple(own)).log_prob(y[..., column : column + 1])
+    return replace(alone, _mixture=Mixture(tuple(own))).log_prob(y[..., column : column + 1])

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import Adapter, BradleyTerry, Compute, LinearisedLaplace, Regression
 from torch_lla_em.likelihoods import preferred, rewards
-from torch_lla_em.prediction.functions import functions_at
+from torch_lla_em.prediction import functions_of
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
 EXACT = {
@@ -92,7 +92,7 @@ def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp
     assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-7)
     pair = la.predict((a, b))
     assert_close(pair.f_mean.diff(dim=1), model(b) - model(a))
-    functions, _ = functions_at(pair._components)
+    functions, _ = functions_of(pair)
     assert_close(la((a, b))[:, 1:], functions.diff(dim=-1).sigmoid().mean(0))
     # a single reward has a variance
     assert_close(la.predict(a).f_mean, model(a))
@@ -149,7 +149,7 @@ def test_one_weight_for_all_is_a_scale_at_another_precision():
     assert_close(cold.w_lin, plain.w_lin, rtol=1e-5, atol=1e-7)
     assert_close(cold.effective_dim, plain.effective_dim)
     p = cold.predict(case.x)  # whose likelihood is as it is
-    assert_close(p.probs, functions_at(p._components)[0].softmax(-1).mean(0))
+    assert_close(p.probs, functions_of(p)[0].softmax(-1).mean(0))
 
 
 @pytest.mark.parametrize("kind", ["cross-entropy", "mse", "bce"])

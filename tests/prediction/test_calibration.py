@@ -200,7 +200,7 @@ def test_every_calibration_starts_from_the_posterior_as_fitted(name, tmp_path):
     assert fitted.calibration is None
     la.fit(case.x, y, em_steps=1, validation=False, progress_bar=False)
     assert la.posterior_scale == fitted.posterior_scale and la.calibration is None
-    components = (len(each.predict(x)._components) for each in (la, fitted))
+    components = (len(each.predict(x)._mixture.components) for each in (la, fitted))
     assert len({*components}) == 1
 
 
@@ -212,11 +212,11 @@ def test_all_predictions_follow_the_calibration(tmp_path):
     assert la.calibrate(unseen) is la and torch.equal(function(case.x), drawn)
     assert la.calibration.before == pytest.approx(-before.item()) and la.calibration.num_rows == 30
     p = la.predict(case.x)
-    assert len(p._components) == 3 and len(p.members) == 1
+    assert len(p._mixture.components) == 3 and len(p.members) == 1
     assert_close(la(case.x), p.probs)
     assert_close(la.functional_samples(case.x), p.samples)
     alone = la.predict(case.x, mean="network")
-    assert len(alone._components) == 1
+    assert len(alone._mixture.components) == 1
     assert_close(alone.f_mean, case.model(case.x).detach())
     # so do fits that are given the validation set; the second comes from the finished checkpoint
     for _ in range(2):

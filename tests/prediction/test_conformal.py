@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
 from torch_lla_em.likelihoods import Classification, Regression
-from torch_lla_em.prediction.arrays import errors_of, p_values, quantiles
-from torch_lla_em.prediction.functions import functions_at
+from torch_lla_em.prediction import functions_of
+from torch_lla_em.prediction.arrays import p_values, quantiles
 from torch_lla_em.prediction.neighbours import largest_variance, output_variance
 from torch_lla_em.prediction.pushforward import Pushforward
 
@@ -144,7 +144,7 @@ def test_a_fit_keeps_products_and_the_largest_variance_of_training_examples(most
     x = x[torch.linspace(0, 19, min(20, most)).round().long()]
     training, Jw = la.posterior.training, la.posterior.at(x).members[0].Jw
     assert_close(training.deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
-    p = functions_at(la.predict(x, mean="linear")._components)[0].softmax(-1)
+    p = functions_of(la.predict(x, mean="linear"))[0].softmax(-1)
     H = torch.diag_embed(p.mean(0)) - torch.einsum("snc,snd->ncd", p, p) / len(p)
     leverages = torch.einsum("knc,ncd,lnd->nkl", Jw[1:], H, Jw[1:]) / 64
     due, without = (
@@ -164,7 +164,7 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
         share = (la.posterior.training.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
         assert_close(found.f_mean, share[:, None] * plain.f_mean)
-        own, other = (p._components[0].deviations for p in (found, plain))
+        own, other = (p._mixture.first.deviations for p in (found, plain))
         assert_close(own, other)
 
 
@@ -214,7 +214,7 @@ def test_thresholds_of_groups_are_those_of_their_examples_alone(blobs):
         mine = la.predict(x[500:600], groups=torch.full((100,), g))
         errors = reference.errors[reference.groups == g].sort(0).values
         bound = errors[-(-(len(errors) + 1) * 9 // 10) - 1]
-        of_all = errors_of(own, torch.zeros(100).long())
+        of_all = own._errors(torch.zeros(100).long())
         sets = mine.prediction_set(0.9)
         assert torch.equal(sets[:, 0], (of_all <= bound + prediction._ties)[:, 0])
         assert torch.equal(both[mixed == g], sets[mixed == g])
@@ -283,7 +283,7 @@ def test_weights_reach_the_ranks_and_files_keep_what_was_stated(blobs, tmp_path)
     ties = judged._scored[0], prediction._ties, judged._scored[1]
     assert_close(prediction.p_value, p_values(reference.unusual, *ties, **given))
     bounds = quantiles(reference.errors, 0.8, **given)
-    inside = errors_of(judged, torch.zeros(100).long()) <= bounds + prediction._ties
+    inside = judged._errors(torch.zeros(100).long()) <= bounds + prediction._ties
     assert torch.equal(prediction.prediction_set(0.8)[:, 0], inside[:, 0])
     safe = la.predict(x[300:400]).prediction_set(0.8)  # inputs without a weight have the largest
     assert (safe >= la.predict(x[300:400], weights=[weights.min()] * 100).prediction_set(0.8)).all()

@@ -26,7 +26,7 @@ class Scored:
 
     def predict(self, x):
         found = Compared(x.double(), torch.zeros_like(x), self.reference.unusual)
-        return SimpleNamespace(_compared_scores=lambda: found, p_value=torch.ones(len(x)))
+        return SimpleNamespace(compared=lambda: found, p_value=torch.ones(len(x)))
 
 
 def inputs(count, shift=0.0, seed=7):
@@ -191,7 +191,7 @@ def test_posteriors_ensembles_and_students_have_monitors():
         inside = p.prediction_set(0.9).gather(1, y[200:400, None])[:, 0]
         assert one.state["inside"] == inside.tolist()
         assert "flagged" in repr(one) and "coverage" in repr(one)
-        scores, among = p._compared_scores().scores, p._compared_scores().reference
+        scores, among = p.compared().scores, p.compared().reference
         assert scores.shape[1] == among.shape[1] and len(among) == 100 * (1 + (own is student))
     assert la.monitor().update(20 * x[400:])
     la.calibrate(x[:200], y[:200], groups=GROUPS)

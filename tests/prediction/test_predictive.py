@@ -18,8 +18,13 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.prediction import Prediction
-from torch_lla_em.prediction.functions import FUNCTIONS, JOINT, Component, functions_of, weights_of
-from torch_lla_em.prediction.targets import gaussians
+from torch_lla_em.prediction.mixture import (
+    FUNCTIONS,
+    JOINT,
+    Component,
+    Mixture,
+    rotated,
+)
 
 K, B, C = 9, 4, 3
 LABELS = torch.tensor([0, 2, 1, 1])
@@ -33,12 +38,12 @@ def prediction(likelihood, *sites, outputs=C, class_dim=-1, samples=K):
 def mixture(likelihood, *sites, outputs=C, class_dim=-1, weights=(0.5, 0.2, 0.3), samples=10):
     """A mixture of a posterior and of functions without uncertainty."""
     plain = prediction(likelihood, *sites, outputs=outputs, class_dim=class_dim, samples=samples)
-    (first,), functions = plain._components, draw(2, *plain._centre.shape, seed=7)
+    (first,), functions = plain._mixture.components, draw(2, *plain._f.shape, seed=7)
     none = first.deviations[:0]
     parts = [first._replace(weight=weights[0])]
     for f, weight in zip(functions, weights[1:], strict=True):
         parts.append(Component(likelihood, f, none, weight))
-    return Prediction(tuple(parts), class_dim)
+    return Prediction(Mixture(tuple(parts)), class_dim)
 
 
 def together(*predictions):
@@ -46,15 +51,17 @@ def together(*predictions):
     parts = (
         part._replace(weight=part.weight / len(predictions), owner=i)
         for i, p in enumerate(predictions)
-        for part in p._components
+        for part in p._mixture.components
     )
-    return Prediction(tuple(parts), predictions[0]._class_dim)
+    return Prediction(Mixture(tuple(parts)), predictions[0]._class_dim)
 
 
 def functions_and_mean(p, at_least=FUNCTIONS):
     """The functions of all components, and the mean over them by the components' weights."""
-    each = [c + functions_of(d, at_least) if len(d) else c[None] for _, c, d, *_ in p._components]
-    pairs = zip(weights_of(p._components), each, strict=True)
+    each = [
+        c + rotated(d, at_least) if len(d) else c[None] for _, c, d, *_ in p._mixture.components
+    ]
+    pairs = zip(p._mixture.weights, each, strict=True)
     weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in pairs])
     return torch.cat(each), lambda values: torch.tensordot(weights, values, 1)
 
@@ -113,8 +120,8 @@ def test_members_are_averages_over_functions(likelihood, class_dim, make):
     targets = y if is_class else y.movedim(-1, class_dim)
     assert_close(p.log_prob(targets), mean(each(given).exp()).log())
     together = 0.0
-    for _, centre, deviations, weight, _ in p._components:
-        f = centre + functions_of(deviations, JOINT) if len(deviations) else centre[None]
+    for _, centre, deviations, weight, _ in p._mixture.components:
+        f = centre + rotated(deviations, JOINT) if len(deviations) else centre[None]
         together = together + weight * each(of(f)).sum(1).exp().mean()
     assert_close(p.joint_log_prob(targets), together.log())
 
@@ -157,7 +164,7 @@ def test_regression_has_moments_and_gaussian_densities(has_axis):
 
 def test_single_functions_are_certain_and_others_have_their_error():
     m = mixture(Classification())
-    first = prediction_of(*m._components[0][:3])
+    first = prediction_of(*m._mixture.components[0][:3])
     assert_close(m.standard_error, 0.5 * first.standard_error)
     sure = prediction_of(Classification(), m._f, torch.zeros(1, B, C).double())
     each = m._f.log_softmax(-1).gather(1, LABELS[:, None])[:, 0]
@@ -196,20 +203,21 @@ def test_what_a_prediction_cannot_say_raises(error, words, call):
 @pytest.mark.parametrize("count", [1, 2, 5, 32, 300])
 def test_functions_keep_covariance_and_mean(count):
     deviations = draw(count, 3, 4)
-    drawn = functions_of(deviations)
+    drawn = rotated(deviations)
     flat, samples = drawn.flatten(1), deviations.flatten(1)
     assert len(drawn) == 2 if count == 1 else len(drawn) >= max(2 * count, FUNCTIONS)
     assert_close(flat.T @ flat / len(flat), samples.T @ samples / count)
     assert_close(flat.mean(0), torch.zeros(12).double(), rtol=0, atol=1e-12)
     assert_close(drawn[:count], deviations)
-    assert len(functions_of(torch.zeros(4, 2, 3000))) == 8  # mirror images only
+    assert len(rotated(torch.zeros(4, 2, 3000))) == 8  # mirror images only
 
 
 def test_samples_of_mixtures_come_in_its_shares():
     p, other = mixture(Classification(), samples=200), mixture(Classification(), samples=50)
     for first in (20, 200):
         counts = [
-            (p.samples[:first] == f).all(-1).all(-1).sum().item() for _, f, *_ in p._components[1:]
+            (p.samples[:first] == f).all(-1).all(-1).sum().item()
+            for _, f, *_ in p._mixture.components[1:]
         ]
         assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
     both = together(p, other)
@@ -247,7 +255,7 @@ def test_neither_chunks_nor_garbage_matter(monkeypatch):
         return [*values, p.joint_log_prob(y)]
 
     whole = everything()
-    monkeypatch.setattr("torch_lla_em.prediction.functions.NUMBERS", 1)
+    monkeypatch.setattr("torch_lla_em.prediction.mixture.NUMBERS", 1)
     assert_close(everything(), whole)
     for make in (prediction, mixture):
         other = make(Classification())
@@ -259,9 +267,9 @@ def test_neither_chunks_nor_garbage_matter(monkeypatch):
 
 def test_functions_first_used_in_inference_mode_can_be_differentiated():
     with torch.inference_mode():
-        functions_of(torch.randn(11, 3, 1).double())
+        rotated(torch.randn(11, 3, 1).double())
     deviations = torch.randn(11, 3, 1).double().requires_grad_()
-    functions_of(deviations).square().sum().backward()
+    rotated(deviations).square().sum().backward()
     assert deviations.grad is not None
 
 
@@ -271,12 +279,12 @@ def test_continuous_targets_have_cdf_quantiles_and_crps(likelihood, several):
     """Against numerical integration of the density, which is that of log_prob."""
     p = prediction(likelihood, outputs=2)
     if several:  # of which the second has another σ
-        kind, centre, deviations = p._components[0][:3]
+        kind, centre, deviations = p._mixture.components[0][:3]
         kind = kind if kind.observation_noise is None else Regression(0.2)
         p = together(p, prediction_of(kind, centre + 1, deviations[:0]))
     outputs, step = p.expectation.shape[1], 0.01
     grid = torch.arange(-40, 40, step, dtype=torch.float64).view(-1, 1, 1)
-    weights, means, deviations = gaussians(p, "cdf")
+    weights, means, deviations = p._mixture.gaussians()
     each = Normal(means[:, None], deviations[:, None]).log_prob(grid).exp()
     whole = (weights.view(-1, 1, 1, 1) * each).sum(0)
     if outputs == 1:  # the same density as that of log_prob
@@ -314,17 +322,21 @@ def test_quantiles_of_mixtures_have_gradients(likelihood):
     assert_close(p.quantile([0.2, 0.8])[1], p.quantile(0.8), rtol=0, atol=0)
 
 
-def test_mean_is_that_of_targets():
-    """Under every likelihood; log variances of a heteroscedastic one have a name of their own."""
-    for likelihood in KINDS:
-        p = mixture(likelihood, outputs=4)
-        assert_close(p.mean, p.expectation, rtol=0, atol=0)
+def test_expectation_is_that_of_targets():
+    """Log variances of a heteroscedastic regression have a name of their own."""
     p = mixture(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
     mean, log_variance = p.f_mean.chunk(2, 1)
-    assert_close(p.mean, mean)
+    assert_close(p.expectation, mean)
     assert_close(p.log_variance, log_variance)
-    with pytest.warns(DeprecationWarning, match="f_variance, or .predictive_variance"):
-        assert_close(p.variance, p.f_variance)
+
+
+def test_names_of_earlier_versions_raise_an_error_with_their_replacement():
+    p = prediction(Regression(0.5))
+    for name, remedy in (("mean", "f_mean.*expectation"), ("variance", "predictive_variance")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}' any more: .*{remedy}"):
+            getattr(p, name)
+    with pytest.raises(AttributeError, match="'Prediction' object has no attribute 'maen'"):
+        p.maen
 
 
 def test_a_prediction_has_few_public_names():

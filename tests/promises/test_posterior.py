@@ -260,7 +260,7 @@ def test_functions_of_random_samples_have_the_dense_covariance(name, g_prior, co
     J = exact.J[:4].flatten(0, 1)  # four inputs, jointly
     expected = J @ covariance @ J.T
     prediction = la.predict(case.x[:4])
-    deviations = (prediction.samples - prediction._centre).flatten(1)
+    deviations = (prediction.samples - prediction.f_mean).flatten(1)
     products = deviations[:, :, None] * deviations[:, None, :]
     error = products.std(0) / count**0.5
     assert ((products.mean(0) - expected).abs() < 5.5 * error).all()

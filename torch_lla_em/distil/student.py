@@ -22,10 +22,10 @@ from torch_lla_em.data import (
     paired,
     to_device,
 )
-from torch_lla_em.distil.prediction import Scores, StudentPrediction
+from torch_lla_em.distil.prediction import StudentPrediction
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, rewards
-from torch_lla_em.prediction import Monitor, Printed, likelihood_options, program_of
+from torch_lla_em.prediction import Monitor, Printed, Reference, likelihood_options, program_of
 from torch_lla_em.runtime import Adapter, files
 
 _HIDDEN = 32
@@ -99,7 +99,7 @@ class Student(Printed, nn.Module):
         network (nn.Module): The network, whose outputs have the link of the likelihood; ``head`` is
             that on its features.
         error (StudentError or None): How far its predictions are from those of the posterior.
-        reference (Scores or None): The scores of the validation set, after ``calibrate``.
+        reference (Reference or None): The scores of the validation set, after ``calibrate``.
 
     Example:
         >>> student = la.distil(x, steps=100, progress_bar=False)
@@ -114,7 +114,7 @@ class Student(Printed, nn.Module):
         super().__init__()
         self.network, self.form, self.likelihood = network, form, form.likelihood
         self.error: StudentError | None = None
-        self.reference: Scores | None = None
+        self.reference: Reference | None = None
         self._seen: dict[int, list[Tensor]] = {}
         network.get_submodule(form.last).register_forward_pre_hook(self._keep, with_kwargs=True)
         self.eval()
@@ -174,7 +174,7 @@ class Student(Printed, nn.Module):
         if not sum(len(scores) for scores, _ in found):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
         unusual, errors = map(torch.cat, zip(*found, strict=True))
-        self.reference = Scores(unusual, errors.sort(0).values)
+        self.reference = Reference(None, None, unusual, errors.sort(0).values)
         return self
 
     def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
@@ -226,7 +226,8 @@ class Student(Printed, nn.Module):
         record |= {"likelihood": likelihood, "adapter": adapter}
         student = cls(deepcopy(network), Form(**record), state["head.0.weight"].shape[1])
         student.load_state_dict(state)
-        return student.note(StudentError(*error)).requires_grad_(False)
+        error = StudentError(**dict(zip(StudentError._fields, error, strict=True)))
+        return student.note(error).requires_grad_(False)
 
     def export(
         self,
@@ -300,13 +301,16 @@ class Student(Printed, nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores and errors."""
-        return torch.cat(self.reference or [torch.empty(0, device="cpu")], -1)
+        if self.reference is None:
+            return torch.empty(0, device="cpu")
+        return torch.cat([self.reference.unusual, self.reference.errors], -1)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the ``state`` that ``get_extra_state`` has returned."""
         self.reference = None
         if state.dim() == 2:
-            self.reference = Scores(*state.tensor_split((self.form.scores,), 1))
+            unusual, errors = state.tensor_split((self.form.scores,), 1)
+            self.reference = Reference(None, None, unusual, errors)
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count, error = sum(p.numel() for p in self.parameters()), self.error

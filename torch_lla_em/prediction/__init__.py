@@ -6,7 +6,8 @@ has functions that students need as well.
 """
 
 from torch_lla_em.prediction import arrays, calibrates, exports, predictor, stored, summary
-from torch_lla_em.prediction.arrays import Interval, mean_and_error
+from torch_lla_em.prediction.arrays import Compared, Interval, mean_and_error
+from torch_lla_em.prediction.base import BasePrediction
 from torch_lla_em.prediction.calibrates import calibrate
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.check import Check, check
@@ -24,10 +25,10 @@ from torch_lla_em.prediction.posterior import (
     Setting,
     required,
 )
-from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.prediction import Prediction, functions_of
 from torch_lla_em.prediction.predictor import Mean, predict, predictions
-from torch_lla_em.prediction.printed import CALL, Printed, Table, of_examples
-from torch_lla_em.prediction.reference import Reference, Score
+from torch_lla_em.prediction.printed import CALL, Printed, Table
+from torch_lla_em.prediction.reference import Reference, Score, Stated
 from torch_lla_em.prediction.risk import RiskControl
 from torch_lla_em.prediction.stored import likelihood_options
 from torch_lla_em.prediction.summary import Accuracy, Fit, Shown, advice, usual_tolerance
@@ -49,8 +50,10 @@ from torch_lla_em.prediction.validation import (
 __all__ = [
     "CALL",
     "Accuracy",
+    "BasePrediction",
     "Calibration",
     "Check",
+    "Compared",
     "Comparison",
     "Correction",
     "Fit",
@@ -71,6 +74,7 @@ __all__ = [
     "Score",
     "Setting",
     "Shown",
+    "Stated",
     "SuspiciousTargets",
     "Table",
     "advice",
@@ -84,9 +88,9 @@ __all__ = [
     "compare",
     "covered",
     "exports",
+    "functions_of",
     "likelihood_options",
     "mean_and_error",
-    "of_examples",
     "predict",
     "predicted_data",
     "predictions",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import ceil, nan, pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,21 +243,6 @@ def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
 def conformal_set(probs: Tensor, threshold: Tensor, room: float | Tensor) -> Tensor:
     """Return the classes that are less probable than classes of at most this mass, (B, C)."""
     return mass_above(probs, room) <= threshold + room
-
-
-def errors_of(prediction: Any, y: Tensor) -> Tensor:
-    """Return the error of each prediction, (B, outputs); no columns for targets of other forms.
-
-    Of classes it is the probability of all that are more probable than the label, of values the
-    residual in predictive standard deviations.
-    """
-    likelihood, mean = prediction.likelihood, prediction.expectation
-    if has_classes(likelihood, prediction._f):
-        return mass_above(mean, rounding(mean.dtype)).gather(1, y.long()[:, None])
-    if has_values(likelihood, prediction._f):
-        errors: Tensor = (y - mean).abs() / prediction.predictive_variance.sqrt()
-        return errors.double().reshape(len(y), -1)
-    return y.new_zeros(len(y), 0, dtype=torch.float64)
 
 
 def gaussian_entropy(variance: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.arrays import errors_of, has_classes, mean_and_error
-from torch_lla_em.prediction.functions import MODE, NETWORK
+from torch_lla_em.prediction.arrays import has_classes, mean_and_error
+from torch_lla_em.prediction.mixture import MODE, NETWORK
 from torch_lla_em.prediction.neighbours import output_variance
 from torch_lla_em.prediction.pushforward import (
     Member,
@@ -23,7 +23,6 @@ from torch_lla_em.prediction.pushforward import (
 from torch_lla_em.prediction.reference import (
     Reference,
     Stated,
-    ood_scores,
     second_half,
 )
 from torch_lla_em.prediction.targets import count_labels, label_log_prob
@@ -276,8 +275,8 @@ def reference_of(
     return Reference(
         table,
         each[0][0].likelihood.observation_noise,
-        torch.cat([ood_scores(judged, *part.distances())[0] for judged, part in each]),
-        torch.cat([errors_of(judged, part.y) for judged, part in each]),
+        torch.cat([judged._scored[0] for judged, _ in each]),
+        torch.cat([judged._errors(part.y) for judged, part in each]),
         torch.tensor([len(part.y) for part in parts], device="cpu") if folds else None,
     )
 

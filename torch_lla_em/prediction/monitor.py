@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from torch_lla_em.prediction import arrays
+from torch_lla_em.prediction.base import BasePrediction
 from torch_lla_em.prediction.printed import Cells, Printed
 
 _POWERS = 0.25, 0.5, 0.75, 2.0
@@ -95,8 +96,8 @@ class Monitor(Printed):
         """
         with torch.no_grad():
             stated = {} if groups is None else {"groups": groups}
-            prediction: Any = x if isinstance(x, Printed) else self._la.predict(x, **stated)
-            found = prediction._compared_scores()
+            prediction = x if isinstance(x, BasePrediction) else self._la.predict(x, **stated)
+            found = prediction.compared()
             if _mark_of(found.reference) != self._mark:
                 raise ValueError(
                     "Inputs are compared with another validation set than that of this monitor: la "
@@ -228,10 +229,10 @@ def _cells(
     ).double()
 
 
-def _inside(prediction: Any, y: Tensor, level: float) -> list[bool]:
+def _inside(prediction: BasePrediction, y: Tensor, level: float) -> list[bool]:
     """Return which labelled targets are in their prediction set or interval."""
     likelihood = prediction.likelihood
-    y = arrays.aligned(likelihood, y, prediction._f, prediction._class_dim)
+    y = prediction._aligned(y)
     kept = likelihood.labelled(y)
     if likelihood.real_valued:
         lower, upper = prediction.interval(level)

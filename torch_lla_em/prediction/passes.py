@@ -52,7 +52,8 @@ def _pushed_by(
 
     with torch.inference_mode(False), torch.no_grad():
         data = Data(loader, device, posterior.setting.target_fn, group)
-        problem = Problem(posterior.setting.linear_model, posterior.likelihood, data)
+        setting = posterior.setting
+        problem = Problem(setting.linear_model, posterior.likelihood, data, setting.state)
         each = problem.push_forward(posterior.columns(), at)
         if group.size > 1:
             data.read()  # the share of another rank, to refuse ranks with different data

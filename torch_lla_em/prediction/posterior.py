@@ -20,7 +20,7 @@ from torch_lla_em.jacobian import LinearModel, NetworkState, require_rows
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.arrays import rounding
 from torch_lla_em.prediction.calibration import Correction
-from torch_lla_em.prediction.functions import MODE, NETWORK, SCALE
+from torch_lla_em.prediction.mixture import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
 from torch_lla_em.prediction.pushforward import (
     Member,

@@ -3,11 +3,10 @@ set."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,124 +17,127 @@ from torch_lla_em.likelihoods import (
     average,
     mean_square,
 )
-from torch_lla_em.prediction import comparison, targets
-from torch_lla_em.prediction.arrays import aligned, gaussian_entropy, rounding
-from torch_lla_em.prediction.functions import (
-    JOINT,
-    Component,
-    in_shares,
-    log_mean_exp,
-    over_rows,
-    weights_of,
+from torch_lla_em.prediction.arrays import (
+    ROUNDING,
+    Interval,
+    infinite_if_nan,
+    require_share,
+    rounding,
 )
-from torch_lla_em.prediction.printed import Cells, Printed, of_examples
-from torch_lla_em.prediction.reference import Reference, Stated, ood_scores
-from torch_lla_em.runtime import without_autocast
+from torch_lla_em.prediction.base import BasePrediction
+from torch_lla_em.prediction.gaussians import Gaussians, log_mean_exp
+from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.neighbours import centred
+from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.runtime import check_whole, without_autocast
 
-_FORMER = {"variance": "f_variance", "covariance": "f_covariance"}
-"""Names of 0.4, which work for one more version, and what replaces them."""
+
+class Origin(Protocol):
+    """What a prediction was made of: the ``Pushforward`` of its inputs."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the first posterior."""
+
+    def member(self, i: int) -> Origin:
+        """Return the inputs under one of the posteriors."""
+
+    def distances(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the distances to the nearest training example, and their unit."""
+
+    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
+        """Return the prediction by a table of components."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Prediction(Printed):
+class Prediction(BasePrediction):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
     ``f_mean``, ``f_variance``, ``f_covariance`` and ``samples`` are those of the network's function
-    f, without observation noise; ``mean``, ``predictive_variance``, ``probs`` and what follows from
-    them are those of targets y. After ``calibrate``, ``p_value``, ``is_ood``, ``prediction_set``
-    and ``interval`` compare the inputs with the validation set. All shapes are those of the
-    network's outputs, (B, ..., C). ``print`` shows a table.
+    f, without observation noise; ``expectation``, ``predictive_variance``, ``probs`` and what
+    follows from them are those of targets y. After ``calibrate``, ``p_value``, ``is_ood``,
+    ``prediction_set`` and ``interval`` compare the inputs with the validation set. All shapes are
+    those of the network's outputs, (B, ..., C). ``print`` shows a table.
 
     Example:
         >>> prediction = la.predict(x)
         >>> classes, uncertainty = prediction.probs.argmax(1), prediction.epistemic
     """
 
-    _components: tuple[Component, ...]
+    _mixture: Mixture
     _class_dim: int = -1
-    """The axis of the classes in the network's outputs."""
-
-    _origin: Any = None
-    """The ``Pushforward`` that it was made of; None: it cannot be compared with a validation
-    set."""
+    _origin: Origin | None = None
+    """None: it cannot be compared with a validation set."""
 
     _reference: Reference | None = None
     """The scores of validation examples that inputs are compared with."""
 
     _stated: Stated = Stated()
-    """The groups and weights of the inputs, if the reference has any."""
-
     _room: float = 0.0
     """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
+
+    _title = "Prediction"
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, of an ensemble that of the first member: they may differ in σ."""
-        return self._components[0].likelihood
+        return self._mixture.first.likelihood
 
     @cached_property
     def members(self) -> tuple[Prediction, ...]:
         """The prediction of each posterior: of a single one, or of all members of an ensemble."""
-        every = range(1 + self._components[-1].owner)
+        every = range(1 + self._mixture.components[-1].owner)
         return tuple(
-            replace(self._of_owner(k), _origin=self._origin and self._origin.member(k))
+            replace(
+                self,
+                _mixture=self._mixture.of_owner(k),
+                _origin=None if self._origin is None else self._origin.member(k),
+            )
             for k in every
         )
 
-    def _of_owner(self, number: int) -> Prediction:
-        """Return the prediction of one posterior alone."""
-        owners = [part.owner for part in self._components]
-        weights = weights_of(self._components)[[i for i, n in enumerate(owners) if n == number]]
-        own = [part for part in self._components if part.owner == number]
-        pairs = zip(own, weights / weights.sum(), strict=True)
-        parts = tuple(part._replace(weight=weight, owner=0) for part, weight in pairs)
-        return replace(self, _components=parts, _origin=None)
+    @property
+    def _members(self) -> tuple[Prediction, ...]:
+        return self.members
 
-    def _map(self, change: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> Prediction:
-        """Return the prediction of some inputs, alone, with tensors changed whose last axes are (B,
-        ..., C)."""
-        parts = (
-            part._replace(
-                centre=change(part.centre[rows]), deviations=change(part.deviations[:, rows])
-            )
-            for part in self._components
-        )
-        return Prediction(tuple(parts), self._class_dim)
+    def _map(
+        self, change: Callable[[Tensor], Tensor], rows: slice | Tensor = slice(None)
+    ) -> Prediction:
+        return Prediction(self._mixture.mapped(change, rows), self._class_dim)
 
     @property
     def _f(self) -> Tensor:
-        """The mean of the first component, for its shape, dtype and device."""
-        return self._components[0].centre
+        return self._mixture.first.centre
+
+    @property
+    def _ties(self) -> float:
+        return max(self._room, rounding(self._f.dtype))
 
     # f
 
     @property
-    def _centre(self) -> Tensor:
-        """The mean of f, with the classes last."""
-        return self._averaged(part.centre for part in self._components)
-
-    @property
     def f_mean(self) -> Tensor:
         """The mean of f, shape (B, ..., C)."""
-        return self._shaped(self._centre)
+        return self._shaped(self._mixture.centre())
 
     @property
     def f_variance(self) -> Tensor:
         """The variance of f, without observation noise, shape (B, ..., C)."""
-        within = (mean_square(part.deviations) for part in self._components)
-        return self._shaped(self._total(within, [part.centre for part in self._components]))
+        parts = self._mixture.components
+        within = (mean_square(part.deviations) for part in parts)
+        return self._shaped(self._mixture.variance(within, [part.centre for part in parts]))
 
     @property
     def f_covariance(self) -> Tensor:
         """The covariance of f over all inputs and outputs, of ``f_mean.flatten()``, (B C, B C)."""
-        mean, blocks = self._centre, []
+        mean, blocks = self._mixture.centre(), []
         with without_autocast(mean.device):
-            for part in self._components:
+            for part in self._mixture.components:
                 size = max(1, len(part.deviations)) ** 0.5
                 rows = torch.cat([part.deviations / size, (part.centre - mean)[None]])
                 rows = self._shaped(rows, 1).flatten(1)
                 blocks.append(rows.T @ rows)
-        return self._averaged(blocks)
+        return self._mixture.mean(blocks)
 
     @property
     def samples(self) -> Tensor:
@@ -144,55 +146,26 @@ class Prediction(Printed):
         Further components replace some of them in proportion to their weight. An
         ensemble has the samples of all members.
         """
-        drawn = []
-        for member in self.members:
-            first, *others = member._components
-            samples = first.centre + first.deviations
-            if others:
-                functions = [part.centre for part in others]
-                samples = in_shares(samples, functions, weights_of(member._components))
-            drawn.append(samples)
-        return self._shaped(torch.cat(drawn), 1)
-
-    def _joint_deviations(self) -> Tensor:
-        """Return samples minus the mean, classes last: those of the posterior, or those of all
-        posteriors."""
-        if self._components[-1].owner == 0:
-            return self._components[0].deviations
-        mean = self._centre
-        return torch.cat([m._components[0].deviations + (m._centre - mean) for m in self.members])
+        each = [member._mixture.samples() for member in self.members]
+        return self._shaped(torch.cat(each), 1)
 
     # y
 
     @property
     def expectation(self) -> Tensor:
         """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        mean, parts = self.likelihood.mean, self._components
+        mean, mixture = self.likelihood.mean, self._mixture
         if self.likelihood.real_valued:
-            return self._shaped(mean(self._centre))
-        return self._shaped(over_rows(parts, lambda f, weights, _: average(mean(f), weights)))
-
-    @property
-    def mean(self) -> Tensor:
-        """The same as ``expectation``, under every likelihood."""
-        return self.expectation
+            return self._shaped(mean(mixture.centre()))
+        return self._shaped(mixture.over_rows(lambda f, weights, _: average(mean(f), weights)))
 
     @property
     def log_variance(self) -> Tensor:
         """The mean of the log variance of the noise, (B, ..., C), that a heteroscedastic network
         predicts."""
         holds = isinstance(self.likelihood, HeteroscedasticRegression)
-        targets.require_kind(holds, self, "log_variance", "its network predicts no noise")
-        return self._shaped(self._centre.chunk(2, -1)[1])
-
-    @property
-    def predictive_variance(self) -> Tensor:
-        """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each
-        indicator."""
-        if self.likelihood.gives_probabilities:
-            return self.probs * (1 - self.probs)
-        aleatoric, epistemic = self._uncertainties()
-        return self._shaped(aleatoric + epistemic)
+        self._require(holds, "log_variance", "its network predicts no noise")
+        return self._shaped(self._mixture.centre().chunk(2, -1)[1])
 
     @property
     def standard_error(self) -> Tensor:
@@ -206,88 +179,41 @@ class Prediction(Printed):
         # an average over a sample and its mirror image is nearly quadratic in it, so its spread
         # over samples is that of their covariance, which rotations do not reduce
         variances = []
-        for own in self.members:
-            first = own._components[0]
-            mean, K = own.likelihood.mean, len(first.deviations)
+        for member in self.members:
+            first = member._mixture.first
 
-            def squared(f: Tensor, *_: Any, mean: Any = mean, K: int = K) -> Tensor:
-                values, half = mean(f), len(f) // 2
+            def squared(f: Tensor, weights: Tensor | None, rows: slice) -> Tensor:
+                values, half, K = first.likelihood.mean(f), len(f) // 2, len(first.deviations)
                 pairs = 0.5 * (values[:K] + values[half : half + K])
                 # NaN for a single sample, and 0 without
                 apart: Tensor = (pairs - pairs.mean(0)).square().sum(0)
                 return apart / (K * (K - 1) if K else 1)
 
-            variances.append(weights_of(own._components)[0] ** 2 * over_rows([first], squared))
+            weight = member._mixture.weights[0]
+            variances.append(weight**2 * Mixture((first,)).over_rows(squared))
         return self._shaped((torch.stack(variances).mean(0) / len(variances)).sqrt())
 
-    @property
-    def probs(self) -> Tensor:
-        """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a
-        probability."""
-        self._require_probabilities("probs")
-        return self.expectation
-
-    @property
-    def log_probs(self) -> Tensor:
-        """The logarithm of ``probs``, (B, ..., C), which is finite even if they underflow."""
-        self._require_probabilities("log_probs")
+    def _log_expectation(self) -> Tensor:
         log_mean = self.likelihood.log_mean
+        return self._mixture.over_rows(lambda f, weights, _: log_mean_exp(log_mean(f), weights))
 
-        def averaged(f: Tensor, weights: Tensor | None, _: slice) -> Tensor:
-            return log_mean_exp(log_mean(f), weights)
-
-        return self._shaped(over_rows(self._components, averaged))
-
-    @property
-    def entropy(self) -> Tensor:
-        """The entropy of y in nats: one value per label for classes, (B, ...), else per output.
-
-        For regression it is that of a Gaussian with the same mean and variance.
-        """
-        if self.likelihood.real_valued:
-            return gaussian_entropy(self.predictive_variance)
+    def _entropy(self) -> Tensor:
         entropy = self.likelihood.entropy
-        return self._shaped(over_rows(self._components, lambda f, w, _: entropy(f, w)))
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """Uncertainty that more data would not reduce: expected entropy, or E[Var[y | f]]."""
-        return self._shaped(self._uncertainties()[0])
-
-    @property
-    def epistemic(self) -> Tensor:
-        """Uncertainty that more data would reduce: mutual information, or Var[E[y | f]]."""
-        return self._shaped(self._uncertainties()[1])
+        return self._mixture.over_rows(lambda f, weights, _: entropy(f, weights))
 
     def _uncertainties(self) -> tuple[Tensor, Tensor]:
-        """Return the aleatoric and the epistemic uncertainty, classes last."""
-        likelihood, mean, parts = self.likelihood, self.likelihood.mean, self._components
+        likelihood, mean, mixture = self.likelihood, self.likelihood.mean, self._mixture
         if likelihood.observation_noise is not None:  # mean is linear
+            parts = mixture.components
             within = (mean_square(mean(part.deviations)) for part in parts)
-            spread = self._total(within, [mean(part.centre) for part in parts])
+            spread = mixture.variance(within, [mean(part.centre) for part in parts])
             noises = (part.likelihood.variance(part.centre) for part in parts)
-            return self._averaged(noises), spread
-        both = over_rows(parts, lambda f, w, _: torch.stack(likelihood.uncertainties(f, w)), 1)
+            return mixture.mean(noises), spread
+        both = mixture.over_rows(lambda f, w, _: torch.stack(likelihood.uncertainties(f, w)), 1)
         return both[0], both[1]
 
-    credible_interval, sample = targets.credible_interval, targets.sample
-    cdf, quantile, crps = targets.cdf, targets.quantile, targets.crps
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n) of each example by itself, (B,).
-
-        For an example with several labels, such as pixels, tokens or outputs, it is their joint
-        log-probability: they depend on each other through the posterior (the outputs of one
-        regression are independent). ``calibrate``, ``compare`` and ``report`` judge each label by
-        itself. For classes that is ``nll_loss(prediction.log_probs, y)``.
-
-        Args:
-            y (Tensor): Targets, as in the training data.
-
-        Example:
-            >>> nll = -la.predict(x).log_prob(y).mean()
-        """
-        return self._log_density(self._aligned(y))
+    def _log_density(self, y: Tensor) -> Tensor:
+        return self._mixture.log_density(y)
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
         """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed
@@ -296,47 +222,125 @@ class Prediction(Printed):
         Args:
             y (Tensor): Targets, as in the training data.
         """
-        return self._log_density(self._aligned(y), joint=True)
+        return self._mixture.log_density(self._aligned(y), joint=True)
 
-    def _log_density(self, y: Tensor, joint: bool = False) -> Tensor:
-        """Return the same of targets that are aligned; ``joint``: of all inputs together."""
-        every = []
-        for part in self._components:
-            log_prob = part.likelihood.log_prob
-            total = part.likelihood.predictive_log_prob(part.centre, part.deviations, y, joint)
-            if total is None and joint:
-                each = over_rows([part], lambda f, _, rows: log_prob(f, y[rows]), 1, JOINT)
-                total = log_mean_exp(each.sum(1))
-            elif total is None:
-                total = over_rows([part], lambda f, _, rows: log_mean_exp(log_prob(f, y[rows])))
-            every.append(total)
-        return log_mean_exp(torch.stack(every), weights_of(self._components))
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training
+        data.
+
+        Args:
+            n (int): Number of draws. Default 1.
+            generator (torch.Generator, optional): Source of randomness. Default None: torch's own.
+
+        Example:
+            >>> y = regression.predict(x).sample(100)
+        """
+        check_whole(1, n=n)
+        return self._shaped(self._mixture.sample(n, generator), 1)
+
+    def credible_interval(self, level: float = 0.95) -> Interval:
+        """Return the interval of continuous targets between equal tails.
+
+        Args:
+            level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
+                guaranteed coverage use ``interval``, after ``calibrate``.
+
+        Returns:
+            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, ..., C).
+
+        Example:
+            >>> lower, upper = regression.predict(x).credible_interval(0.9)
+        """
+        half = 0.5 * require_share(level)
+        lower, upper = self.quantile([0.5 - half, 0.5 + half])
+        return Interval(lower, upper)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y <= y) of each continuous output on its own, (B, ..., C).
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+        """
+        return self._shaped(self._gaussians("cdf").cdf(self._aligned(y)))
+
+    def quantile(self, q: float | Sequence[float] | Tensor) -> Tensor:
+        """Return the value that each continuous output is below with probability q, (B, ..., C).
+
+        It is differentiable in the inputs.
+
+        Args:
+            q (float, sequence or Tensor): A probability between 0 and 1; of several, the result has
+                one more axis in front, (levels, B, ..., C).
+
+        Example:
+            >>> median = regression.predict(x).quantile(0.5)
+            >>> lower, upper = regression.predict(x).quantile([0.05, 0.95])
+        """
+        mixture = self._gaussians("quantile")
+        levels = torch.as_tensor(q, dtype=torch.float64, device="cpu")
+        if levels.dim() > 1 or not levels.numel():
+            raise ValueError(f"q must be one probability or a list of them, not {q}.")
+        each = [
+            self._shaped(mixture.quantile(require_share(level, "q")))
+            for level in levels.flatten().tolist()
+        ]
+        return torch.stack(each) if levels.dim() else each[0]
+
+    def crps(self, y: Tensor) -> Tensor:
+        """Return the continuous ranked probability score of each output, (B, ..., C); lower is
+        better.
+
+        Args:
+            y (Tensor): Targets, as in the training data.
+
+        Example:
+            >>> score = regression.predict(x).crps(regression.predict(x).expectation).mean()
+        """
+        return self._shaped(self._gaussians("crps").crps(self._aligned(y)))
+
+    def _gaussians(self, name: str) -> Gaussians:
+        """Return the Gaussians whose mixture the targets are, for a method of this name."""
+        self._require(self.likelihood.real_valued, name, "its targets are not continuous")
+        return self._mixture.gaussians()
 
     # comparison with a validation set
 
     @cached_property
     def _scored(self) -> tuple[Tensor, Tensor]:
-        """The out-of-distribution scores that p-values compare, and their units."""
-        return ood_scores(self, *(self._origin.distances() if self._origin else (None, None)))
+        """Scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each, by
+        which it is rounded."""
+        distances, unit = (None, None) if self._origin is None else self._origin.distances()
+        likelihood = self.likelihood
+        # small scores are differences of large numbers
+        double = self._map(Tensor.double)
+        if likelihood.real_valued:
+            aleatoric, epistemic = double._uncertainties()
+            variance = epistemic = epistemic / aleatoric
+        else:
+            deviations = double._mixture.deviations()
+            epistemic = variance = centred(likelihood, deviations).square().mean(0)
+            if likelihood.gives_probabilities:
+                epistemic = double._uncertainties()[1]
+        scores = [epistemic, variance] if distances is None else [epistemic]
+        columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
+        units = torch.full((2,), ROUNDING, dtype=torch.float64, device=self._f.device)
+        if distances is not None and unit is not None:
+            # training examples are stored where vectors are
+            columns.append(distances.to(columns[0]))
+            units = torch.stack([units[0], torch.ones_like(units[0]), unit.to(units)])
+        return infinite_if_nan(torch.cat(columns, 1)), units
 
-    @property
-    def p_value(self) -> Tensor:
-        """Conformal p-value of each input for being from the validation set's distribution, (B,).
-
-        It is the share of reference examples that are at least as unusual as the input, the input
-        included. For inputs from that distribution, P(p_value <= rate) <= rate; with ``groups``
-        within each of them. An example is unusual if its ``epistemic`` uncertainty, or its
-        distances to the nearest training example are large; ``p_values`` takes some of these scores
-        alone.
-
-        Raises:
-            ValueError: Before ``calibrate``.
-        """
-        return self.p_values()
-
-    p_values, is_ood, _judged = comparison.p_values, comparison.is_ood, comparison.judged
-    _compared_scores = comparison.compared
-    prediction_set, interval = comparison.prediction_set, comparison.interval
+    def _judged(self, name: str) -> tuple[Reference, Prediction]:
+        reference = self._reference
+        if self._origin is None or reference is None:
+            several = self._mixture.is_of_several
+            la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
+            raise ValueError(
+                f"{name} compares inputs with a validation set, but this prediction has none. Call "
+                f"{la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean=."
+            )
+        reference.agree(self._stated)
+        return reference, self._by_reference
 
     @cached_property
     def _by_reference(self) -> Prediction:
@@ -344,53 +348,10 @@ class Prediction(Printed):
         reference, sigma, noise = self._reference, self._origin.likelihood.observation_noise, None
         if reference.sigma is not None and sigma is not None:
             noise = reference.sigma / sigma.to(reference.sigma)
-        found: Prediction = self._origin.prediction(reference.table, noise)
-        return replace(found, _class_dim=-1)
+        return replace(self._origin.prediction(reference.table, noise), _class_dim=-1)
 
-    @property
-    def _ties(self) -> float:
-        """Relative difference up to which scores are ties."""
-        return max(self._room, rounding(self._f.dtype))
 
-    def _aligned(self, y: Tensor) -> Tensor:
-        """Return targets with the outputs last; raise an error if they do not fit."""
-        return aligned(self.likelihood, y, self._f, self._class_dim)
-
-    def _require_probabilities(self, name: str) -> None:
-        holds = self.likelihood.gives_probabilities
-        targets.require_kind(holds, self, name, "its E[y] is not a probability")
-
-    def _averaged(self, values: Iterable[Tensor]) -> Tensor:
-        """Return the mean of a quantity over the components."""
-        first, *others = values
-        if not others:
-            return first
-        return average(torch.stack([first, *others]), weights_of(self._components))
-
-    def _total(self, within: Iterable[Tensor], means: Sequence[Tensor]) -> Tensor:
-        """Return the mean of a variance over the components, plus the variance of a mean."""
-        first, *others = within
-        if not others:
-            return first
-        mean, pairs = self._averaged(means), zip([first, *others], means, strict=True)
-        return self._averaged(v + (m - mean).square() for v, m in pairs)
-
-    def _shaped(self, values: Tensor, leading: int = 0) -> Tensor:
-        """Move the classes, if there are any, back to their axis in the outputs, after ``leading``
-        axes."""
-        axis = self._class_dim
-        if axis == -1 or values.dim() < self._f.dim() + leading:
-            return values
-        return values.movedim(-1, axis + leading if axis >= 0 else axis)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FORMER:
-            raise AttributeError(f"A Prediction has no attribute {name!r}.")
-        words = (
-            f"Prediction.{name} is that of f, without observation noise: write .{_FORMER[name]}, or"
-        )
-        warnings.warn(f"{words} .predictive_variance for y.", DeprecationWarning, stacklevel=2)
-        return getattr(self, _FORMER[name])
-
-    def _table(self) -> tuple[str, Cells]:
-        return of_examples("Prediction", self)
+def functions_of(prediction: Prediction) -> tuple[Tensor, Tensor | None]:
+    """Return the functions whose averages a prediction's quantities are, (S, B, ..., C) with the
+    classes last, and their weights, (S,); None: all are equal."""
+    return prediction._mixture.functions()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.arrays import NUMBERS
-from torch_lla_em.prediction.functions import MODE, SCALE, Component
+from torch_lla_em.prediction.mixture import MODE, SCALE, Component, Mixture
 from torch_lla_em.prediction.neighbours import TrainingExamples, output_variance
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.reference import Reference
@@ -129,12 +129,12 @@ class Pushforward(NamedTuple):
         """Return the prediction by a table of components, for regression with σ times ``noise``."""
         count = len(self.members)
         tables = table if isinstance(table, tuple) else (table,) * count
-        components = [
+        components = tuple(
             component
             for i, (member, own) in enumerate(zip(self.members, tables, strict=True))
             for component in member.components(own, noise, count, i)
-        ]
-        return Prediction(tuple(components), self.class_dim, self, reference, _room=room)
+        )
+        return Prediction(Mixture(components), self.class_dim, self, reference, _room=room)
 
     def network(self) -> Prediction:
         """Return the prediction of the network alone, which has no samples."""

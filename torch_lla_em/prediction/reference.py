@@ -14,13 +14,10 @@ from torch import Tensor
 
 from torch_lla_em.data import Values
 from torch_lla_em.prediction.arrays import (
-    ROUNDING,
-    infinite_if_nan,
     p_values,
     quantiles,
     require,
 )
-from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.runtime import check_choice
 
 Score = Literal["all", "epistemic", "distance"]
@@ -98,8 +95,8 @@ class Reference(NamedTuple):
     has not seen it.
     """
 
-    table: Tensor
-    """The components of predictions, fitted to the first half."""
+    table: Tensor | None
+    """The components of predictions, fitted to the first half; None of a student."""
 
     sigma: Tensor | None
     """The observation noise of a regression, fitted to the first half."""
@@ -227,33 +224,6 @@ def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -
     starts = torch.searchsorted(in_order, in_order)  # the first of each label
     places = torch.arange(len(labels), device=labels.device) - starts
     return torch.zeros_like(labels, dtype=torch.bool).scatter(0, order, places % 2 == 1)
-
-
-def ood_scores(
-    prediction: Any, distances: Tensor | None, unit: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each,
-    by which it is rounded.
-
-    Distances are (B, 2), if they are known, of which the second has this ``unit``, ().
-    """
-    likelihood = prediction.likelihood
-    # small scores are differences of large numbers
-    double = prediction._map(Tensor.double)
-    if likelihood.real_valued:
-        aleatoric, epistemic = double._uncertainties()
-        variance = epistemic = epistemic / aleatoric
-    else:
-        epistemic = variance = centred(likelihood, double._joint_deviations()).square().mean(0)
-        if likelihood.gives_probabilities:
-            epistemic = double._uncertainties()[1]
-    scores = [epistemic, variance] if distances is None else [epistemic]
-    columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
-    units = torch.full((2,), ROUNDING, dtype=torch.float64, device=prediction._f.device)
-    if distances is not None and unit is not None:
-        columns.append(distances.to(columns[0]))  # training examples are stored where vectors are
-        units = torch.stack([units[0], torch.ones_like(units[0]), unit.to(units)])
-    return infinite_if_nan(torch.cat(columns, 1)), units
 
 
 def chosen(score: Score, computed: int, known: int) -> list[int]:

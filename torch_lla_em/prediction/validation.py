@@ -133,10 +133,11 @@ class PredictedData(NamedTuple):
 
         Each half of the examples has the temperature that fits the other half.
         """
-        if not self.network.likelihood.gives_probabilities or self.network._origin is None:
+        origin = self.network._origin
+        if not self.network.likelihood.gives_probabilities or not isinstance(origin, Pushforward):
             return None
         with torch.inference_mode(False), torch.no_grad():
-            return replace(with_temperature(self.network._origin).network(), _class_dim=-1)
+            return replace(with_temperature(origin).network(), _class_dim=-1)
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Return ``per_label`` of the posterior and of the network alone."""
@@ -254,7 +255,7 @@ def compare(
         }
     if not posteriors:
         raise ValueError("compare takes one posterior or more.")
-    every = {name: required(la, surely=True) for name, la in posteriors.items()}
+    every = {name: required(la) for name, la in posteriors.items()}
     likelihoods = [record.likelihood for record in every.values()]
     if len({(each.real_valued, each.gives_probabilities) for each in likelihoods}) > 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, Rows
+from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, warn_if_mistaken
 from torch_lla_em.problem.loss import Loss, TargetFacts, check_weights, has_offset
 from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
@@ -49,7 +49,14 @@ class Problem:
     their mean. All vectors here are in weight space; solvers see them through ``operators.py``.
     """
 
-    def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
+    def __init__(
+        self,
+        linear_model: LinearModel,
+        likelihood: Likelihood,
+        data: Data,
+        state: NetworkState | None = None,
+    ):
+        """``state``: what the network is known to be; None: what it is now."""
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         self.layout, self.dtype = linear_model.layout, linear_model.dtype
         self.size = self.layout.size
@@ -63,7 +70,7 @@ class Problem:
 
         if data.is_weighted:
             check_weights(likelihood)
-        self.sweep = Sweep(linear_model, likelihood, data)
+        self.sweep = Sweep(linear_model, likelihood, data, state)
         self._point: Tensor | None = None
         """The w of J w at which H is evaluated, (1, P); None: at the network's own outputs."""
 

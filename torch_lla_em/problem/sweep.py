@@ -126,7 +126,13 @@ class Sweep:
     """Takes passes over the data; if memory runs out, with fewer columns at a time, then with fewer
     examples."""
 
-    def __init__(self, linear_model: LinearModel, likelihood: Likelihood, data: Data):
+    def __init__(
+        self,
+        linear_model: LinearModel,
+        likelihood: Likelihood,
+        data: Data,
+        state: NetworkState | None = None,
+    ):
         self.linear_model, self.data, self._likelihood = linear_model, data, likelihood
         self.plan = Plan(linear_model.network.device)
         """The plan, with the limits that were found when memory ran out."""
@@ -143,7 +149,7 @@ class Sweep:
         """Whether tensors of this pass are finite, read once, at its end, and the errors if they
         are not."""
 
-        self.begun_with = NetworkState(linear_model.network)
+        self.begun_with = NetworkState(linear_model.network) if state is None else state
         """What the network was at the start, and has to be until the end."""
 
         self._after_batch: Callable[[], None] | None = None

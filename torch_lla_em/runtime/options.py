@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from math import inf
 from numbers import Integral, Real
@@ -120,13 +120,21 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
         raise error(f"{name}={value!r} is not known: choose one of {expected}.")
 
 
-def refuse_former(owner: str, given: dict[str, Any], former: dict[str, str]) -> None:
-    """Raise an error for arguments that are not known, with what replaces those of earlier
-    versions."""
+def refuse_former(
+    owner: str,
+    given: Iterable[str],
+    former: Mapping[str, str],
+    kind: Literal["argument", "attribute", "name"] = "argument",
+) -> None:
+    """Raise an error for arguments, attributes or names to import that are not known, with what
+    replaces those of earlier versions."""
+    errors = {"argument": TypeError, "attribute": AttributeError, "name": ImportError}
     for name in given:
-        if name not in former:
+        if name in former:
+            raise errors[kind](f"{owner} has no {kind} {name!r} any more: {former[name]}.")
+        if kind == "argument":
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
-        raise TypeError(f"{owner} has no argument {name!r} any more: {former[name]}.")
+        raise AttributeError(f"{owner} has no attribute {name!r}")
 
 
 def require(

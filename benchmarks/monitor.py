@@ -33,7 +33,7 @@ from torch import Tensor
 
 from torch_lla_em import LinearisedLaplace
 from torch_lla_em.prediction import Monitor
-from torch_lla_em.prediction.arrays import Compared
+from torch_lla_em.prediction.conformal import Compared
 
 RATES, POWERS, WINDOW, BEFORE, ORDERS = (0.1, 0.01, 0.001), (0.25, 0.5, 0.75, 2.0), 100, 300, 20
 NETWORKS = {"LeNet": lenet, "CNN with BatchNorm": images.batch_norm}

@@ -20,7 +20,7 @@ from torch_lla_em.prediction import (
     Fit,
     Posteriors,
     Record,
-    calibrates,
+    calibrated_by_folds,
     required,
     stored,
 )
@@ -166,7 +166,7 @@ class LaplaceEnsemble(Predicts):
             fold_of[out] = k
         ensemble = cls(members)
         known = Posteriors(required(ensemble).members)
-        ensemble.take(calibrates.calibrated_by_folds(known, unseen))
+        ensemble.take(calibrated_by_folds(known, unseen))
         ensemble.folds = fold_of
         return ensemble
 

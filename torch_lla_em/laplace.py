@@ -49,12 +49,13 @@ from torch_lla_em.prediction import (
     Posterior,
     Record,
     Setting,
-    calibrates,
+    calibrated_on,
     required,
     stored,
     summary,
     usual_tolerance,
     warn_of_collapse,
+    without_validation,
 )
 from torch_lla_em.predicts import Predicts
 from torch_lla_em.problem import Plan, Problem
@@ -402,9 +403,9 @@ class LinearisedLaplace(Predicts):
             unseen = self._data(held_out, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, progress_bar, unseen)
         if held_out is not None:
-            found = found.corrected(calibrates.calibrated_on(found, held_out))
+            found = found.corrected(calibrated_on(found, held_out))
         elif validation is None and em_steps and _is_partial(found.setting.linear_model):
-            found = calibrates.without_validation(found, data, weights)
+            found = without_validation(found, data, weights)
         self.take(found)
         self.trained_with = data, weights
         return self

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from torch_lla_em.data import AnyInputs, GivenWeights, Inputs, Loader, Values, paired
 from torch_lla_em.distil import Student, Way, distil
 from torch_lla_em.prediction import (
+    LOADERS,
     Calibration,
     Check,
     Fit,
@@ -25,10 +27,13 @@ from torch_lla_em.prediction import (
     Score,
     SuspiciousTargets,
     Table,
-    calibrates,
+    calibrate,
     check,
-    exports,
-    predictor,
+    export,
+    predict,
+    predictions,
+    require_one_shape,
+    required,
     summary,
     suspicious,
 )
@@ -90,7 +95,17 @@ class Predicts(Printed, nn.Module):
                 "inputs of the model: pass all inputs by name, or all in one tuple or dict. "
                 "Options, such as mean, are those of predict."
             )
-        return predictor.forward(self, inputs or x)
+        if not isinstance(x, LOADERS):
+            found = predict(self, inputs or x)
+            if found.likelihood.real_valued:
+                return found.expectation, found.predictive_variance
+            return found.expectation
+        is_real, means, variances = required(self).likelihood.real_valued, [], []
+        for found in predictions(self, x):
+            means.append(found.expectation)
+            variances += [found.predictive_variance] if is_real else []
+        require_one_shape(means, "predict batch by batch, with la.predictions(loader).")
+        return (torch.cat(means), torch.cat(variances)) if is_real else torch.cat(means)
 
     def predict(
         self,
@@ -126,7 +141,7 @@ class Predicts(Printed, nn.Module):
         Example:
             >>> uncertainty = la.predict(x).epistemic
         """
-        return predictor.predict(self, x, mean, groups=groups, weights=weights)
+        return predict(self, x, mean, groups=groups, weights=weights)
 
     def predictions(self, loader: Loader, mean: Mean | None = None) -> Iterator[Prediction]:
         """Yield the predictive distribution at each batch of a loader, in the order of its dataset.
@@ -150,7 +165,7 @@ class Predicts(Printed, nn.Module):
         Example:
             >>> uncertainty = torch.cat([batch.epistemic for batch in la.predictions(loader)])
         """
-        return predictor.predictions(self, loader, mean)
+        return predictions(self, loader, mean)
 
     def is_ood(
         self,
@@ -177,7 +192,9 @@ class Predicts(Printed, nn.Module):
         Example:
             >>> suspicious = la.is_ood(x, rate=0.1)
         """
-        return predictor.is_ood(self, x, rate, groups=groups, score=score)
+        if isinstance(x, LOADERS) and groups is None:
+            return torch.cat([each.is_ood(rate, score) for each in predictions(self, x)])
+        return predict(self, x, groups=groups).is_ood(rate, score)
 
     def functional_samples(self, x: AnyInputs) -> Tensor:
         """Return ``predict(x).samples``: samples of f at x, shape (K, B, ..., C), joint over
@@ -189,7 +206,7 @@ class Predicts(Printed, nn.Module):
         Example:
             >>> spread = la.functional_samples(x).std(0)
         """
-        return predictor.functional_samples(self, x)
+        return predict(self, x).samples
 
     def calibrate(
         self: Own,
@@ -244,7 +261,7 @@ class Predicts(Printed, nn.Module):
             >>> improvement = str(la.calibrate(x, y).calibration)
             >>> la.calibrate(x, y, groups="classes")  # doctest: +SKIP
         """
-        self.take(calibrates.calibrate(self, x, y, groups=groups, weights=weights))
+        self.take(calibrate(self, x, y, groups=groups, weights=weights))
         return self
 
     def check(
@@ -426,7 +443,7 @@ class Predicts(Printed, nn.Module):
         Example:
             >>> program = la.export(x).module()  # doctest: +SKIP
         """
-        return exports.export(self, x, path, level=level, p_value=p_value)
+        return export(self, x, path, level=level, p_value=p_value)
 
     def report(
         self,

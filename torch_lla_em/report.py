@@ -68,7 +68,8 @@ def report(
     if record.correction.reference is not None:
         with suppress(TypeError, ValueError):  # labels of pixels, counts, or too few examples
             found = check(la, loader)
-            to_do, covered = to_do + found.problems, Table(*found._table())._repr_html_()
+            name, coverage = found._table()
+            to_do, covered = to_do + found.problems, Table(name, coverage)._repr_html_()
     with suppress(TypeError):  # a likelihood of one's own
         cells = suspicious_among(rows).cells(12)
         covered += Table("Targets that may be wrong", cells)._repr_html_()

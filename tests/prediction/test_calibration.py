@@ -18,9 +18,11 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction import targets
-from torch_lla_em.prediction.calibration import Calibration, calibrated, most_probable, numbers_of
+from torch_lla_em.prediction.calibration import Calibration, calibrated
+from torch_lla_em.prediction.numbers import most_probable, numbers_of
 from torch_lla_em.prediction.pushforward import Member, Pushforward, posterior_alone
+from torch_lla_em.prediction.scores import count_labels
+from torch_lla_em.prediction.scores import label_log_prob as label_log_probs
 from torch_lla_em.prediction.summary import of_calibration
 
 PLAIN = posterior_alone()
@@ -123,7 +125,7 @@ def test_labels_are_judged_one_at_a_time(kind, members):
     data = Pushforward(every[:members], y)
     table = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
     prediction = data.prediction(PLAIN if isinstance(likelihood, Regression) else table)
-    each = targets.label_log_prob(prediction, y)
+    each = label_log_probs(prediction, y)
     mean, counts = prediction.expectation, y != 255
     if kind in ("pixels", "void pixels"):
         due = (
@@ -134,7 +136,7 @@ def test_labels_are_judged_one_at_a_time(kind, members):
     else:
         due = torch.stack([label_log_prob(prediction, y, c) for c in range(y.shape[-1])], -1)
     assert_close(each.sum(1), due.flatten(1).sum(1))
-    assert targets.count_labels(likelihood, y) == counts.sum()
+    assert count_labels(likelihood, y) == counts.sum()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])

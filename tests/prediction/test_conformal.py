@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch_lla_em import LaplaceEnsemble, LinearisedLaplace, compare
 from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.prediction import functions_of
-from torch_lla_em.prediction.arrays import p_values, quantiles
+from torch_lla_em.prediction.conformal import p_values, quantiles
 from torch_lla_em.prediction.neighbours import largest_variance, output_variance
 from torch_lla_em.prediction.pushforward import Pushforward
 

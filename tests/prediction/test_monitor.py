@@ -12,7 +12,7 @@ from tiny import draw, fitted, known
 from torch.testing import assert_close
 
 from torch_lla_em import LaplaceEnsemble, NotFittedError
-from torch_lla_em.prediction.arrays import Compared
+from torch_lla_em.prediction.conformal import Compared
 from torch_lla_em.prediction.monitor import _POWERS, Monitor, clopper_pearson
 
 GROUPS = torch.arange(200) % 2

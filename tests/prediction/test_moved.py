@@ -1,6 +1,7 @@
 """Calibration on moved training examples, without a validation set."""
 
 import copy
+import sys
 
 import models
 import pytest
@@ -19,7 +20,6 @@ from torch_lla_em import (
 )
 from torch_lla_em.data import Data
 from torch_lla_em.likelihoods import Classification
-from torch_lla_em.prediction import calibrates
 from torch_lla_em.prediction.moved import moves_of
 
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def test_a_calibration_that_nobody_asked_for_never_loses_a_fit(monkeypatch):
     def failing(*_):
         raise ArithmeticError("at moved inputs")
 
-    monkeypatch.setattr(calibrates, "moved", failing)
+    monkeypatch.setattr(sys.modules["torch_lla_em.prediction.calibrate"], "moved", failing)
     la = fit(model, x, y, parameters="last_layer")
     assert la.calibration is None and la.predict(x).probs.isfinite().all()
     assert "ArithmeticError: at moved inputs" in la.messages[-1]

@@ -6,7 +6,7 @@ from tiny import draw
 from torch.testing import assert_close
 
 from torch_lla_em.likelihoods import Bernoulli, Classification
-from torch_lla_em.prediction.arrays import mass_above, p_values, quantiles
+from torch_lla_em.prediction.conformal import mass_above, p_values, quantiles
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
 from torch_lla_em.prediction.reference import second_half
 

@@ -25,8 +25,8 @@ from torch_lla_em import (
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Poisson, Regression
 from torch_lla_em.prediction import predicted_data, scores, summary, validation
+from torch_lla_em.prediction.compare import Comparison
 from torch_lla_em.prediction.pushforward import Member, Pushforward
-from torch_lla_em.prediction.validation import Comparison
 
 
 def words_of(shown):

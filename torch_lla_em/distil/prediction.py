@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, sum_rows
-from torch_lla_em.prediction import BasePrediction, Reference, Stated, arrays
+from torch_lla_em.prediction import BasePrediction, Reference, Stated, conformal
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,13 +72,13 @@ class StudentPrediction(BasePrediction):
 
     @property
     def _scored(self) -> tuple[Tensor, Tensor]:
-        scores = arrays.infinite_if_nan(self.log_scores.double().exp())
+        scores = conformal.infinite_if_nan(self.log_scores.double().exp())
         return scores, scores.new_zeros(scores.shape[1])
 
     @property
     def _ties(self) -> float:
         """That of float32, to which students are cast, or more."""
-        return max(arrays.rounding(self._f.dtype), arrays.rounding(torch.float32))
+        return max(conformal.rounding(self._f.dtype), conformal.rounding(torch.float32))
 
     def _judged(self, name: str) -> tuple[Reference, StudentPrediction]:
         if self._reference is None:

@@ -159,8 +159,14 @@ def _untrained(posterior: Record, network: Network, own: nn.Module | None, some:
     *_, last = last_layers(Network(own, network.forward_fn, network.class_dim), some)
     target_fn = posterior.members[0].setting.target_fn
     adapter = Adapter(network.forward_fn, target_fn)
-    sizes = due.uncertainty.shape[-1], due.scores.shape[-1]
-    form = Form(posterior.likelihood, adapter, network.class_dim, last, *sizes)
+    form = Form(
+        likelihood=posterior.likelihood,
+        adapter=adapter,
+        class_dim=network.class_dim,
+        last=last,
+        uncertainties=due.uncertainty.shape[-1],
+        scores=due.scores.shape[-1],
+    )
     student = Student(own, form, some)
     shape, expected = (tuple(p.expectation.shape) for p in (student.predict(some), prediction))
     if shape != expected:

@@ -1,17 +1,25 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-``predictor``, ``calibrates`` and ``stored`` have what users call as methods of the objects that
-hold a record, ``posterior``; each makes a ``prediction`` by way of a ``pushforward``. ``arrays``
-has functions that students need as well.
+Begin with ``predict``: it makes a ``prediction`` by way of a ``pushforward``, of a record
+(``posterior``). What users call as methods has a file of its name: ``calibrate``, ``check``,
+``compare``, ``export``, ``monitor``, ``suspicious``. ``conformal`` and ``base`` are for students
+too.
 """
 
-from torch_lla_em.prediction import arrays, calibrates, exports, predictor, stored, summary
-from torch_lla_em.prediction.arrays import Compared, Interval, mean_and_error
+from torch_lla_em.prediction import conformal, stored, summary
 from torch_lla_em.prediction.base import BasePrediction
-from torch_lla_em.prediction.calibrates import calibrate
+from torch_lla_em.prediction.calibrate import (
+    calibrate,
+    calibrated_by_folds,
+    calibrated_on,
+    without_validation,
+)
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.check import Check, check
-from torch_lla_em.prediction.exports import program_of
+from torch_lla_em.prediction.collapse import warn_of_collapse
+from torch_lla_em.prediction.compare import Comparison, PredictedData, compare, predicted_data
+from torch_lla_em.prediction.conformal import Compared, Interval, mean_and_error
+from torch_lla_em.prediction.export import export, program_of
 from torch_lla_em.prediction.monitor import Monitor
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
@@ -25,30 +33,27 @@ from torch_lla_em.prediction.posterior import (
     Setting,
     required,
 )
+from torch_lla_em.prediction.predict import LOADERS, Mean, predict, predictions
 from torch_lla_em.prediction.prediction import Prediction, functions_of
-from torch_lla_em.prediction.predictor import Mean, predict, predictions
 from torch_lla_em.prediction.printed import CALL, Printed, Table
+from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Reference, Score, Stated
 from torch_lla_em.prediction.risk import RiskControl
-from torch_lla_em.prediction.stored import likelihood_options
-from torch_lla_em.prediction.summary import Accuracy, Fit, Shown, advice, usual_tolerance
-from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious, suspicious_among
-from torch_lla_em.prediction.validation import (
-    Comparison,
-    PredictedData,
+from torch_lla_em.prediction.scores import (
     auroc,
     binned,
     calibration_error,
-    compare,
     covered,
-    predicted_data,
     scores,
     stated_and_right,
-    warn_of_collapse,
 )
+from torch_lla_em.prediction.stored import likelihood_options
+from torch_lla_em.prediction.summary import Accuracy, Fit, Shown, advice, usual_tolerance
+from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious, suspicious_among
 
 __all__ = [
     "CALL",
+    "LOADERS",
     "Accuracy",
     "BasePrediction",
     "Calibration",
@@ -78,25 +83,26 @@ __all__ = [
     "SuspiciousTargets",
     "Table",
     "advice",
-    "arrays",
     "auroc",
     "binned",
     "calibrate",
-    "calibrates",
+    "calibrated_by_folds",
+    "calibrated_on",
     "calibration_error",
     "check",
     "compare",
+    "conformal",
     "covered",
-    "exports",
+    "export",
     "functions_of",
     "likelihood_options",
     "mean_and_error",
     "predict",
     "predicted_data",
     "predictions",
-    "predictor",
     "program_of",
     "refuse_training_data",
+    "require_one_shape",
     "required",
     "scores",
     "stated_and_right",
@@ -107,4 +113,5 @@ __all__ = [
     "temperature_of_neighbours",
     "usual_tolerance",
     "warn_of_collapse",
+    "without_validation",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.arrays import (
+from torch_lla_em.prediction.conformal import (
     ROUNDING,
     Compared,
     Interval,

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_lla_em.data import Inputs, Loader, Values, paired
-from torch_lla_em.prediction.arrays import has_classes, has_values
+from torch_lla_em.prediction.conformal import has_classes, has_values
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Fitted, Record, required
+from torch_lla_em.prediction.predict import predict, predicted
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import predict, predicted
 from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.reference import Stated
 from torch_lla_em.prediction.residuals import ResidualSize, residual_size
-from torch_lla_em.prediction.validation import auroc
+from torch_lla_em.prediction.scores import auroc
 
 _FEWEST, _CLEAR = 10, 3.0
 """Fewest examples of a group, and standard errors below the level at which its coverage is too low:
@@ -248,8 +248,8 @@ def _groups(
     every = every if reference.weights is None else reference.weights.double()
     for name, (some, own) in rows.items():
         references = every[own].sum() ** 2 / every[own].square().sum().clamp_min(1e-30)
-        shares = inside[some].mean().item(), size[some].mean().item()
-        yield GroupCoverage(name, len(inside[some]), *shares, references.item())
+        coverage, width = inside[some].mean().item(), size[some].mean().item()
+        yield GroupCoverage(name, len(inside[some]), coverage, width, references.item())
 
 
 def _shifted(record: Record, prediction: Prediction, x: Tensor) -> Iterator[tuple[str, Tensor]]:

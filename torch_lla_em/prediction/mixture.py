@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, average, mean_square
-from torch_lla_em.prediction.arrays import NUMBERS
+from torch_lla_em.prediction.conformal import NUMBERS
 from torch_lla_em.prediction.gaussians import Gaussians, log_mean_exp
 from torch_lla_em.runtime import without_autocast
 

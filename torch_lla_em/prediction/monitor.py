@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from torch_lla_em.prediction import arrays
 from torch_lla_em.prediction.base import BasePrediction
+from torch_lla_em.prediction.conformal import Compared, require_share
 from torch_lla_em.prediction.printed import Cells, Printed
 
 _POWERS = 0.25, 0.5, 0.75, 2.0
@@ -57,7 +57,7 @@ class Monitor(Printed):
 
     def __init__(self, la: Any, rate: float = 0.01, level: float = 0.9, seed: int = 0):
         """Begin without evidence; ``la.monitor`` documents the arguments."""
-        self.rate, self.level = arrays.require_share(rate, "rate"), arrays.require_share(level)
+        self.rate, self.level = require_share(rate, "rate"), require_share(level)
         self._la, self._seed, self._lock, known = la, seed, Lock(), la.reference
         if known is None:
             raise ValueError(
@@ -114,7 +114,7 @@ class Monitor(Printed):
             self.state = new
             return self.alarm
 
-    def _after(self, old: dict[str, Any], found: arrays.Compared) -> dict[str, Any]:
+    def _after(self, old: dict[str, Any], found: Compared) -> dict[str, Any]:
         """Return the state after these inputs."""
         (count, columns), seen, counts = found.scores.shape, old["seen"], {**old["counts"]}
         powers = torch.tensor(_POWERS, dtype=torch.float64, device="cpu")

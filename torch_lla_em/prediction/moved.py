@@ -29,8 +29,8 @@ from torch_lla_em.data import (
 )
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
-from torch_lla_em.prediction.arrays import aligned
-from torch_lla_em.prediction.calibration import temperature_of
+from torch_lla_em.prediction.conformal import aligned
+from torch_lla_em.prediction.numbers import temperature_of
 from torch_lla_em.prediction.printed import CALL
 
 _MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20

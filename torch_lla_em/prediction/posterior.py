@@ -18,8 +18,8 @@ from torch_lla_em.data import Inputs, TargetFn, inputs_of, map_tensors, tensors_
 from torch_lla_em.inference import FitResult
 from torch_lla_em.jacobian import LinearModel, NetworkState, require_rows
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.arrays import rounding
 from torch_lla_em.prediction.calibration import Correction
+from torch_lla_em.prediction.conformal import rounding
 from torch_lla_em.prediction.mixture import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
 from torch_lla_em.prediction.pushforward import (
@@ -146,6 +146,11 @@ class Posterior:
 
     def around(self, mean: str) -> Posterior:
         """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""
+        if not isinstance(mean, str):
+            raise TypeError(
+                "la.predict takes all inputs of the model as its first argument: pass several in "
+                "one tuple, la.predict((a, b)), or in a dict by their names."
+            )
         check_choice("mean", mean, ("network", "linear"))
         table = posterior_alone(mean, self.tables[0][0][SCALE])
         return replace(self, training=None, correction=Correction(table))

@@ -17,14 +17,14 @@ from torch_lla_em.likelihoods import (
     average,
     mean_square,
 )
-from torch_lla_em.prediction.arrays import (
+from torch_lla_em.prediction.base import BasePrediction
+from torch_lla_em.prediction.conformal import (
     ROUNDING,
     Interval,
     infinite_if_nan,
     require_share,
     rounding,
 )
-from torch_lla_em.prediction.base import BasePrediction
 from torch_lla_em.prediction.gaussians import Gaussians, log_mean_exp
 from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.neighbours import centred

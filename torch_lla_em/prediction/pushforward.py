@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.arrays import NUMBERS
+from torch_lla_em.prediction.conformal import NUMBERS
 from torch_lla_em.prediction.mixture import MODE, SCALE, Component, Mixture
 from torch_lla_em.prediction.neighbours import TrainingExamples, output_variance
 from torch_lla_em.prediction.prediction import Prediction

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Values
-from torch_lla_em.prediction.arrays import (
+from torch_lla_em.prediction.conformal import (
     p_values,
     quantiles,
     require,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.arrays import ROUNDING
+from torch_lla_em.prediction.conformal import ROUNDING
 
 _PERMUTATIONS, _MOST = 999, 2_000
 """Permutations, and most examples of the test."""

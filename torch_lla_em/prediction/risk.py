@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_lla_em.prediction.arrays import require_share
+from torch_lla_em.prediction.conformal import require_share
 
 
 class RiskControl:

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch_lla_em.data import Data, GivenWeights, Inputs, Loader, paired, with_weights
 from torch_lla_em.jacobian import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Likelihood, Poisson
+from torch_lla_em.prediction.compare import PredictedData
 from torch_lla_em.prediction.posterior import Fitted, required
+from torch_lla_em.prediction.predict import predicted
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Stated
-from torch_lla_em.prediction.validation import PredictedData
 
 
 class Judged(NamedTuple):
@@ -134,10 +134,13 @@ def suspicious(
     members = torch.zeros(len(y), dtype=torch.long, device=device)
     if folds is not None:
         members = Stated.of(len(y), device, folds).groups
-    found = [column[members, torch.arange(len(y), device=device)] for column in columns]
+    score, margin, label, probability = (
+        column[members, torch.arange(len(y), device=device)] for column in columns
+    )
     if not counts.any():
         raise ValueError("No example has a label and a positive weight, so none can be judged.")
-    whole = of_all(record.likelihood, y, counts, Judged(*found))
+    found = Judged(score, margin, label, probability)
+    whole = of_all(record.likelihood, y, counts, found)
     if model.layout.size < ParameterLayout.of(module, select_parameters(module, None)).size:
         words = "A posterior of all parameters finds more wrong targets than this one of some."
         return replace(whole, findings=(*whole.findings, words))

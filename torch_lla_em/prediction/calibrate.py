@@ -16,9 +16,9 @@ from torch_lla_em.prediction.calibration import (
     calibrated,
     half_as_reference,
     reference_of,
-    temperature_of,
 )
 from torch_lla_em.prediction.moved import NoDistance, moved, moves_of
+from torch_lla_em.prediction.numbers import temperature_of
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Fitted, Posterior, Posteriors, Record, required
 from torch_lla_em.prediction.printed import CALL

@@ -1,28 +1,24 @@
-"""Scores of predictions, tables that compare posteriors on held-out data, and warnings about fits
-that have failed."""
+"""Posteriors compared on held-out data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import log
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Inputs, Loader, as_loader, paired
-from torch_lla_em.prediction.arrays import NUMBERS, mean_and_error
-from torch_lla_em.prediction.calibration import with_temperature
+from torch_lla_em.prediction.conformal import mean_and_error
+from torch_lla_em.prediction.numbers import with_temperature
 from torch_lla_em.prediction.passes import pushed, same_targets
-from torch_lla_em.prediction.posterior import Fitted, Posterior, required
+from torch_lla_em.prediction.posterior import Fitted, required
+from torch_lla_em.prediction.predict import predicted
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import predicted
-from torch_lla_em.prediction.printed import CALL, Cells, Printed
+from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.pushforward import Pushforward
-from torch_lla_em.prediction.targets import count_labels, label_log_prob
-from torch_lla_em.problem import Problem
-from torch_lla_em.runtime import PRECISION_BOUNDS, report
+from torch_lla_em.prediction.scores import per_label, scores
 
 _COLUMNS = (
     "NLL",
@@ -33,85 +29,6 @@ _COLUMNS = (
     "RMSE",
     "90 % coverage",
 )
-
-_DETERMINED = 0.3
-"""γ per target above which training residuals do not determine the noise, chosen on seven
-regressions with 200 and 800 examples: above it 90 % intervals covered 72 to 88 %, below it at least
-80 %."""
-
-
-def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
-    """Return which targets lie in their prediction intervals, in the shape of the targets."""
-    lower, upper = prediction.credible_interval(level)
-    return (y >= lower) & (y <= upper)
-
-
-def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
-    """Return the scores that apply, by name, of a prediction and its targets, both with the classes
-    last."""
-    likelihood = prediction.likelihood
-    values = {"NLL": -per_label(prediction, y).mean()}
-    if likelihood.gives_probabilities:
-        stated, right = stated_and_right(prediction, y)
-        values["accuracy"] = right.double().mean()
-        values["ECE"] = calibration_error(stated.double(), right)
-        if likelihood.elementwise:
-            p, label = prediction.probs.flatten(), y.flatten() > 0.5
-            values["AUROC"] = auroc(p[label], p[~label])
-    elif prediction.expectation.shape == y.shape:
-        shape = (-1, 1) if y.dim() == 1 else (-1, y.shape[-1])
-        targets, mean = (v.double().reshape(shape) for v in (y, prediction.expectation))
-        squares, spread = (targets - mean).square(), (targets - targets.mean(0)).square()
-        values["RMSE"], values["MAE"] = squares.mean().sqrt(), squares.sqrt().mean()
-        values["R²"] = (1 - squares.sum(0) / spread.sum(0)).mean()
-        if likelihood.real_valued:
-            values["90 % coverage"] = covered(prediction, y).double().mean()
-    return {name: value.item() for name, value in values.items()}
-
-
-def per_label(prediction: Prediction, y: Tensor) -> Tensor:
-    """Return the log-probability of each labelled example relative to the mean number of labels,
-    (N,).
-
-    It is the sum over its labels, each by itself, so that the mean is that of a label: a pixel, a
-    token or an output.
-    """
-    likelihood = prediction.likelihood
-    sums = label_log_prob(prediction, y).double().sum(1)[likelihood.labelled(y)]
-    return sums * len(sums) / max(1, count_labels(likelihood, y))
-
-
-def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the confidence in each predicted label, and whether it is right, (labels,)."""
-    p = prediction.probs
-    if prediction.likelihood.elementwise:
-        return torch.maximum(p, 1 - p).flatten(), ((p > 0.5) == (y > 0.5)).flatten()
-    best, mask = p.max(prediction._class_dim), prediction.likelihood.mask(y)
-    kept = torch.ones_like(y, dtype=torch.bool) if mask is None else mask
-    return best.values[kept], (best.indices == y)[kept]
-
-
-def calibration_error(stated: Tensor, right: Tensor, bins: int = 15) -> Tensor:
-    """Return the expected calibration error (ECE) of stated probabilities, shape ()."""
-    _, confidence, correct = binned(stated, right, bins)
-    return (correct - confidence).abs().sum() / len(stated)
-
-
-def auroc(positive: Tensor, negative: Tensor) -> Tensor:
-    """Return the probability that a positive score exceeds a negative one, ties counted half,
-    ()."""
-    ordered = negative.sort().values
-    places = torch.stack([torch.searchsorted(ordered, positive, right=r) for r in (False, True)])
-    return places.double().mean() / len(ordered)
-
-
-def binned(stated: Tensor, right: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the count of each bin, the sum of stated probabilities, and the number right."""
-    place = (bins * stated).long().clamp_max(bins - 1)
-    zeros = stated.new_zeros(bins)  # torch.bincount is not deterministic on a GPU
-    each = torch.ones_like(stated), stated, right
-    count, confidence, correct = (zeros.index_add(0, place, v.to(stated)) for v in each)
-    return count, confidence, correct
 
 
 class PredictedData(NamedTuple):
@@ -282,64 +199,3 @@ def compare(
             "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
         }
     return Comparison(records, log_probs, gains, over_temperature)
-
-
-def warn_of_collapse(posterior: Posterior, problem: Problem) -> None:
-    """Report a warning for each sign that a fit has failed, judged by some training examples."""
-    facts, K = problem.data.facts, len(posterior.result.w_samples)
-    most = NUMBERS // (K * max(facts.num_outputs // facts.num_rows, 1))
-    if problem.data.group.rank > 0 or not most:
-        return
-    batch = next(problem.data.first().split(min(256, most)))
-    if len(batch.rows) > most:  # a batch that cannot be split
-        return
-    data = posterior.at(batch.inputs)
-    data = data._replace(targets=problem.sweep.aligned(batch).targets, class_dim=-1)
-    for words in warnings_of(posterior, data):
-        report("log", words)
-
-
-def warnings_of(posterior: Posterior, data: Pushforward) -> Iterator[str]:
-    """Yield a warning for each sign that a fit has failed, given some training examples."""
-    result, likelihood, y = posterior.result, data.likelihood, data.y
-    gamma, error = result.effective_dim.value.sum().item(), result.effective_dim[1].norm().item()
-    collapsed = gamma < max(4 / len(result.w_samples), 2 * error)
-    # where all λ are at their bound the fit has warned
-    if collapsed and (result.prior_precision < PRECISION_BOUNDS[1]).any():
-        scaling = 'prior="isotropic", ' if (result.scale != 1).any() else ""
-        yield (
-            f"The data determine hardly any parameters (γ = {gamma:.2g} ± {error:.1g}): the "
-            f"posterior is close to the prior. Try {scaling}a smaller prior_precision, or "
-            "parameters of later layers."
-        )
-    if likelihood.gives_probabilities:
-        mask = likelihood.mask(y)
-        count = y.numel() if mask is None else int(mask.sum())
-        most = log(2 if likelihood.elementwise else data.f.shape[-1])
-        nll = -likelihood.log_prob(data.f, y).double().sum().item() / max(count, 1)
-        if count and nll >= most:
-            yield (
-                f"The network's NLL on training data, {nll:.3g}, is not below that of equal "
-                f"probabilities, {most:.3g}. The posterior is that of a trained network: train it "
-                "before fit."
-            )
-    if likelihood.observation_noise is None:
-        return
-    prediction = predicted(posterior, data)
-    if y.shape != prediction.expectation.shape:
-        return
-    squares = ((y - prediction.expectation).square() / prediction.aleatoric).double()
-    share = gamma / (posterior.num_data * y[0].numel())
-    if share > _DETERMINED and not collapsed:
-        yield (
-            f"The network has overfitted (γ is {share:.0%} of the number of targets), so σ is "
-            f"probably too small. {CALL} to learn it from other examples, or use more data."
-        )
-    count = y.shape[-1] if y.dim() > 1 else 1
-    least, output = squares.reshape(-1, count).mean(0).min(0)
-    if not result.sigma_noise.dim() and count > 1 and least < 0.01:
-        yield (
-            f"All outputs share sigma_noise, but residuals of output {output} are only "
-            f"{least.sqrt():.1%} of it: its intervals are far too wide. Pass "
-            f"Regression(torch.ones({count})) to learn one for each."
-        )

@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from torch_lla_em.data import Inputs, map_tensors, tensors_in, to_device
 from torch_lla_em.jacobian import Network
 from torch_lla_em.prediction.posterior import Fitted, required
+from torch_lla_em.prediction.predict import predicted
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.predictor import predicted
 from torch_lla_em.prediction.pushforward import stack_members
 from torch_lla_em.runtime import write_atomically
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_lla_em.data import AnyInputs, Loader, Values, inputs_in_order, to_device, unlabelled
@@ -17,30 +15,12 @@ from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.pushforward import (
     Pushforward,
     joined,
-    require_one_shape,
     stack_members,
 )
-from torch_lla_em.prediction.reference import Score, Stated
+from torch_lla_em.prediction.reference import Stated
 
 Mean = Literal["network", "linear"]
-_LOADERS = DataLoader, Dataset
-_BATCHES = "predict batch by batch, with la.predictions(loader)."
-
-
-def forward(la: Fitted, x: AnyInputs) -> Tensor | tuple[Tensor, Tensor]:
-    """Return predicted probabilities or rates; for continuous targets (mean, variance) of y."""
-    if isinstance(x, _LOADERS):
-        is_real = required(la).likelihood.real_valued
-        each = (
-            (p.expectation, p.predictive_variance if is_real else None) for p in predictions(la, x)
-        )
-        means, variances = zip(*each, strict=True)
-        require_one_shape(means, _BATCHES)
-        return (torch.cat(means), torch.cat(variances)) if is_real else torch.cat(means)
-    found = predict(la, x)
-    if found.likelihood.real_valued:
-        return found.expectation, found.predictive_variance
-    return found.expectation
+LOADERS = DataLoader, Dataset
 
 
 def predict(
@@ -52,14 +32,13 @@ def predict(
 ) -> Prediction:
     """Return the predictive distribution at x, as ``LinearisedLaplace.predict``, of an object or a
     record."""
-    known = _around(la, mean)
-    is_stated = groups is not None or weights is not None
-    if isinstance(x, _LOADERS):
+    known = required(la) if mean is None else required(la).around(mean)
+    if isinstance(x, LOADERS):
         batches = _in_batches(known, inputs_in_order(x))
         found = predicted(known, joined(list(batches)))
     else:
         found = predicted(known, known.at(x))
-    if is_stated:
+    if groups is not None or weights is not None:
         f = found._f
         found = replace(found, _stated=Stated.of(len(f), f.device, groups, weights))
     return found
@@ -71,35 +50,8 @@ def predictions(
     mean: Mean | None = None,
 ) -> Iterator[Prediction]:
     """Yield the predictive distribution at each batch of a loader, of an object or a record."""
-    known = _around(la, mean)
+    known = required(la) if mean is None else required(la).around(mean)
     return (predicted(known, data) for data in _in_batches(known, inputs_in_order(loader)))
-
-
-def _around(la: Fitted, mean: Mean | None) -> Record:
-    """Return the record of a posterior, around one mean if it is given."""
-    known = required(la)
-    if mean is None:
-        return known
-    if not isinstance(mean, str):
-        raise TypeError(
-            "la.predict takes all inputs of the model as its first argument: pass several in one "
-            "tuple, la.predict((a, b)), or in a dict by their names."
-        )
-    return known.around(mean)
-
-
-def is_ood(
-    la: Fitted, x: AnyInputs, rate: float = 0.05, groups: Values | None = None, score: Score = "all"
-) -> Tensor:
-    """Return which inputs are out-of-distribution, as a mask of shape (B,)."""
-    if isinstance(x, _LOADERS) and groups is None:
-        return torch.cat([each.is_ood(rate, score) for each in predictions(la, x)])
-    return predict(la, x, groups=groups).is_ood(rate, score)
-
-
-def functional_samples(la: Fitted, x: AnyInputs) -> Tensor:
-    """Return samples of f at x, shape (K, B, ..., C), joint over inputs."""
-    return predict(la, x).samples
 
 
 def predicted(known: Record, data: Pushforward) -> Prediction:

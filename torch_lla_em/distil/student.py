@@ -75,8 +75,7 @@ class StudentError(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a student's network is called, the path of its last layer, and what the head on the
-    inputs of that returns."""
+    """How a student's network is called, its last layer, and the outputs of the head."""
 
     likelihood: Likelihood
     adapter: Adapter

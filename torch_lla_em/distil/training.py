@@ -193,8 +193,8 @@ def _known(posterior: Record, inputs: list[Any], progress_bar: bool) -> Known:
 
 
 def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) -> None:
-    """Train a student on the rows of each step; its head is standardised, and returns logarithms at
-    the end."""
+    """Train a student on the examples of each step. Its head learns standardised logarithms, and
+    returns logarithms at the end."""
     likelihood, head, n = student.likelihood, student.head, student.form.uncertainties
     logs = known.logarithms()
     moments = [_moments(each) for each in logs]

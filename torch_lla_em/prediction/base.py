@@ -43,7 +43,7 @@ _FORMER = {
 
 
 class BasePrediction(Printed):
-    """The verbs of a prediction at B inputs, by quantities that its subclasses have.
+    """What predictions of posteriors and of students at B inputs have in common.
 
     All shapes are those of the network's outputs, (B, ..., C).
     """
@@ -91,8 +91,8 @@ class BasePrediction(Printed):
         raise NotImplementedError
 
     def _judged(self, name: str) -> tuple[Reference, BasePrediction]:
-        """Return the reference, and the prediction by the numbers that its scores are of; raise an
-        error that has the ``name`` of what needs them if there is none."""
+        """Return the reference, and the prediction by the numbers that were fitted for it. Raise an
+        error for the method ``name`` if there is no reference."""
         raise NotImplementedError
 
     def _map(
@@ -316,7 +316,8 @@ class BasePrediction(Printed):
         return Interval(self._shaped(lower), self._shaped(upper))
 
     def _errors(self, y: Tensor) -> Tensor:
-        """Return the error of each prediction, (B, outputs); no columns for targets of other forms.
+        """Return the error of each prediction, (B, outputs), without columns if errors are not
+        defined for such targets.
 
         Of classes it is the probability of all that are more probable than the label, of values the
         residual in predictive standard deviations.

@@ -70,8 +70,8 @@ def calibrated_on(
 
 
 def _agreed(known: Record, found: Correction, group: Group) -> Correction:
-    """Return the correction of the first rank, since others may round differently, with the marks
-    of its members."""
+    """Return the correction of the first rank, because other ranks may round differently, with the
+    marks of its members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
     calibration = group.meet(found.calibration, first_of)
     if not calibration.applied:
@@ -120,8 +120,8 @@ def calibrated_on_moved(
 
 
 def without_validation(posterior: Posterior, loader: Loader, weights: Weights | None) -> Posterior:
-    """Return a posterior of some parameters, calibrated on moved training examples, or as fitted
-    with a message why not."""
+    """Return a posterior of some parameters, calibrated on moved training examples if possible;
+    otherwise as fitted, with a message that says why."""
     if posterior.result.why == "budget":
         return posterior
     try:

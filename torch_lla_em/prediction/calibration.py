@@ -113,8 +113,8 @@ class Calibration(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """The result of ``calibrate`` for one posterior, or for several together; before it all fields
-    are empty."""
+    """The result of ``calibrate`` for one posterior, or for several together. All fields are empty
+    before it."""
 
     table: Tensor | None = None
     """The components of predictions; None: as fitted."""
@@ -138,8 +138,8 @@ class Correction(NamedTuple):
 def calibrated(
     parts: Sequence[Pushforward], before: Sequence[Tables], length: float | None = None
 ) -> tuple[Correction, Numbers]:
-    """Fit the numbers to held-out or, with a ``length``, moved examples; ``before`` are the parts'
-    tables as fitted."""
+    """Fit the numbers to held-out examples or, with a ``length``, to moved ones. ``before`` are the
+    tables of each part as fitted."""
     likelihood = parts[0].likelihood
     parts = [part.part(likelihood.labelled(part.y)) for part in parts]
     count = sum(len(part.y) for part in parts)
@@ -243,8 +243,8 @@ def _unlike_targets(parts: Sequence[Pushforward]) -> str:
 
 
 def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stated()) -> Reference:
-    """Fit the numbers to every other labelled example, of each group, and return scores of the
-    remaining ones."""
+    """Fit the numbers to every other labelled example of each group; return the scores of the
+    others."""
     kept = data.likelihood.labelled(data.y)
     data, (groups, weights, by_class) = data.part(kept), stated.part(kept)
     if by_class and not has_classes(data.likelihood, data.f):
@@ -265,8 +265,8 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
 def reference_of(
     parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None, folds: bool = False
 ) -> Reference:
-    """Return the scores of examples to which these numbers were not fitted, ``folds`` if each
-    member has its own."""
+    """Return the scores of examples to which these numbers were not fitted. ``folds``: each member
+    has examples of its own."""
     parts = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     each = [(part.prediction(table, noise), part) for part in parts]
     return Reference(

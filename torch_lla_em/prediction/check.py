@@ -58,8 +58,8 @@ class GroupCoverage(NamedTuple):
     """Number of calibration examples that its sets or intervals are from."""
 
     def is_low(self, level: float) -> bool:
-        """Whether the coverage is below the level, beyond chance of these and of the calibration
-        examples."""
+        """Whether the coverage is below the level by more than the sampling error of these and of
+        the calibration examples."""
         error = sqrt(level * (1 - level) * (1 / max(1, self.number) + 1 / (2 + self.references)))
         return self.number >= _FEWEST and self.coverage < level - _CLEAR * error
 
@@ -135,7 +135,7 @@ class Check(Printed):
         return [_WITHOUT_SETS, *self.problems]
 
     def _remedy(self, low: list[str]) -> str:
-        """Return what can raise the coverage of these groups and has not been done."""
+        """Return what can raise the coverage of these groups, if it has not been done yet."""
         kinds, by = {name.split(" ")[0] for name in low}, self.prediction._judged("check")[0]
         own = {"all": True, "group": by.groups is not None, "class": by.classes is not None}
         if any(own.get(kind) for kind in kinds):

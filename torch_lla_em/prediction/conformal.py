@@ -126,8 +126,8 @@ def p_values(
 
 
 def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Tensor:
-    """Return a function of rows, so many at a time; of few without their number, so that exported
-    programs take any."""
+    """Apply a function to so many rows at a time. If there are fewer, the number of rows does not
+    matter, so that exported programs take any."""
     if len(values[0]) <= max(1, size):
         return function(*values)
     parts = zip(*(value.split(max(1, size)) for value in values), strict=True)
@@ -149,7 +149,7 @@ def combined(shares: Tensor) -> Tensor:
 
 
 def crossed(each: Tensor, counts: Tensor) -> Tensor:
-    """Return cross-conformal p-values, (B,), of those among the examples of each fold, (folds, B).
+    """Return cross-conformal p-values, (B,), from those of each fold, (folds, B).
 
     The ranks of an input among ``counts`` examples are added: P(p <= rate) <= 2 rate + 2 folds / N.
     """
@@ -220,8 +220,8 @@ def aligned(likelihood: Likelihood, y: Tensor, f: Tensor, class_dim: int) -> Ten
 def conformal_interval(
     mean: Tensor, variance: Tensor, size: Tensor, room: float | Tensor
 ) -> Interval:
-    """Return intervals of a size in standard deviations; targets at the ends are inside however
-    they are rounded."""
+    """Return intervals whose half width is a multiple of the standard deviation, slightly larger so
+    that targets at the ends are inside however they are rounded."""
     size = size.flatten() if mean.dim() == 1 else size
     half = size.to(mean) * variance.sqrt() * (1 + room)
     half = half + 8 * torch.finfo(mean.dtype).eps * mean.abs()

@@ -172,7 +172,7 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
 
 
 def _resized(x: Inputs, size: int) -> Any:
-    """Return inputs with so many examples, from the second on, repeated if need be."""
+    """Return inputs with another number of examples, repeated if necessary."""
     return map_tensors(lambda t: t[torch.arange(1, size + 1, device=t.device) % len(t)], x)
 
 
@@ -211,7 +211,8 @@ def _for_any_size(function: Answer, x: Inputs) -> GraphModule:
 
 
 def _freed(value: object, other: object, count: Node, size: int) -> Any:
-    """Return an argument, or a number that differs as a function of the batch size."""
+    """Return an argument of an operation; a number that depends on the batch size becomes a
+    function of it."""
     if isinstance(value, Node) or value == other:
         return value
     if type(value) is not int or type(other) is not int:

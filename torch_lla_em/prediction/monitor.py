@@ -195,7 +195,7 @@ class Monitor(Printed):
 
 
 def _mark_of(scores: Tensor) -> list[float]:
-    """Return numbers that differ between validation sets, and not between devices."""
+    """Return numbers that identify a validation set, whatever the device."""
     finite = scores.double().nan_to_num(posinf=0.0)
     return [len(finite), float(f"{finite.sum().item():.9g}")]
 
@@ -203,8 +203,8 @@ def _mark_of(scores: Tensor) -> list[float]:
 def _cells(
     scores: Tensor, room: Tensor, known: Tensor, seeds: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the cell of the rank of each score, (B, S), and how many ranks each cell has, doubling
-    from the largest scores on.
+    """Return the cell of the rank of each score, (B, S), and the number of ranks in each cell,
+    which doubles from the largest scores on.
 
     Equal scores have a random order, which is the same for the reference in all batches.
     """

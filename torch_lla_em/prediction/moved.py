@@ -87,7 +87,7 @@ class Moves(NamedTuple):
 
 
 def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
-    """Return how the labelled examples of a loader can be moved, of all ranks; one pass."""
+    """Return how the labelled examples of all ranks can be moved, in one pass."""
 
     def labelled(batch: Batch) -> Tensor:
         kept = likelihood.labelled(likelihood.align(batch.targets, class_dim))

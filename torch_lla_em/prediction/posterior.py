@@ -141,7 +141,8 @@ class Posterior:
 
     @cached_property
     def mark(self) -> str:
-        """Another one after every other fit or calibration, the same after files and casts."""
+        """A string that identifies this fit and calibration. Saving, loading and casting do not
+        change it."""
         return json.dumps([self.history[-1:], self.correction.calibration])
 
     def around(self, mean: str) -> Posterior:

@@ -58,8 +58,8 @@ class Member(NamedTuple):
     def components(
         self, table: Table, noise: Tensor | None, members: int = 1, owner: int = 0
     ) -> Iterator[Component]:
-        """Yield the components of a table, for regression with σ times ``noise``, of one of so many
-        members."""
+        """Yield the components of a table, for one of several members. ``noise`` is a factor of σ
+        in a regression."""
         rows: Rows = table.tolist() if isinstance(table, Tensor) else table
         likelihood, factor, f, h = self.likelihood, noise, self.f, self.Jw[0]
         if self.network_noise is not None and rows[0][MODE] == 0:

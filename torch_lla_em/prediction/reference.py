@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class Stated(NamedTuple):
-    """What users state of examples beside inputs and targets."""
+    """The groups and weights of examples, which users pass beside inputs and targets."""
 
     groups: Tensor | None = None
     """An integer for each example; None: no groups."""
@@ -89,7 +89,8 @@ def _tensor(
 
 
 class Reference(NamedTuple):
-    """Numbers of predictions, and scores of examples to which they were not fitted.
+    """Scores of examples to which the predictions were not fitted, and the numbers of the
+    predictions.
 
     Of ensembles that were trained by folds they are all examples, each scored by the member that
     has not seen it.
@@ -120,8 +121,8 @@ class Reference(NamedTuple):
     """The weight of each example, (n,)."""
 
     def agree(self, inputs: Stated) -> None:
-        """Raise an error if what is stated of inputs was not stated of the reference, or groups are
-        missing."""
+        """Raise an error if groups or weights were passed for inputs but not for the reference, or
+        if groups are missing."""
         stated = {"groups": (self.groups, inputs.groups), "weights": (self.weights, inputs.weights)}
         for name, (own, given) in stated.items():
             if own is None and given is not None:
@@ -150,8 +151,8 @@ class Reference(NamedTuple):
             require(len(self.unusual[rows]), needed, asked, of)
 
     def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
-        """Return the p-values, (B,), of scores (B, S), ties as in ``scores``; of classes apart, the
-        largest."""
+        """Return the p-values, (B,), of scores (B, S), with ties as in ``conformal.p_values``; the
+        largest one if each class has its own reference."""
         each = [
             p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
@@ -159,8 +160,8 @@ class Reference(NamedTuple):
         return torch.stack(each).amax(0) if self.groups is None else _of_groups(each, inputs)
 
     def quantiles(self, errors: Tensor, level: float, inputs: Stated, classes: int = 0) -> Tensor:
-        """Return the quantiles of errors (n, outputs) for inputs, (1 or B, outputs), or each
-        class's, (1 or B, C)."""
+        """Return the quantiles of errors (n, outputs): for each input, (1 or B, outputs), or for
+        each class, (1 or B, C)."""
         each = [
             quantiles(errors[rows], level, of, *self._weights(rows, inputs))
             for of, rows in self._parts(inputs, classes)
@@ -227,7 +228,7 @@ def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -
 
 
 def chosen(score: Score, computed: int, known: int) -> list[int]:
-    """Return which of the computed scores are compared; the reference knows the last ones."""
+    """Return the columns of the computed scores that are compared; the reference has the last."""
     check_choice("score", score, ("all", "epistemic", "distance"))
     if score == "distance" and computed < 3:
         raise ValueError(

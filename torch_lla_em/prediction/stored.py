@@ -65,8 +65,8 @@ Own = TypeVar("Own", bound=Stored)
 
 
 def save_to_state_dict(la: Stored, destination: State, prefix: str) -> None:
-    """Add the posterior to a state: of itself, or of a module that contains it, if it is fitted and
-    the network its own."""
+    """Add the posterior to a state, if it is fitted and the network has not changed. A module that
+    contains it calls this with a prefix."""
     try:
         own = state_of(la, required(la, surely=True).members[0])
     except NotFittedError as error:
@@ -81,8 +81,8 @@ def save_to_state_dict(la: Stored, destination: State, prefix: str) -> None:
 def load_from_state_dict(
     la: Stored, state_dict: State, prefix: str, missing: list[str], errors: list[str]
 ) -> None:
-    """Load the tensors of this module from its state, or from that of a module, whose networks may
-    be loaded later."""
+    """Load the posterior from its state, or from that of a module that contains it, whose networks
+    may be loaded later."""
     own = without_prefix(state_dict, prefix)
     if not prefix:
         la.take(loaded(la, own))
@@ -129,8 +129,8 @@ def load(
 
 
 def moved(la: Stored, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
-    """Map the network's tensors, unless a module has; return its linear model, to be probed, and
-    the record there."""
+    """Apply ``fn`` to the network, unless a module that contains both has done so, and to the
+    posterior. Return an unprobed linear model, and the moved posterior."""
     posterior, network = la.posterior, la._linear_model.network
     unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
     la.model._apply(fn)
@@ -142,7 +142,7 @@ def moved(la: Stored, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Post
 
 
 def likelihood_options(given: Likelihood) -> dict[str, Any]:
-    """Return a likelihood as options of ``LinearisedLaplace``; none for a user's own."""
+    """Return a likelihood as options of ``LinearisedLaplace``; a user's own likelihood has none."""
     if not is_named(given):
         return {}
     name = next(name for name, kind in LIKELIHOODS.items() if kind is type(given))
@@ -226,7 +226,7 @@ def _training(examples: TrainingExamples | None) -> dict[str, Tensor]:
 def state_of_correction(
     found: Correction, tensors: dict[str, Any] | None = None, record: dict[str, Any] | None = None
 ) -> State:
-    """Return what ``calibrate`` has found as tensors by name, beside others and another record."""
+    """Return a correction as tensors by name, together with other tensors and another record."""
     own = {name: getattr(found, name) for name in ("calibration", "room", "marks")}
     tensors = {**(tensors or {}), "table": found.table, "noise": found.noise}
     if found.reference is not None:
@@ -237,7 +237,7 @@ def state_of_correction(
 
 
 def correction_of(state: State, device: torch.device) -> Correction:
-    """Return what ``calibrate`` has found from a state."""
+    """Return the correction that is stored in a state."""
     record = _record(state)
     calibration, room, marks = (record.get(name) for name in ("calibration", "room", "marks"))
     if calibration is not None:

@@ -148,7 +148,7 @@ def _training_data(members: Sequence[Posterior]) -> str:
 
 
 def _of_reference(reference: Reference) -> str:
-    """Return what inputs are compared with."""
+    """Return in words how many validation examples inputs are compared with."""
     words = f"{len(reference.unusual):,} validation examples"
     if reference.classes is not None:
         words += ", those of each class apart"
@@ -159,7 +159,7 @@ def _of_reference(reference: Reference) -> str:
 
 
 def advice(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield what is good about a fitted posterior or ensemble, what is not, and what to do."""
+    """Yield what is good about a fit, what is not, and what to do."""
     members, several = record.members, isinstance(record, Posteriors)
     calibration = record.correction.calibration
     calibrated = calibration is not None and calibration.length is None

@@ -164,8 +164,8 @@ def _counts(y: Tensor, *given: Tensor | None) -> Tensor:
 
 
 def of_all(likelihood: Likelihood, y: Tensor, counts: Tensor, found: Judged) -> SuspiciousTargets:
-    """Return the record of all examples, by what is known of every site and output, and how much it
-    counts."""
+    """Return the record of all examples, from the judgement of every site and output and its
+    weight."""
     kept = counts > 0
     limit = -log(max(1, kept.sum().item()))
     if likelihood.gives_probabilities:

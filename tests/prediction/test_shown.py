@@ -24,7 +24,8 @@ from torch_lla_em import (
 )
 from torch_lla_em.inference import Estimate
 from torch_lla_em.likelihoods import Poisson, Regression
-from torch_lla_em.prediction import predicted_data, scores, summary, validation
+from torch_lla_em.prediction import CALL, predicted_data, scores
+from torch_lla_em.prediction.collapse import warnings_of
 from torch_lla_em.prediction.compare import Comparison
 from torch_lla_em.prediction.pushforward import Member, Pushforward
 
@@ -80,14 +81,13 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
 
 def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     case, la = known("regression")
-    la, calibrate = copy.copy(la), f"σ is too small. {summary.CALL} to learn σ."
+    la, calibrate = copy.copy(la), f"σ is too small. {CALL} to learn σ."
     la.take(replace(la.posterior, messages=("A plan.", calibrate, "Something else.")))
     ensemble = LaplaceEnsemble([la, la])
-    assert summary.CALL in repr(la) and "Members 0, 1 have warnings" in repr(ensemble)
+    assert CALL in repr(la) and "Members 0, 1 have warnings" in repr(ensemble)
     for each in (la, ensemble):
         each.calibrate(case.x + 0.1, case.y)
-    assert summary.CALL not in repr(la) and "Something else." in repr(la)
-    assert calibrate in la.messages
+    assert CALL not in repr(la) and "Something else." in repr(la) and calibrate in la.messages
     la.take(replace(la.posterior, messages=("A plan.", calibrate)))
     assert "have warnings" not in repr(ensemble)
 
@@ -110,7 +110,7 @@ def test_a_posterior_without_data_is_noticed(changed, words):
     gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
     result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
     f, posterior = torch.zeros(9, 3), SimpleNamespace(result=result, num_data=200)
-    given = [*validation.warnings_of(posterior, Pushforward((Member(Poisson(), f, f[None]),), f))]
+    given = [*warnings_of(posterior, Pushforward((Member(Poisson(), f, f[None]),), f))]
     assert len(given) == (words is not None) and all(len(w.split()) <= 40 for w in given)
     assert words is None or words in given[0]
 

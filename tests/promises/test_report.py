@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 from matplotlib import pyplot
 
 from torch_lla_em import LinearisedLaplace, plot
-from torch_lla_em.prediction import predicted_data, validation
+from torch_lla_em.prediction import binned, predicted_data, stated_and_right
 from torch_lla_em.report import to_do_for as advice
 
 
@@ -120,7 +120,7 @@ def test_reliability_is_of_the_network_and_of_the_posterior(name):
     assert_close(torch.tensor(axes.lines[3].get_xydata()[0]), torch.stack([said, right]))
     if name == "classification":
         rows = predicted_data(la, cut(case))
-        count = validation.binned(*validation.stated_and_right(rows.posterior, rows.targets), 15)[0]
+        count = binned(*stated_and_right(rows.posterior, rows.targets), 15)[0]
         axes = plot.reliability(la, cut(case))
         *_, sure, few, _ = axes.lines
         assert len(sure.get_xdata()) == (count >= 10).sum()

@@ -95,8 +95,10 @@ class Predicts(Printed, nn.Module):
                 "inputs of the model: pass all inputs by name, or all in one tuple or dict. "
                 "Options, such as mean, are those of predict."
             )
+        if x is None and not inputs:
+            raise TypeError("la needs inputs of the model: pass them as its first argument, la(x).")
         if not isinstance(x, LOADERS):
-            found = predict(self, inputs or x)
+            found = predict(self, inputs if x is None else x)
             if found.likelihood.real_valued:
                 return found.expectation, found.predictive_variance
             return found.expectation

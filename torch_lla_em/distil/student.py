@@ -270,7 +270,8 @@ class Student(Printed, nn.Module):
         device = next(self.network.parameters()).device
         if not isinstance(x, Tensor) or x.device != device:
             x = to_device(inputs_of(x) if isinstance(x, dict) else x, device)
-        return self.form.adapter.outputs(self.network, x).movedim(self.form.class_dim, -1)
+        call = self.form.adapter.outputs or default_forward
+        return call(self.network, x).movedim(self.form.class_dim, -1)
 
     def _with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return outputs, and the features of each site or example, (B, *sites, D)."""

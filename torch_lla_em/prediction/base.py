@@ -225,9 +225,9 @@ class BasePrediction(Printed):
         reference, judged = self._judged("a monitor")
         known, (values, units) = reference.unusual, judged._scored
         values, unit = values[:, -known.shape[1] :], units[-known.shape[1] :]
-        room, groups = self._ties * (values + unit), None
-        if reference.groups is not None:
-            groups = self._stated.groups, reference.groups
+        room, groups, here = self._ties * (values + unit), None, self._stated.groups
+        if reference.groups is not None and here is not None:
+            groups = here, reference.groups
         return Compared(values, room, known.to(values), groups)
 
     def is_ood(self, rate: float = 0.05, score: Score = "all") -> Tensor:

@@ -74,7 +74,7 @@ def _agreed(known: Record, found: Correction, group: Group) -> Correction:
     marks of its members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
     calibration = group.meet(found.calibration, first_of)
-    if not calibration.applied:
+    if calibration is None or not calibration.applied:
         table = noise = None
     room = max(member.room() for member in known.members)
     others = known.members if isinstance(known, Posteriors) else ()
@@ -141,5 +141,7 @@ def calibrated_by_folds(known: Posteriors, unseen: Sequence[Loader]) -> Posterio
     with torch.inference_mode(False), torch.no_grad():
         parts = [pushed((own,), rows)[1] for own, rows in zip(known.members, unseen, strict=True)]
         found, _ = calibrated(parts, known.tables)
-        reference = reference_of(parts, found.table, found.noise, folds=True)
-    return known.corrected(_agreed(known, found._replace(reference=reference), Group()))
+        if found.table is not None:
+            reference = reference_of(parts, found.table, found.noise, folds=True)
+            found = found._replace(reference=reference)
+    return known.corrected(_agreed(known, found, Group()))

@@ -155,7 +155,7 @@ def calibrated(
     kept = None if likelihood.observation_noise is None else _mean_of(before)
     if errors is not None and kept is not None:
         after = _squared_errors(parts, [numbers.at(theta)[0]] * len(parts))
-        fall, error = mean_and_error(errors - after)
+        fall, error = (0.0, 0.0) if after is None else mean_and_error(errors - after)
         if not fall > 2 * error:
             numbers = numbers_of(likelihood, kept)
             theta = most_probable(numbers, parts, alone)
@@ -172,7 +172,8 @@ def calibrated(
         applied = applied or (length is None and gain > 0 and inside + 1 / labels < nll)
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
-        rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
+        if after is not None:
+            rmse = errors.mean().sqrt().item(), after.mean().sqrt().item()
     calibration = Calibration(
         num_rows=count,
         before=nll,

@@ -58,7 +58,7 @@ def warnings_of(posterior: Posterior, data: Pushforward) -> Iterator[str]:
                 f"probabilities, {most:.3g}. The posterior is that of a trained network: train it "
                 "before fit."
             )
-    if likelihood.observation_noise is None:
+    if likelihood.observation_noise is None or posterior.num_data is None:
         return
     prediction = predicted(posterior, data)
     if y.shape != prediction.expectation.shape:
@@ -70,9 +70,9 @@ def warnings_of(posterior: Posterior, data: Pushforward) -> Iterator[str]:
             f"The network has overfitted (γ is {share:.0%} of the number of targets), so σ is "
             f"probably too small. {CALL} to learn it from other examples, or use more data."
         )
-    count = y.shape[-1] if y.dim() > 1 else 1
+    count, sigma = y.shape[-1] if y.dim() > 1 else 1, result.sigma_noise
     least, output = squares.reshape(-1, count).mean(0).min(0)
-    if not result.sigma_noise.dim() and count > 1 and least < 0.01:
+    if sigma is not None and not sigma.dim() and count > 1 and least < 0.01:
         yield (
             f"All outputs share sigma_noise, but residuals of output {output} are only "
             f"{least.sqrt():.1%} of it: its intervals are far too wide. Pass "

@@ -133,7 +133,8 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Inputs) -> bytes:
     options: Any = {"input_names": names, "output_names": due, "verbose": False}
     logging.disable(logging.WARNING)  # what the exporter could not convert is compared afterwards
     try:
-        content = torch.onnx.export(program, dynamo=True, **options).model_proto.SerializeToString()
+        exported: Any = torch.onnx.export(program, dynamo=True, **options)
+        content = exported.model_proto.SerializeToString()
     finally:
         logging.disable(before)
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])

@@ -93,11 +93,13 @@ class Posterior:
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
     ) -> Posterior:
         """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
-        mixture, examples, device = learnt.mixture, learnt.examples, learnt.w_lin.device
+        mixture, device = learnt.mixture, learnt.w_lin.device
+        examples, leverages = learnt.examples, learnt.leverages
         if mixture is None:  # around the function whose residuals σ describes
             mixture = posterior_alone("network" if learnt.network_noise is None else "linear")
-        if examples is not None and len(examples):  # a single one has too many numbers
-            largest = largest_variance(given, examples, learnt.leverages).to(examples)
+        # a single one has too many numbers
+        if examples is not None and leverages is not None and len(examples):
+            largest = largest_variance(given, examples, leverages).to(examples)
             facts["training"] = TrainingExamples(given, examples, largest)
         own: dict[str, Any] = {"mixture": mixture.to(device), "examples": None, "leverages": None}
         if learnt.sigma_noise is not None:
@@ -121,12 +123,16 @@ class Posterior:
     def tables(self) -> tuple[Rows]:
         """The components of predictions, as fitted or as calibrated."""
         table = self.correction.table
-        return ((self.result.mixture if table is None else table).tolist(),)
+        return ((self._as_fitted if table is None else table).tolist(),)
 
     @property
     def mixture(self) -> Tensor:
         """The same as a tensor."""
-        return self.result.mixture.new_tensor(self.tables[0])
+        return self._as_fitted.new_tensor(self.tables[0])
+
+    @property
+    def _as_fitted(self) -> Tensor:
+        return posterior_alone() if self.result.mixture is None else self.result.mixture
 
     @property
     def mean(self) -> str:

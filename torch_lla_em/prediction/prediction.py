@@ -331,8 +331,8 @@ class Prediction(BasePrediction):
         return infinite_if_nan(torch.cat(columns, 1)), units
 
     def _judged(self, name: str) -> tuple[Reference, Prediction]:
-        reference = self._reference
-        if self._origin is None or reference is None:
+        reference, judged = self._reference, self._by_reference
+        if reference is None or judged is None:
             several = self._mixture.is_of_several
             la, fit = ("ensemble", "") if several else ("la", " or la.fit(..., validation=loader),")
             raise ValueError(
@@ -340,15 +340,18 @@ class Prediction(BasePrediction):
                 f"{la}.calibrate(validation_loader),{fit} and then {la}.predict(x) without mean=."
             )
         reference.agree(self._stated)
-        return reference, self._by_reference
+        return reference, judged
 
     @cached_property
-    def _by_reference(self) -> Prediction:
-        """The prediction by the numbers that the scores of the reference are of, classes last."""
-        reference, sigma, noise = self._reference, self._origin.likelihood.observation_noise, None
+    def _by_reference(self) -> Prediction | None:
+        """The prediction by the numbers that were fitted for the reference, classes last."""
+        origin, reference = self._origin, self._reference
+        if origin is None or reference is None or reference.table is None:
+            return None
+        sigma, noise = origin.likelihood.observation_noise, None
         if reference.sigma is not None and sigma is not None:
             noise = reference.sigma / sigma.to(reference.sigma)
-        return replace(self._origin.prediction(reference.table, noise), _class_dim=-1)
+        return replace(origin.prediction(reference.table, noise), _class_dim=-1)
 
 
 def functions_of(prediction: Prediction) -> tuple[Tensor, Tensor | None]:

@@ -157,7 +157,9 @@ class Reference(NamedTuple):
             p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
         ]
-        return torch.stack(each).amax(0) if self.groups is None else _of_groups(each, inputs)
+        if self.groups is None or inputs.groups is None:
+            return torch.stack(each).amax(0)
+        return _of_groups(each, inputs.groups)
 
     def quantiles(self, errors: Tensor, level: float, inputs: Stated, classes: int = 0) -> Tensor:
         """Return the quantiles of errors (n, outputs): for each input, (1 or B, outputs), or for
@@ -166,9 +168,10 @@ class Reference(NamedTuple):
             quantiles(errors[rows], level, of, *self._weights(rows, inputs))
             for of, rows in self._parts(inputs, classes)
         ]
-        if self.groups is None:
+        groups = inputs.groups
+        if self.groups is None or groups is None:
             return torch.cat(each, 1)
-        return _of_groups([found.expand(len(inputs.groups), -1) for found in each], inputs)
+        return _of_groups([found.expand(len(groups), -1) for found in each], groups)
 
     def _parts(self, inputs: Stated, classes: int = 0) -> list[tuple[str, Any]]:
         """Return the examples of each part to which inputs can belong, and its name in errors."""
@@ -176,7 +179,7 @@ class Reference(NamedTuple):
         if own is None:
             own, word = self.classes, "class"
             labels = torch.arange(classes, device="cpu") if classes else own
-        if own is None:
+        if own is None or labels is None:
             return [("", slice(None))]
         if not len(labels):  # without inputs any will do
             labels = own[:1]
@@ -191,11 +194,11 @@ class Reference(NamedTuple):
         return self.weights[rows], own
 
 
-def _of_groups(each: list[Tensor], inputs: Stated) -> Tensor:
+def _of_groups(each: list[Tensor], groups: Tensor) -> Tensor:
     """Return the values of the group of each input, of values (B, ...) for each group."""
-    if not len(inputs.groups):
+    if not len(groups):
         return each[0]
-    places = inputs.groups.unique(return_inverse=True)[1]
+    places = groups.unique(return_inverse=True)[1]
     return torch.stack(each)[places, torch.arange(len(places), device=places.device)]
 
 

@@ -129,8 +129,8 @@ def table_of(la: Shown) -> tuple[str, Cells]:
     samples = f"{len(members[0].result.w_samples)} samples of {size}{' each' if several else ''}"
     rows += [("posterior", samples), ("training data", _training_data(members))]
     noises = [member.likelihood.observation_noise for member in members]
-    if noises[0] is not None:
-        sigma = torch.stack(noises).squeeze(0)
+    if known := [sigma for sigma in noises if sigma is not None]:
+        sigma = torch.stack(known).squeeze(0)
         rows.append(("observation noise", f"{_several(sigma)} (standard deviation)"))
     if record.correction.reference is not None:
         rows.append(("reference", _of_reference(record.correction.reference)))
@@ -139,7 +139,7 @@ def table_of(la: Shown) -> tuple[str, Cells]:
 
 def _training_data(members: Sequence[Posterior]) -> str:
     """Return the number of training examples, the time of the fits, and why some ended early."""
-    counts = sorted({member.num_data for member in members})
+    counts = sorted({member.num_data or 0 for member in members})
     seconds = [member.history[-1]["seconds"] for member in members if member.history]
     ends = sorted({member.result.why for member in members} - {"accurate"})
     words = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1]))) + " examples"

@@ -131,9 +131,9 @@ def suspicious(
             parts.append((y[None], counts[None], *map(torch.stack, zip(*each, strict=True))))
     require_one_shape([y[0] for y, *_ in parts])
     (y,), (counts,), *columns = (torch.cat(column, 1) for column in zip(*parts, strict=True))
-    members = torch.zeros(len(y), dtype=torch.long, device=device)
-    if folds is not None:
-        members = Stated.of(len(y), device, folds).groups
+    members = Stated.of(len(y), device, folds).groups
+    if members is None:
+        members = torch.zeros(len(y), dtype=torch.long, device=device)
     score, margin, label, probability = (
         column[members, torch.arange(len(y), device=device)] for column in columns
     )

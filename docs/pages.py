@@ -42,6 +42,9 @@ FOR_USERS = {
 """Names of subpackages for users that the package itself does not export. Mixtures have only such
 names."""
 
+INHERITING = "Prediction", "StudentPrediction"
+"""Classes whose pages have the members of their base class."""
+
 MODULES = (
     "ensemble",
     "plot",
@@ -183,12 +186,9 @@ def api_pages() -> dict[str, str]:
         names = [member for member in every if member in exported or name == "mixtures"] or every
         others = [member for member in every if member not in names]
         purpose = (ast.get_docstring(ast.parse(path.read_text())) or name).splitlines()[0]
-        blocks = "".join(f"\n::: {address(name, member)}\n" for member in names)
+        blocks = "".join(block(name, member) for member in names)
         if others:
-            blocks += DEVELOPERS + "".join(
-                f"\n::: {address(name, member)}\n    options:\n      heading_level: 3\n"
-                for member in others
-            )
+            blocks += DEVELOPERS + "".join(block(name, member, level=3) for member in others)
         pages[f"api/{name}.md"] = f"{LESS}# torch_lla_em.{name}\n\n{purpose}\n{blocks}"
         rows[name] = f"| [{name}]({name}.md) | {', '.join(f'`{member}`' for member in names)} |"
     for name in MODULES:
@@ -203,6 +203,14 @@ def api_pages() -> dict[str, str]:
     developers = "\n".join(rows[name] for name in internal)
     pages["api/index.md"] = API.format(users=users, developers=developers)
     return pages
+
+
+def block(subpackage: str, member: str, level: int = 2) -> str:
+    """Return the directive that documents a public name."""
+    options = f"    options:\n      heading_level: {level}\n"
+    if member in INHERITING:
+        options += "      inherited_members: true\n"
+    return f"\n::: {address(subpackage, member)}\n{options}"
 
 
 def module_path(name: str) -> Path:

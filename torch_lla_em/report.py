@@ -21,9 +21,9 @@ from torch_lla_em import plot
 from torch_lla_em.data import Loader
 from torch_lla_em.prediction import (
     CALL,
+    Holder,
     PredictedData,
     Record,
-    Shown,
     Table,
     advice,
     check,
@@ -50,7 +50,7 @@ figure{{margin:0}}img{{width:100%;border-radius:.3rem}}figcaption{{font-size:.85
 
 
 def report(
-    la: Shown,
+    la: Holder,
     loader: Loader,
     path: str | PathLike[str] = "report.html",
     other: Tensor | Loader | None = None,

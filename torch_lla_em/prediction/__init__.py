@@ -24,6 +24,7 @@ from torch_lla_em.prediction.monitor import Monitor
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
+    Fit,
     Fitted,
     Holder,
     NotFittedError,
@@ -48,7 +49,7 @@ from torch_lla_em.prediction.scores import (
     stated_and_right,
 )
 from torch_lla_em.prediction.stored import likelihood_options
-from torch_lla_em.prediction.summary import Accuracy, Fit, Shown, advice, usual_tolerance
+from torch_lla_em.prediction.summary import Accuracy, advice, usual_tolerance
 from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious, suspicious_among
 
 __all__ = [
@@ -78,7 +79,6 @@ __all__ = [
     "RiskControl",
     "Score",
     "Setting",
-    "Shown",
     "Stated",
     "SuspiciousTargets",
     "Table",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,15 @@ from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_nam
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.neighbours import TrainingExamples
 from torch_lla_em.prediction.posterior import (
+    Fit,
     NotFittedError,
     Posterior,
-    Record,
     Setting,
     required,
 )
 from torch_lla_em.prediction.reference import REFERENCE, Reference
-from torch_lla_em.prediction.summary import Fit
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import PRIORS, Adapter, Compute, files, free_memory, report
+from torch_lla_em.runtime import PRIORS, Compute, files, free_memory, report
 
 State = dict[str, Tensor]
 
@@ -47,24 +46,10 @@ _TRAINING = "training_deviations", "largest_variance"
 """Tensors of the training examples that a posterior keeps."""
 
 
-class Stored(Fit, Protocol):
-    """What is stored: a ``LinearisedLaplace``, with the options that files and states need."""
-
-    adapter: Adapter
-    compute: Compute
-    _given_likelihood: Likelihood
-
-    def take(self, posterior: Record) -> None:
-        """Hold another record from now on."""
-
-    def state_dict(self) -> State:
-        """Return the tensors by name."""
+Own = TypeVar("Own", bound=Fit)
 
 
-Own = TypeVar("Own", bound=Stored)
-
-
-def save_to_state_dict(la: Stored, destination: State, prefix: str) -> None:
+def save_to_state_dict(la: Fit, destination: State, prefix: str) -> None:
     """Add the posterior to a state, if it is fitted and the network has not changed. A module that
     contains it calls this with a prefix."""
     try:
@@ -79,7 +64,7 @@ def save_to_state_dict(la: Stored, destination: State, prefix: str) -> None:
 
 
 def load_from_state_dict(
-    la: Stored, state_dict: State, prefix: str, missing: list[str], errors: list[str]
+    la: Fit, state_dict: State, prefix: str, missing: list[str], errors: list[str]
 ) -> None:
     """Load the posterior from its state, or from that of a module that contains it, whose networks
     may be loaded later."""
@@ -96,7 +81,7 @@ def load_from_state_dict(
             errors.append(str(error))
 
 
-def save(la: Stored, path: str | PathLike[str]) -> None:
+def save(la: Fit, path: str | PathLike[str]) -> None:
     """Write a posterior with the options of its object to a file."""
     state, model, compute = la.state_dict(), la._linear_model, la.compute
     names = "prior", "layerwise", "num_samples", "curvature", "seed"
@@ -128,7 +113,7 @@ def load(
     return la
 
 
-def moved(la: Stored, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
+def moved(la: Fit, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
     """Apply ``fn`` to the network, unless a module that contains both has done so, and to the
     posterior. Return an unprobed linear model, and the moved posterior."""
     posterior, network = la.posterior, la._linear_model.network
@@ -156,7 +141,7 @@ def without_prefix(state: State, prefix: str) -> State:
     return {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
 
 
-def state_of(la: Stored, posterior: Posterior) -> State:
+def state_of(la: Fit, posterior: Posterior) -> State:
     """Return a posterior with the options of an object as tensors by name."""
     layout, result = posterior.setting.linear_model.layout, posterior.result
     record = {name: getattr(posterior, name) for name in _FACTS}
@@ -177,9 +162,7 @@ def state_of(la: Stored, posterior: Posterior) -> State:
     return state_of_correction(posterior.correction, tensors, record)
 
 
-def loaded(
-    la: Stored, state: State, setting: Setting | None = None, later: bool = False
-) -> Posterior:
+def loaded(la: Fit, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
     """Return the record of a state with the options of an object, whose network may be loaded
     ``later``."""
     files.check(state, "posterior")
@@ -298,7 +281,7 @@ def _attributes(given: Likelihood) -> str | None:
     return None if is_named(given) else files.plain(vars(given))
 
 
-def _refuse_others(la: Stored, state: State, record: dict[str, Any], setting: Setting) -> None:
+def _refuse_others(la: Fit, state: State, record: dict[str, Any], setting: Setting) -> None:
     """Raise an error if a state is of another network, posterior or likelihood, or is damaged."""
     layout, given = setting.linear_model.layout, la._given_likelihood
     _refuse_other_network(state, setting.state.fingerprint)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_lla_em.jacobian import LinearModel
-from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.posterior import Holder, Posterior, Posteriors, Record
 from torch_lla_em.prediction.printed import CALL, Cells, Table
@@ -47,30 +45,6 @@ class Accuracy(NamedTuple):
         )
 
 
-class Shown(Holder, Protocol):
-    """What is printed: a posterior or an ensemble."""
-
-    @property
-    def _fits(self) -> Sequence[Fit]: ...
-
-
-class Fit(Shown, Protocol):
-    """What is printed of one posterior, which may not be fitted yet."""
-
-    model: nn.Module
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood, with the noise that was learnt."""
-
-    @property
-    def posterior(self) -> Posterior | None:
-        """The record of the fit."""
-
-    @property
-    def _linear_model(self) -> LinearModel: ...
-
-
 def usual_tolerance(num_samples: int) -> float:
     """Return a quarter of the Monte Carlo error of a standard deviation, 1/√(2K)."""
     return float(0.25 * (2 * num_samples) ** -0.5)
@@ -85,7 +59,7 @@ def accuracy(posterior: Posterior) -> Accuracy:
     return Accuracy(error, result.certificate.max().item(), tolerance)
 
 
-def details(la: Shown) -> Table:
+def details(la: Holder) -> Table:
     """Return all numbers of the fit in the terms of the method."""
     title, rows = table_of(la)
     for i, fit in enumerate(la._fits):
@@ -110,7 +84,7 @@ def _numbers(posterior: Posterior) -> Iterator[tuple[str, str]]:
     yield from (("memory plan", plan) for plan in posterior.messages[:1])
 
 
-def table_of(la: Shown) -> tuple[str, Cells]:
+def table_of(la: Holder) -> tuple[str, Cells]:
     """Return the title and the table that ``print(la)`` shows, of a posterior or an ensemble."""
     fits, record = la._fits, la.posterior
     several, first = fits[0] is not la, fits[0]

@@ -243,6 +243,8 @@ def test_bad_questions_are_refused():
     for call in (la, la.predict, la.predictions):
         with pytest.raises(TypeError, match=r"several in one tuple, la.*\(\(a, b\)\)"):
             call(X, X)
+    with pytest.raises(TypeError, match="la needs inputs of the model"):
+        la()
     with pytest.raises(TypeError, match="the record of a fit"):
         la.take(X)
     with pytest.raises(ValueError, match="n must be a whole number of 1 or more"):

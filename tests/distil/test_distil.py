@@ -193,16 +193,16 @@ def test_an_ensemble_and_a_network_of_ones_own(classified):
 
 def test_what_a_student_cannot_say(classified, regressed):
     of_classes, of_values = (
-        dataclasses.replace(student.predict(case.x), reference=None)
+        dataclasses.replace(student.predict(case.x), _reference=None)
         for case, _, student in (classified, regressed)
     )
     for words, use in {
         r"p_value needs .*own scores.*student\.calibrate": lambda: of_values.p_value,
         "prediction_set needs .*own scores": lambda: of_classes.prediction_set(),
         "rate must lie": lambda: of_values.is_ood(0),
-        r"has no \.interval\. Use \.prediction_set": lambda: of_classes.interval(),
+        "interval is for continuous targets": lambda: of_classes.interval(),
         "Regression has no .probs": lambda: of_values.probs,
-        "Regression has no .prediction_set": lambda: of_values.prediction_set(),
+        "prediction_set is for one class label": lambda: of_values.prediction_set(),
     }.items():
         with pytest.raises((TypeError, ValueError), match=words):
             use()
@@ -324,6 +324,23 @@ def test_p_values_are_ranks_among_the_labelled_reference(student):
         assert len(student.reference.unusual) == 29
         with pytest.raises(ValueError, match="None of the validation examples has a label"):
             student.calibrate(x, torch.full_like(y, -100))
+
+
+def test_scores_and_outputs_can_be_compared_apart(student):
+    """As those of posteriors: p-values by one score, and intervals of all outputs at once."""
+    case, student = student
+    p = student.predict(case.x)
+    scores, reference = p.ood_score, student.reference.unusual
+    above = (reference[:, 0] >= scores[:, :1] * (1 - p._ties)).sum(1)
+    by_rank = (1 + above) / (1 + len(reference))
+    assert_close(p.p_values("epistemic"), by_rank.double())
+    assert_close(p.is_ood(0.2, "epistemic"), p.p_values("epistemic") <= 0.2)
+    assert_close(p.compared().scores, scores)
+    if student.likelihood.real_valued and p.expectation.shape[1] > 1:
+        alone, both = p.interval(0.8), p.interval(0.8, joint=True)
+        assert (both.upper >= alone.upper).all()
+    with pytest.raises(AttributeError, match="no attribute 'mean' any more: .*expectation"):
+        p.mean
 
 
 def test_ties_of_discrete_inputs_remain_when_a_student_is_cast():

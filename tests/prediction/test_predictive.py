@@ -17,7 +17,7 @@ from torch_lla_em.likelihoods import (
     Poisson,
     Regression,
 )
-from torch_lla_em.prediction import Prediction
+from torch_lla_em.prediction import Prediction, functions_of
 from torch_lla_em.prediction.mixture import (
     FUNCTIONS,
     JOINT,
@@ -337,6 +337,17 @@ def test_names_of_earlier_versions_raise_an_error_with_their_replacement():
             getattr(p, name)
     with pytest.raises(AttributeError, match="'Prediction' object has no attribute 'maen'"):
         p.maen
+
+
+@pytest.mark.parametrize("likelihood", KINDS)
+def test_averages_are_those_over_the_functions_of_a_prediction(likelihood):
+    p = mixture(likelihood, outputs=4)
+    f, weights = functions_of(p)
+    assert_close(weights.sum(), torch.ones(()).double())
+    average = torch.tensordot(weights, likelihood.mean(f), 1)
+    assert_close(p.expectation, average)
+    alone, equal = functions_of(prediction(likelihood, outputs=4))
+    assert equal is None and alone.shape[1:] == f.shape[1:]
 
 
 def test_a_prediction_has_few_public_names():

@@ -14,6 +14,7 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState, ParameterLayout
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import Posterior, Posteriors, Setting, calibrate, check, predict
+from torch_lla_em.runtime import files
 
 SIGMA = 0.3
 
@@ -84,6 +85,33 @@ def test_records_of_changed_networks_and_members_are_refused(dense):
     record.setting.linear_model.network.module.bias.data += 1
     with pytest.raises(NotFittedError, match="changed"):
         predict(record, x)
+
+
+def test_objects_take_records_of_their_kind(dense):
+    record, *_, x, y = dense
+    la = LinearisedLaplace(record.setting.linear_model.network.module, Regression(SIGMA))
+    ensemble, pair = LaplaceEnsemble([la]), Posteriors((record,))
+    for holder, wrong, kind in ((la, pair, "of a fit"), (ensemble, record, "of several fits")):
+        with pytest.raises(TypeError, match=f"posterior must be the record {kind}"):
+            holder.take(wrong)
+    la.take(record)
+    ensemble.take(calibrate(Posteriors((record,)), x + 1, y))
+    assert la.posterior is record and ensemble.calibration is not None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pass_over_held_out_data_hashes_each_network_once(dense, several, monkeypatch):
+    record, *_, x, y = dense
+    record, hashed = Posteriors((record, record)) if several else record, []
+    known, real = calibrate(record, x + 1, y), files.fingerprint
+    monkeypatch.setattr(files, "fingerprint", lambda module: hashed.append(0) or real(module))
+    for use in (calibrate, lambda _, *given: check(known, *given, level=0.5)):
+        hashed.clear()
+        use(record, x + 2, y)
+        assert len(hashed) == len(record.members)
+    hashed.clear()
+    compare([known], x + 1, y)
+    assert len(hashed) == len(record.members)
 
 
 # regressions are predicted around the function whose residuals σ describes

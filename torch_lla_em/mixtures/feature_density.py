@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from torch_lla_em.data import (
+    Inputs,
+    Loader,
     as_loader,
     default_targets,
     inputs_of,
@@ -68,7 +70,7 @@ class FeatureDensity:
         self.pool = pool
         self._state: NetworkState | None = None
 
-    def fit(self, data: Any, labels: Any = None) -> "FeatureDensity":
+    def fit(self, data: Loader | Tensor, labels: Tensor | None = None) -> "FeatureDensity":
         """Fit the density to the features of training data.
 
         Args:
@@ -93,19 +95,19 @@ class FeatureDensity:
         self._state = NetworkState(self._network)
         return self
 
-    def score(self, inputs: Any) -> Tensor:
+    def score(self, inputs: Inputs) -> Tensor:
         """Return the log density of the features of ``inputs``, (B,): low for OOD inputs.
 
         A RuntimeError is raised before ``fit``, or if the model's weights have changed since.
         """
         return self.mixture.log_prob(self.features(inputs))
 
-    def class_scores(self, inputs: Any) -> Tensor:
+    def class_scores(self, inputs: Inputs) -> Tensor:
         """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), labels in
         increasing order."""
         return self.mixture.class_log_prob(self.features(inputs))
 
-    def features(self, inputs: Any) -> Tensor:
+    def features(self, inputs: Inputs) -> Tensor:
         """Return the pooled outputs of the layer for a batch of inputs, shape (B, D)."""
         if self._state is not None and not self._state.holds(self._network):
             raise RuntimeError("The model's weights changed after fit(): call fit() again.")
@@ -129,7 +131,7 @@ class FeatureDensity:
         return features.flatten(2).mean(2) if features.ndim > 2 else features
 
 
-def _forward(model: nn.Module, inputs: Any) -> Any:
+def _forward(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if is_sequence(inputs) else model(inputs)

@@ -148,7 +148,7 @@ def test_two_outputs_pairs_sites_and_tokens():
     assert student(x).shape == prediction.probs.shape == (20, 3, 4, 4)
     assert prediction.epistemic.shape == ours.epistemic.shape == (20, 4, 4)
     assert_close(prediction.log_prob(y), ours.log_prob(y), atol=3.0, rtol=0)
-    with pytest.raises(TypeError, match=r"RiskControl\(la, validation_loader\) for labels of"):
+    with pytest.raises(TypeError, match=r"RiskControl\(la, validation_loader\) for a label at"):
         prediction.prediction_set()
     tokens = torch.randint(9, (30, 5), generator=generator)
     text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 2))

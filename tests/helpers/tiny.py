@@ -144,7 +144,7 @@ def prediction_of(
     likelihood: Likelihood, centre: Tensor, deviations: Tensor, class_dim: int = -1
 ) -> Prediction:
     """The prediction by a mean of f, (B, ..., C), and samples minus it, (K, B, ..., C)."""
-    return Prediction((Component(likelihood, centre, deviations),), class_dim)
+    return Prediction(Mixture((Component(likelihood, centre, deviations),)), class_dim)
 
 
 class Basis(StochasticPrior):

@@ -79,7 +79,7 @@ def test_advice_follows_the_numbers():
     ahead = rows._replace(network=right)
 
     def advised(words, rows=rows):
-        return any(re.search(words, line) for line in advice(la, rows))
+        return any(re.search(words, line) for line in advice(la.posterior, rows))
 
     alone = "higher than that of the network alone"
     assert advised(f"{alone}.*Call la.calibrate", ahead)

@@ -357,7 +357,9 @@ class BasePrediction(Printed):
     if not TYPE_CHECKING:  # so that type checkers report attributes that there are not
 
         def __getattr__(self, name: str) -> None:
-            refuse_former(f"{type(self).__name__!r} object", [name], _FORMER, "attribute")
+            if name in _FORMER:
+                refuse_former(type(self).__name__, [name], _FORMER, "attribute")
+            object.__getattribute__(self, name)  # raises the error of an attribute or a property
 
     def _table(self) -> tuple[str, Cells]:
         likelihood, count = self.likelihood, len(self._f)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from torch_lla_em.data import AnyInputs, Values
 from torch_lla_em.prediction.base import BasePrediction
 from torch_lla_em.prediction.conformal import Compared, require_share
 from torch_lla_em.prediction.printed import Cells, Printed
@@ -81,7 +82,9 @@ class Monitor(Printed):
         """Whether the alarm is raised; it stays so until ``reset``."""
         return self.state["since"] is not None
 
-    def update(self, x: Any, y: Tensor | None = None, groups: Any = None) -> bool:
+    def update(
+        self, x: AnyInputs | BasePrediction, y: Tensor | None = None, groups: Values | None = None
+    ) -> bool:
         """Return whether the alarm is raised, after a batch of new inputs.
 
         Args:

@@ -134,7 +134,7 @@ def refuse_former(
             raise errors[kind](f"{owner} has no {kind} {name!r} any more: {former[name]}.")
         if kind == "argument":
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
-        raise AttributeError(f"{owner} has no attribute {name!r}")
+        raise AttributeError(f"{owner} has no attribute {name!r}.")
 
 
 def require(

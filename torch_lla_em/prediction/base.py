@@ -62,12 +62,13 @@ class BasePrediction(Printed):
     _ties: float
     """Relative difference up to which scores are ties."""
 
-    # what subclasses define
+    expectation: Tensor
+    """E[y]: probabilities of classes and labels, rates of counts, or the mean."""
 
-    @property
-    def expectation(self) -> Tensor:
-        """E[y], (B, ..., C): probabilities of classes and labels, rates of counts, or the mean."""
-        raise NotImplementedError
+    _scored: tuple[Tensor, Tensor]
+    """The out-of-distribution scores that p-values compare, (B, S), and their units, (S,)."""
+
+    # what subclasses define
 
     def _log_expectation(self) -> Tensor:
         """Return log E[y] of labels, classes last."""
@@ -83,11 +84,6 @@ class BasePrediction(Printed):
 
     def _log_density(self, y: Tensor) -> Tensor:
         """Return log p(y_n | x_n), (B,), of targets with the outputs last."""
-        raise NotImplementedError
-
-    @property
-    def _scored(self) -> tuple[Tensor, Tensor]:
-        """The out-of-distribution scores that p-values compare, (B, S), and their units, (S,)."""
         raise NotImplementedError
 
     def _judged(self, name: str) -> tuple[Reference, BasePrediction]:

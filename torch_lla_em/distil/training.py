@@ -189,7 +189,8 @@ def _known(posterior: Record, inputs: list[Any], progress_bar: bool) -> Known:
                 "values as in training."
             )
         found.append(due)
-    return merged(found)
+    known: Known = merged(found)
+    return known
 
 
 def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) -> None:

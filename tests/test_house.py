@@ -31,7 +31,7 @@ BOUNDS = {
     "arguments": 7,
     "of the constructor": 11,
 }
-BY_POSITION = 24
+BY_POSITION = 3
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 

@@ -71,15 +71,16 @@ class OverSpan:
         prior = Prior(self.problem.layout, torch.ones_like(self.span.xi[0]))
         probes = StochasticPrior(self.span.xi, q.in_span.eta, prior)
         moves = self.expected.number > 0 and not q.fate.converged and not self.is_exact
-        of_whitened = problem.theta * q.precision.rsqrt().square(), problem.vectors
+        values, vectors = problem.theta * q.precision.rsqrt().square(), problem.vectors
         search = BFGS(
-            *of_whitened,
-            0.0 if self._is_quadratic else self._tolerance,
-            ROUGHLY if moves else 0.0,
+            values,
+            vectors,
+            tolerance=0.0 if self._is_quadratic else self._tolerance,
+            roughly=ROUGHLY if moves else 0.0,
             is_exact=self._is_quadratic,
             agreed=self.share.group.from_first,
         )
-        return problem, probes, Eigen(*of_whitened), search
+        return problem, probes, Eigen(values, vectors), search
 
     def expecting(
         self, problem: SpanProblem, samples: PosteriorSamples, precision: Tensor
@@ -225,8 +226,14 @@ class OverSpan:
     def _dense(self, q: State, G: Tensor, outputs: Tensor) -> SpanProblem:
         """Return the problem over the span with this G, and J m."""
         theta, vectors = map(self.share.group.from_first, torch.linalg.eigh(0.5 * (G + G.T)))
-        parts = self.span, self.expected, self.loss_at(q.sigma), theta.clamp_min(0), vectors
-        return SpanProblem(*parts, (q.mean, outputs))
+        return SpanProblem(
+            self.span,
+            self.expected,
+            self.loss_at(q.sigma),
+            theta=theta.clamp_min(0),
+            vectors=vectors,
+            near=(q.mean, outputs),
+        )
 
     def loss_at(self, sigma: Tensor | None) -> Loss:
         """Return the loss at another σ."""
@@ -256,8 +263,9 @@ class OverSpan:
         outputs = stored.outputs[own]
         samples = PosteriorSamples(q.samples, q.certificate, q.gamma, q.errors[0])
         problem = self.expecting(self._dense(q, stored.G, outputs), samples, q.precision)
-        parts = H, stored.G, stored.eta, outputs, problem, H.root(self.epsilon)
-        return q._replace(span=OfSpan(*parts, stored.residuals))
+        S_noise = H.root(self.epsilon)
+        of_span = OfSpan(H, stored.G, stored.eta, outputs, problem, S_noise, stored.residuals)
+        return q._replace(span=of_span)
 
     # from the whole problem
 

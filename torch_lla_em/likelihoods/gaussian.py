@@ -106,8 +106,8 @@ class Regression(Gaussian, ElementwiseLikelihood):
         error, variance, spread = y - self.mean(f), self.variance(f), self.mean(deviations)
         if joint:
             root = spread.flatten(1).T.double() / len(spread) ** 0.5
-            of_all = torch.zeros_like(root[:, 0]), root, variance.flatten().double()
-            density = LowRankMultivariateNormal(*of_all, validate_args=False)
+            zeros, diagonal = torch.zeros_like(root[:, 0]), variance.flatten().double()
+            density = LowRankMultivariateNormal(zeros, root, diagonal, validate_args=False)
             of_error: Tensor = density.log_prob(error.flatten().double())
             return of_error
         variance = variance + mean_square(spread)

@@ -143,10 +143,10 @@ class _BasisModel(Whole):
         if q.sigma is None or not q.sigma.dim():
             return super().at(q)
         problem = self.problem.with_likelihood(Regression(q.sigma))
-        g_prior = not (self.noise.prior.scale == 1).all()
-        noise = basis_noise(problem, g_prior, self.noise.prior.layerwise)
+        g_prior = not (self.probes.prior.scale == 1).all()
+        noise = basis_noise(problem, g_prior, self.probes.prior.layerwise)
         other = _BasisModel(
-            problem, noise._replace(prior=self.noise.prior), BlockCG(), (1e-9, 1e-9)
+            problem, noise._replace(prior=self.probes.prior), BlockCG(), (1e-9, 1e-9)
         )
         return Whole.at(other, q)
 

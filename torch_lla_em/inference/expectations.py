@@ -37,20 +37,20 @@ class Expectations:
             else:
                 parts.append(loss.part(rows).expected_hessian(f))
         form = Draws if self.many else Diagonal if loss.likelihood.elementwise else Blocks
-        found: Hessian = form(torch.cat(parts))
-        return found
+        moved: Hessian = form(torch.cat(parts))
+        return moved
 
     def loss_and_slope(
         self, loss: Loss, mean: Tensor, deviations: Tensor | None
     ) -> tuple[float, Tensor]:
         """Return Σ E[-log p(y | h)] of all ranks, and its slope in the mean of this rank's
         examples."""
-        total, found = mean.new_zeros((), dtype=torch.float64), [mean[:0]]
+        total, slopes = mean.new_zeros((), dtype=torch.float64), [mean[:0]]
         for rows, f in functions(mean, deviations):
             part = loss.part(rows)
             total += part.value(f).double() / len(f)
-            found.append(part.gradient(f).mean(0))
-        return self.share.group.sum(total).item(), torch.cat(found)
+            slopes.append(part.gradient(f).mean(0))
+        return self.share.group.sum(total).item(), torch.cat(slopes)
 
     def deviations(self, pushed: Tensor) -> Tensor:
         """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K).
@@ -67,13 +67,13 @@ class Expectations:
             # number of ranks
             generator = torch.Generator("cpu").manual_seed(self._seed)
             shape = *self._shape[1:-1], K, self.number
-            found = [pushed.new_zeros(0, *shape)]
+            blocks = [pushed.new_zeros(0, *shape)]
             for numbers in torch.arange(self.share.total, device="cpu").split(1 << 12):
                 size = len(numbers), *shape
                 drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
                 drawn = drawn[self.share.find(numbers)[0]]
                 if self.number >= 8 * K:
                     drawn = self.number**0.5 * torch.linalg.qr(drawn.mT).Q.mT
-                found.append(drawn.to(pushed).div_(K**0.5))
-            self._noise = torch.cat(found)
+                blocks.append(drawn.to(pushed).div_(K**0.5))
+            self._noise = torch.cat(blocks)
         return (pushed @ self._noise).movedim(-1, 0).contiguous()

@@ -22,7 +22,7 @@ from torch_lla_em.inference.samples import refuse_noise
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.state import State, Stored
-from torch_lla_em.inference.sto_samples import get_sto_samples, with_noise
+from torch_lla_em.inference.sto_samples import get_sto_samples, stochastic_prior
 from torch_lla_em.problem import COPIES, Problem, TargetFacts, form_of_H, sites_of
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
@@ -149,7 +149,7 @@ def learn(
         start = begun = Progress(noise.eta, noise.prior.scale, noise.targets)
         around.drawn(lambda: begun)
     else:
-        noise = with_noise(problem, start.eta, start.scale, seed, layerwise)
+        noise = stochastic_prior(problem, start.eta, start.scale, seed, layerwise)
     problem = problem.with_targets(start.targets)
     blocks = len(noise.prior.layout.names)
     if given is not None and given.dim() and not (layerwise and given.shape == (blocks,)):
@@ -366,7 +366,7 @@ def by_solver(
     _tell(model, q, options)
     if q.fate.why == "budget":
         return _result(q, noise)
-    last = whole.Whole(model.problem, model.noise, solver, (options.tolerance, options.tolerance))
+    last = whole.Whole(problem, noise, solver, (options.tolerance, options.tolerance))
     found, why = e_step(last, q), "all steps"
     if q.fate.converged or not options.em_steps:
         reached = is_accurate(max(found.errors), options.tolerance)
@@ -392,11 +392,11 @@ def _result(q: State, noise: StochasticPrior) -> FitResult:
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
     """Return for how many samples there is memory, next to H, if it moves."""
-    facts, K, left = problem.data.facts, len(span.noise), span.memory
+    facts, K, left = problem.data.facts, len(span.probes), span.memory
     classes = facts.num_outputs // max(1, facts.num_targets)
     every = facts.num_outputs if span.sites is None else span.sites.outputs
     if moves:
-        nbytes, sites = span.entries * span.noise.element_size(), every / classes
+        nbytes, sites = span.entries * span.probes.element_size(), every / classes
         of_H = form_of_H(problem.likelihood, classes, sites, nbytes, left)[2]
         left -= COPIES * nbytes * of_H
     fits = int(left / span.bytes_of(ROOM)) - 1

@@ -55,8 +55,8 @@ def mackay_noise(
     K = len(gamma)
     sums = gamma.new_zeros(2 + K * sigma.dim(), sigma.numel(), dtype=torch.float64)
     for y, mean, pushed in outputs:
-        each = y.to(mean) - mean, y, *pushed
-        squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in each]
+        terms = y.to(mean) - mean, y, *pushed
+        squares = [part.double().square().reshape(-1, sigma.numel()).sum(0) for part in terms]
         sums += torch.stack(squares).to(sums)
     residual, targets, *of_samples = problem.data.group.sum(sums).to(sigma.device)
     if sigma.dim():

@@ -93,11 +93,11 @@ class OverSpan:
         else:  # C columns for every example, whose mean square is its covariance J A⁻¹ Jᵀ
             root = (problem.vectors * (problem.theta + precision).rsqrt()).to(self.f)
             _, *shape, C = self.f.shape
-            found = [self.f.new_zeros(0, *shape, C, C)]
+            roots = [self.f.new_zeros(0, *shape, C, C)]
             for _, part in self.span.parts(self.span.stored):
-                each = (part @ root).view(-1, *shape, C, root.shape[1])
-                found.append(root_of(each @ each.mT))
-            pushed = torch.cat(found) * C**0.5
+                columns = (part @ root).view(-1, *shape, C, root.shape[1])
+                roots.append(root_of(columns @ columns.mT))
+            pushed = torch.cat(roots) * C**0.5
         return replace(problem, deviations=self.expected.deviations(pushed))
 
     def found(
@@ -209,12 +209,12 @@ class OverSpan:
     def widened(self, q: State) -> State:
         """Return the state over the span that has grown, with G and η of the new directions,
         too."""
-        known, m, last = len(q.mean), self.span.size, q.in_span
-        mean, samples = (pad(part, (0, m - known)) for part in (q.mean, q.samples))
+        start, m, last = len(q.mean), self.span.size, q.in_span
+        mean, samples = (pad(part, (0, m - start)) for part in (q.mean, q.samples))
         of_new = last.S_noise.flatten(1).T.to(self._dtype)
-        eta = torch.cat([last.eta, self.span.pull(of_new, known).double()], dim=1)
-        G = self.span.ggn(last.H, known, self._dtype)
-        G = torch.cat([torch.cat([last.G, G[:known].T]), G], dim=1)
+        eta = torch.cat([last.eta, self.span.pull(of_new, start).double()], dim=1)
+        G = self.span.ggn(last.H, start, self._dtype)
+        G = torch.cat([torch.cat([last.G, G[:start].T]), G], dim=1)
         return self._with(q._replace(mean=mean, samples=samples), last.H, G, eta, last.S_noise)
 
     def _with(self, q: State, H: Hessian, G: Tensor, eta: Tensor, S_noise: Tensor) -> State:
@@ -257,10 +257,10 @@ class OverSpan:
         """Return the state of which ``saved`` has returned the parts."""
         H, here = self.first_H(self.loss_at(q.sigma)), self.share.numbers
         every = self.share.group.gather(here.to(stored.outputs.device)).sort()[0]
-        own = torch.searchsorted(every, here.to(every))
+        rows = torch.searchsorted(every, here.to(every))
         if stored.H is not None:
-            H = H._replace(values=stored.H[own])
-        outputs = stored.outputs[own]
+            H = H._replace(values=stored.H[rows])
+        outputs = stored.outputs[rows]
         samples = PosteriorSamples(q.samples, q.certificate, q.gamma, q.errors[0])
         problem = self.expecting(self._dense(q, stored.G, outputs), samples, q.precision)
         S_noise = H.root(self.epsilon)
@@ -287,7 +287,7 @@ class OverSpan:
         residuals = span.pull_weights(u)
         columns = torch.cat([q.samples, q.mean[None]])
         span.scaled(-precision * columns, residuals)
-        residuals[:-1].add_(span.noise, alpha=math.sqrt(precision))
+        residuals[:-1].add_(span.probes, alpha=math.sqrt(precision))
         inside = span.coordinates(residuals)
         squares = ((inside @ problem.vectors).square() / (problem.theta + precision)).sum(1)
         if not span.is_complete:  # what is inside is rounding
@@ -297,5 +297,5 @@ class OverSpan:
         of_samples, of_mean = squares[:-1], squares[-1]
         gamma, norm = q.gamma.mean().clamp_min(1), max(1.0, precision * q.norm.item())
         errors = (of_samples.mean() / gamma).sqrt().item(), (of_mean / norm).sqrt().item()
-        own = q.in_span._replace(residuals=residuals, problem=problem, S_noise=S_noise)
-        return q._replace(errors=errors, certificate=of_samples.sqrt(), span=own)
+        of_span = q.in_span._replace(residuals=residuals, problem=problem, S_noise=S_noise)
+        return q._replace(errors=errors, certificate=of_samples.sqrt(), span=of_span)

@@ -66,14 +66,14 @@ class SpanFit:
         self._most = em_steps or (20 if over.expected.number else 0)
         """Largest number of solutions; if λ is given, for H."""
 
-    def run(self, known: State | None, precision: float | None) -> Iterator[State]:
+    def run(self, start: State | None, precision: float | None) -> Iterator[State]:
         """Yield the state after every extension of the span, until it says why the fit ended;
-        ``known`` is one of an earlier run."""
+        ``start`` is that of an earlier run."""
         over, span, grew = self.over, self.span, True
-        if known is None:
+        if start is None:
             q = self._posterior(over.first(precision))
         else:
-            q = known if known.fate.cut else self._extended(known)[0]
+            q = start if start.fate.cut else self._extended(start)[0]
         while True:
             # λ, σ and H are found anew over a span that has grown enough
             due = span.size >= GROWTH * q.fate.solved or not over.expected.number

@@ -29,8 +29,8 @@ class Span:
     def __init__(
         self, problem: Problem, prior: Prior, xi: Tensor, memory: float, sites: Sites | None = None
     ):
-        self._problem, self.prior, self.memory, self.noise = problem, prior, memory, xi
-        """The noise is ξ, (K, P)."""
+        self._problem, self.prior, self.memory, self.probes = problem, prior, memory, xi
+        """The probes are ξ, (K, P)."""
 
         self.sites = sites
         """Which sites of dense outputs are the rows; None: all examples, with all their sites."""
@@ -63,9 +63,9 @@ class Span:
 
     def bytes_of(self, directions: int) -> float:
         """Return the peak memory of this number of directions, with twice their J v, in bytes."""
-        P = self.noise.shape[1]
+        P = self.probes.shape[1]
         of_J = self.entries if self._features is None else P  # T in place of J V
-        return float(directions * (P + 2 * of_J) * self.noise.element_size())
+        return float(directions * (P + 2 * of_J) * self.probes.element_size())
 
     # directions
 
@@ -85,24 +85,24 @@ class Span:
         same."""
         w, problem, sites = self.prior.scale * z, self._problem, self.sites
         take = None if sites is None else partial(sites.take, problem)
-        each = 1 if sites is None else sites.most
+        sites_of_each = 1 if sites is None else sites.most
         if self.rows is None and (pushed := problem.features(take)) is not None:
-            found = gathered(problem, pushed, 1, each)
-            if found is not None and problem.data.keeps_order:
-                self._features = found.Jw[0].clone()
-                self.rows = found._replace(Jw=found.Jw[:0].clone())
+            outputs = gathered(problem, pushed, 1, sites_of_each)
+            if outputs is not None and problem.data.keeps_order:
+                self._features = outputs.Jw[0].clone()
+                self.rows = outputs._replace(Jw=outputs.Jw[:0].clone())
         if self._features is not None:
             shape, sizes = (len(w), self.rows.f.shape[-1], -1), self.prior.layout.sizes
             table = torch.cat([part.view(shape).permute(2, 1, 0) for part in w.split(sizes, 1)])
             self.stored.append(table.reshape(-1, len(w)).to(self._features))
         else:
-            found = gathered(problem, problem.push_forward(w, take), len(w), each)
-            if found is None or not problem.data.keeps_order:
+            outputs = gathered(problem, problem.push_forward(w, take), len(w), sites_of_each)
+            if outputs is None or not problem.data.keeps_order:
                 return False
-            self.rows = self.rows or found._replace(Jw=found.Jw[:0].clone())
-            self.stored.append(found.Jw.flatten(1).T.contiguous())
+            self.rows = self.rows or outputs._replace(Jw=outputs.Jw[:0].clone())
+            self.stored.append(outputs.Jw.flatten(1).T.contiguous())
         self.blocks.append(z)
-        self.xi = torch.cat([self.xi, gram(self.noise, z)], dim=1)
+        self.xi = torch.cat([self.xi, gram(self.probes, z)], dim=1)
         self.size += len(z)
         return True
 
@@ -123,7 +123,7 @@ class Span:
     def scaled(self, coordinates: Tensor, total: Tensor | None = None) -> Tensor:
         """Return Vᵀ c, shape (k, P), for coordinates (k, m), added to a total in place."""
         if total is None:
-            total = self.noise.new_zeros(len(coordinates), self.noise.shape[1])
+            total = self.probes.new_zeros(len(coordinates), self.probes.shape[1])
         parts = coordinates.split([*map(len, self.blocks)], dim=1)
         for block, some in zip(self.blocks, parts, strict=True):
             add_combined(total, some, block)
@@ -139,10 +139,10 @@ class Span:
         shape, layout = self.rows.f.shape, self.prior.layout
         if self._features is None:
             per_example = u.T.reshape(u.shape[1], *shape)
-            found = pull_back(self._problem, per_example, self.rows.share, self.sites)
+            pulled = pull_back(self._problem, per_example, self.rows.share, self.sites)
             if not self._problem.data.keeps_order:
                 raise DoesNotFit("examples change their order")
-            return found.mul_(self.prior.scale)
+            return pulled.mul_(self.prior.scale)
         pulled = self._transposed(u).view(-1, shape[-1], u.shape[1])
         counts = [size // shape[-1] for size in layout.sizes]  # of the weight, and of the bias
         parts = [part.permute(2, 1, 0).flatten(1) for part in pulled.split(counts)]
@@ -166,13 +166,13 @@ class Span:
         """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every
         rank."""
         u = u if self._features is None else self._transposed(u)
-        found, at = [u.new_zeros(u.shape[1], 0)], 0
+        parts, at = [u.new_zeros(u.shape[1], 0)], 0
         for block in self.stored:
             first = max(0, start - at)
             at += block.shape[1]
             if first < block.shape[1]:
-                found.append(u.T @ block[:, first:].to(u.dtype))
-        total: Tensor = self.rows.share.group.sum(torch.cat(found, 1))
+                parts.append(u.T @ block[:, first:].to(u.dtype))
+        total: Tensor = self.rows.share.group.sum(torch.cat(parts, 1))
         return total
 
     def ggn(self, H: Hessian, start: int, dtype: torch.dtype) -> Tensor:
@@ -185,15 +185,15 @@ class Span:
         """
         m, features, at = self.size, self._features, 0
         if features is not None and (start or m > 6 * features.shape[-1]):
-            found = [self.xi.new_zeros(m, 0)]
+            columns = [self.xi.new_zeros(m, 0)]
             for block in self.stored:
                 if at >= start:
                     of_h = torch.zeros_like(block, dtype=torch.float64)
                     for rows, part in self.parts([block.double()]):
                         of_h += self._transposed(H.product(part.to(dtype), rows).double(), rows)
-                    found.append(torch.cat([every.T.to(of_h) @ of_h for every in self.stored]))
+                    columns.append(torch.cat([every.T.to(of_h) @ of_h for every in self.stored]))
                 at += block.shape[1]
-            G = torch.cat(found, 1)
+            G = torch.cat(columns, 1)
         else:
             G = self.xi.new_zeros(m, m - start)
             for rows, part in self.parts(self.stored):

@@ -44,7 +44,7 @@ class SpanProblem:
     @property
     def rounding(self) -> float:
         """That of the outputs, from which losses are computed."""
-        return torch.finfo(self.span.noise.dtype).eps
+        return torch.finfo(self.span.probes.dtype).eps
 
     @property
     def num_steps(self) -> int:

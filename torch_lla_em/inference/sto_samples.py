@@ -41,20 +41,20 @@ def get_sto_samples(
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or more, not {num_samples}.")
     require(g_prior is None or isinstance(g_prior, bool), "g_prior", g_prior, "None, True or False")
-    found = problem.probe_features(num_samples, seed, with_squares=g_prior is not False)
-    squares, noise = found.squares, found.targets.network_noise
+    features = problem.probe_features(num_samples, seed, with_squares=g_prior is not False)
+    squares, noise = features.squares, features.targets.network_noise
     if g_prior is not False and noise is not None and noise.dim():
         # the σ from which EM starts may be in other units than the outputs
-        in_units = problem.with_targets(found.targets._replace(sigma=noise))
+        in_units = problem.with_targets(features.targets._replace(sigma=noise))
         squares = in_units.probe_features(num_samples, seed).squares
     scale = torch.ones_like(squares)
     if g_prior is not False:
         scale = g_prior_scale(squares, problem.layout, problem.w_MAP, g_prior)
-    probes = with_noise(problem, found.eta, scale, seed, layerwise)
-    return probes._replace(targets=found.targets)
+    probes = stochastic_prior(problem, features.eta, scale, seed, layerwise)
+    return probes._replace(targets=features.targets)
 
 
-def with_noise(
+def stochastic_prior(
     problem: Problem, eta: Tensor, scale: Tensor, seed: int, layerwise: bool
 ) -> StochasticPrior:
     """Return the stochastic prior for known η and scale, with ξ drawn from the seed."""

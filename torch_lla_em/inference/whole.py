@@ -30,29 +30,28 @@ class Whole:
     def __init__(
         self,
         problem: Problem,
-        noise: StochasticPrior,
+        probes: StochasticPrior,
         solver: BlockCG | SGD,
         errors: tuple[float, float] = (OF_SAMPLES, OF_MODE),
     ):
-        self.problem, self.noise, self._solver, self._errors = problem, noise, solver, errors
+        self.problem, self.probes, self._solver, self._errors = problem, probes, solver, errors
 
     def at(self, q: State) -> tuple[Problem, StochasticPrior, BlockCG | SGD, Newton]:
-        """Return the problem at λ and σ of a state, its noise, and the solvers; η is drawn again if
-        there is a σ per output."""
-        problem, noise, (of_samples, of_mode) = self.problem, self.noise, self._errors
+        """Return the problem at λ and σ of a state, its random probes, and the solvers; η is drawn
+        again if there is a σ per output."""
+        problem, probes, (of_samples, of_mode) = self.problem, self.probes, self._errors
         last = problem.sigma
         if q.sigma is not None and last is not None and not torch.equal(q.sigma, last):
             problem = problem.with_likelihood(problem.likelihood.with_noise(q.sigma))
             if q.sigma.dim():
-                count = len(noise.xi)
-                drawn = problem.probe_features(count, noise.seed, with_squares=False)
-                noise = noise._replace(eta=drawn.eta)
-                self.problem, self.noise = problem, noise
+                count = len(probes.xi)
+                eta = problem.probe_features(count, probes.seed, with_squares=False).eta
             else:  # η is proportional to 1 / σ
-                noise = noise._replace(eta=noise.eta / (q.sigma / last).item())
+                eta = probes.eta / (q.sigma / last).item()
+            probes = probes._replace(eta=eta)
         forcing = 0.0 if problem.likelihood.is_quadratic else 0.1  # then it needs one exact step
         newton = Newton(max(of_mode, 10 * torch.finfo(problem.dtype).eps), forcing=forcing)
-        return problem, noise, replace(self._solver, tolerance=of_samples), newton
+        return problem, probes, replace(self._solver, tolerance=of_samples), newton
 
     def expecting(self, problem: Problem, samples: PosteriorSamples, precision: Tensor) -> Problem:
         """Return the problem: its loss is that at the mode."""
@@ -63,7 +62,7 @@ class Whole:
         q = q._replace(
             samples=samples.w, mean=mode.w, loss=mode.loss, certificate=samples.certificate
         )
-        q = q._replace(gamma=samples.effective_dims, norm=self.noise.prior.squared_norm(mode.w))
+        q = q._replace(gamma=samples.effective_dims, norm=self.probes.prior.squared_norm(mode.w))
         bounds = torch.full_like(samples.certificate, nan)
         return q._replace(errors=(samples.error, mode.error), bounds=bounds)
 
@@ -105,14 +104,14 @@ def updated(whole: Whole, q: State, em_steps: int) -> State:
     return q._replace(precision=precision, sigma=sigma, fate=fate)
 
 
-def starting_precision(problem: Problem, noise: StochasticPrior, layerwise: bool = False) -> float:
+def starting_precision(problem: Problem, probes: StochasticPrior, layerwise: bool = False) -> float:
     """Return an initial λ at which solves are cheap, and which is close to the fixed point.
 
     It is the curvature G along the gradient at w = 0, in scaled coordinates: for larger λ the data
     hardly change the mode. For layerwise priors it is the mean of diag(G).
     """
-    scale, features = noise.prior.scale, noise.prior.scale * noise.eta
-    mean = dots(features, features).mean() / (noise.prior.scale > 0).sum().clamp_min(1)
+    scale, features = probes.prior.scale, probes.prior.scale * probes.eta
+    mean = dots(features, features).mean() / (probes.prior.scale > 0).sum().clamp_min(1)
     start = mean.clamp_min(1e-8).item()
     if layerwise:
         return start

@@ -155,8 +155,8 @@ class Session:
     # what a fit tells
 
     def drawn(self, progress: Callable[[], Progress]) -> None:
-        """Refuse training data in the validation set, and say how long a fit with such passes takes
-        if it is long."""
+        """Raise an error if validation examples are training examples. Log the expected time of a
+        long fit."""
         if self._unseen is not None:
             facts = self.problem.data.facts
             refuse_training_data(self._unseen, facts.least, facts.num_labelled)

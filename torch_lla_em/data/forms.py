@@ -101,7 +101,7 @@ def with_weights(loader: Inputs | Loader, weights: GivenWeights) -> tuple[Any, W
 
 
 def without_weights(batch: Tree) -> tuple[Any, Any]:
-    """Return a batch of a loader without the weights at its end, and these."""
+    """Split a batch of a loader into inputs and targets, and the weights at its end."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 3:
         raise TypeError(
             'With weights="last" batches are (inputs, targets, weights), not a '
@@ -124,8 +124,8 @@ def checked_weights(given: object, targets: Tensor) -> Tensor:
 
 
 def order_of(loader: Inputs | Loader, num_ranks: int) -> tuple[Sequence[Any] | None, bool]:
-    """Return a dataset's examples in a fixed order, and whether the loader shuffles; None if only
-    it can order them."""
+    """Return the indices of a dataset in a fixed order, and whether the loader shuffles. The
+    indices are None if only the loader knows its order."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None, False
     if type(loader.batch_sampler) is not BatchSampler or isinstance(

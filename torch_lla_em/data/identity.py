@@ -85,8 +85,8 @@ class Identity:
         return is_same and self.num_rows == other.num_rows
 
     def shared_with(self, least: Sequence[int]) -> tuple[float, int]:
-        """Return the share of these examples among those with the smallest hashes ``least``, and of
-        how many."""
+        """Estimate which share of these examples is among those with the smallest hashes ``least``.
+        Return it with the number of examples that it is estimated from."""
         full = [known[-1] for known in (sorted(least), self.least) if len(known) == _SAMPLED]
         comparable = [value for value in self.least if value <= min(full, default=_SIZE)]
         return len({*comparable} & {*least}) / max(1, len(comparable)), len(comparable)

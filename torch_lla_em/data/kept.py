@@ -9,11 +9,11 @@ from torch_lla_em.data.trees import is_opaque, leaves_of, tensors_in
 
 
 class Kept:
-    """The batches of a pass, if all of them fit into ``room`` bytes, and are the same when they are
-    read again."""
+    """A cache of the batches of a pass, if they all fit into ``room`` bytes and are the same in
+    every pass."""
 
     def __init__(self, room: float = 0.0, copies: bool = True):
-        """``copies``: whether a loader may write the next batch to the memory of the last one."""
+        """``copies``: whether batches are copied, because a loader may reuse their memory."""
         self.room, self._copies = room, copies
         self.batches: list[Batch] | None = None
         """All batches, once a pass has kept them."""
@@ -30,7 +30,7 @@ class Kept:
         self._may = may
 
     def of(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches of the device, and keep them as long as that is possible."""
+        """Yield batches, and cache them as long as they fit."""
         left = self.room
         for batch in batches:
             left -= sum(t.numel() * t.element_size() for t in tensors_in(batch.tensors()))

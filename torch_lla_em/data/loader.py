@@ -75,8 +75,8 @@ class Data:
         self.store(0.0, 0)
 
     def store(self, room: float, merge_rows: int) -> None:
-        """Set the bytes that batches may take to be kept, and the size up to which small ones are
-        joined; 0: never."""
+        """Set how many bytes of batches are kept, and up to which size small batches are joined; 0
+        switches either off."""
         self.kept, self.merge_rows = Kept(room, copies=not self._source.is_list), merge_rows
 
     def first(self) -> Batch:
@@ -133,7 +133,7 @@ class Data:
     __iter__ = batches
 
     def fail(self, error: Exception) -> None:
-        """End a pass in which this rank has failed on the other ranks, too."""
+        """End the pass on the other ranks too, because this rank has failed."""
         if self._others_wait:
             self._others_wait = False
             self.group.fail(error)
@@ -159,20 +159,21 @@ class Data:
         self.facts, self._is_restored = Identity(**facts), self.num_passes > 0
 
     def confirm(self) -> None:
-        """Read the data once if only an earlier run has read them, to refuse other data."""
+        """Read the data once if only an earlier run has read them, to check that they are the
+        same."""
         if self._is_restored:
             self.read()
 
     def read(self) -> Identity:
-        """Read all examples once, of several ranks another share than before; return their
-        identity."""
+        """Read all examples once and return their identity. With several ranks, each reads another
+        share than before."""
         for _ in self:
             pass
         return self.facts
 
     def _compared(self, batches: Iterable[Batch], whole: Identity) -> Iterator[Batch]:
-        """Yield batches, and add them to an identity; in the first pass, compare the first with
-        that of ``first``."""
+        """Yield batches and add them to an identity. In the first pass, the first batch is compared
+        with what ``first`` returned."""
         for batch in batches:
             whole.add(batch)
             begun = self._first
@@ -186,7 +187,8 @@ class Data:
             yield batch
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield as many batches on every rank, with the number of examples of all ranks."""
+        """Yield the same number of batches on every rank, each with the number of examples of all
+        ranks."""
         nothing, steps = torch.zeros(0, device="cpu"), 0
         for batch in chain(batches, repeat(Batch(-1, nothing.long(), None, nothing))):
             step_rows = self.group.meet(len(batch.rows), sum)
@@ -197,7 +199,8 @@ class Data:
         self.num_steps = steps
 
     def _end(self, whole: Identity, is_first: bool) -> None:
-        """Note what the first pass has found; refuse other data, and data that change."""
+        """Store the facts of the first pass. Raise an error if the data are others than before, or
+        change."""
         facts, fault = self.facts, None
         differ = self.num_passes > 0 and not facts.agrees(whole)
         if differ and self._is_restored:

@@ -28,8 +28,8 @@ class Share:
     group: Group = Group()
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of every column over all examples, (C,), for as many rows (m, C) of
-        each."""
+        """Return the mean of every column over the examples of all ranks, (C,), for rows (m, C), as
+        many of each example."""
         weight = len(self.numbers) / max(1, self.total)
         return self.group.sum(weight * (values.sum(0) / max(1, len(values))))
 

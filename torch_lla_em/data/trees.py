@@ -35,8 +35,8 @@ def as_tensors(tree: Tree) -> Any:
 
 
 def map_tensors(function: Callable[..., Any], tree: Tree, *others: Tree) -> Any:
-    """Apply a function to every tensor of a tree and what other trees have in its place; leave
-    everything else as it is."""
+    """Apply a function to every tensor of a tree, and to what other trees have in its place.
+    Everything else is left as it is."""
 
     def at(leaf: object, *rest: Any) -> Any:
         return function(leaf, *rest) if isinstance(leaf, Tensor) else leaf
@@ -84,7 +84,7 @@ def to_device(tree: Tree, device: torch.device) -> Any:
 
 
 def cut(tree: Tree, size: int, rows: slice) -> Any | None:
-    """Return some of ``size`` rows of a tree; None if nothing in it has so many."""
+    """Return some of the rows of a tree with ``size`` rows; None if nothing in it has that many."""
     if any(is_rows(leaf, size) for leaf in leaves_of(tree)):
         return map_tensors(lambda tensor: tensor[rows] if is_rows(tensor, size) else tensor, tree)
     # a list of sentences, for example

@@ -104,7 +104,7 @@ def _twice(x: Inputs) -> Inputs:
 
 
 def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
-    """Check the outputs, and return their sizes and those of what a forward pass keeps of an
+    """Check the outputs. Return their sizes, and the memory that a forward pass keeps for an
     example."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
 
@@ -157,8 +157,8 @@ def _error(plain: Rows, drawn: tuple[Tensor, Tensor, Tensor], eps: float, rows: 
 def _with_torch_func(
     ways: list[ByGraph], chosen: Ways, error: Callable[[Rows], float], tolerance: float
 ) -> Ways:
-    """Return forward mode, or two reverse passes, whose error is rounding; or else why neither is
-    right."""
+    """Choose forward mode or two reverse passes, whichever is exact up to rounding; if neither is,
+    return why."""
     best, reasons = chosen._replace(adjoint_error=math.inf), list[str]()
     for rows, name in zip(ways, ("forward mode", "two reverse passes"), strict=True):
         wrong, failures = math.inf, list[Exception]()

@@ -121,7 +121,8 @@ class Call(NamedTuple):
 def _recorded(
     network: Network, layout: ParameterLayout, x: Inputs, shared: tuple[str, ...]
 ) -> tuple[Tensor, list[Call], bool]:
-    """Return f(x), the calls at which its graph ends, and whether weights are used otherwise, too.
+    """Return f(x), the calls at which its graph ends, and whether weights are also used in other
+    ways.
 
     A lookup in a ``shared`` table, such as that of positions, serves all rows, for each of which it
     is repeated.
@@ -205,8 +206,8 @@ def by_factors(
     keep: bool = False,
     at_once: int | None = None,
 ) -> ByFactors | None:
-    """Return the linear model at x by one backward pass for each output; None if a weight acts
-    otherwise than before.
+    """Return the linear model at x, by one backward pass for each output; None if a weight is used
+    in another way than at the first batch.
 
     Factors that are stored (``keep``) share no memory with other tensors.
     """

@@ -33,8 +33,8 @@ class Ways(NamedTuple):
     nbytes: float = inf  # of Jacobian factors; infinity if they are computed in every pass
 
     def columns(self, x: Inputs, most: int | None) -> int | None:
-        """Return the number of columns, of ``most``, whose tensors a CPU does not allocate each
-        time; None: all."""
+        """Return how many columns to process at once, so that temporaries stay in the allocator's
+        cache on a CPU; None means all."""
         if self.example_bytes is None:
             return most
         best = max(1, int(_FETCHED_BYTES / max(1, self.example_bytes * num_examples(x))))
@@ -54,8 +54,8 @@ class Pulled(NamedTuple):
     """For every ``step`` columns, (step, *shape) by name; 0 where a name is missing."""
 
     def parts(self, total: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return views of a total (K, P), each with what is to be added, on its device and in its
-        dtype."""
+        """Return pairs of a view of a total (K, P) and the tensor to add to it, on its device and
+        in its dtype."""
         pairs = []
         for some, gradients in zip(total.split(self.step), self.gradients, strict=True):
             views = some.split(self.layout.sizes, dim=1)
@@ -105,7 +105,8 @@ class Rows:
         return Pulled(self.layout, step, [*map(self._pull, u.split(step))])
 
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
-        """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights of which single rows are known."""
+        """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, for the weights whose gradients are known for single
+        examples."""
         return {}
 
     def _push(self, directions: dict[str, Tensor]) -> Tensor:

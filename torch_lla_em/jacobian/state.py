@@ -48,8 +48,8 @@ class NetworkState:
             return True
 
     def _is_cast(self, now: dict[str, Tensor]) -> bool:
-        """Whether tensors are those of before in another dtype; a cast leaves those as they
-        were."""
+        """Whether tensors are those of before in another dtype. The tensors of before must be
+        unchanged."""
         is_as_noted = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
         if not is_as_noted or self._tensors.keys() != now.keys():
             return False
@@ -61,8 +61,8 @@ class NetworkState:
 
 
 def _marks(module: nn.Module) -> list[Any]:
-    """Return what a change of a layer or tensor alters, and sums of the bits in memory; a GPU is
-    waited for once."""
+    """Return values that differ after a change of a layer or tensor, and sums of the bits in
+    memory. It synchronises with a GPU once."""
     marks: list[Any] = []
     sums: list[Tensor] = []
     for layer in module.modules():

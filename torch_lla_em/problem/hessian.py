@@ -30,7 +30,7 @@ COPIES = 6
 
 
 class Diagonal(NamedTuple):
-    """H of a likelihood whose outputs have targets of their own."""
+    """H of a likelihood that is a product over outputs, which is diagonal."""
 
     values: Tensor
     """(N, ..., C)."""
@@ -49,7 +49,7 @@ class Diagonal(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """H of coupled outputs that are few."""
+    """H of a few coupled outputs, as a matrix for each example."""
 
     values: Tensor
     """(N, ..., C, C)."""
@@ -151,15 +151,15 @@ Hessian = Diagonal | Blocks | AtOutputs | Draws
 
 
 def towards(H: Hessian, other: Hessian, share: float) -> Hessian:
-    """Return H after a share of the way to another one of the same form."""
+    """Return H moved by a share of the way to another one of the same form."""
     return H._replace(values=H.values.lerp(other.values, share))
 
 
 def form_of_H(
     likelihood: Likelihood, classes: int, sites: float, nbytes: float, memory: float
 ) -> tuple[bool, int, float]:
-    """Return whether a moving H is stored as draws, the draws of each of so many sites, and entries
-    of H for each output.
+    """Choose how an H that moves is stored. Returns whether as draws, the number of draws of each
+    site, and the number of entries for each output.
 
     Draws are taken if blocks for the outputs, of ``nbytes`` in all, are too large for the memory.
     """
@@ -182,8 +182,8 @@ def functions(mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, 
 
 
 def parts_of(examples: int, numbers: int) -> Iterator[slice]:
-    """Yield slices of examples with so many numbers each, which are in memory at once; an empty one
-    of none."""
+    """Yield slices of examples that fit into memory at once, for the given number of entries of an
+    example. Without examples it is one empty slice."""
     step = max(1, ENTRIES // max(1, numbers))
     for start in range(0, max(1, examples), step):
         yield slice(start, start + step)

@@ -128,8 +128,8 @@ class Loss:
         return f if self.shift is None else f + self.shift.to(f)
 
     def _counted(self, u: Tensor, root: bool = False, columns: bool = False) -> Tensor:
-        """Return u times the weights, or their roots; with ``columns`` its last axis is that of
-        columns."""
+        """Multiply u by the weights, or by their square roots. With ``columns``, the last axis of u
+        is that of columns."""
         counts = self.counts
         if counts is not None:
             counts = counts.unsqueeze(-1) if columns else counts
@@ -186,8 +186,8 @@ def has_offset(likelihood: Likelihood) -> bool:
 
 
 def moments_of(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return mean and variance of the targets, (2, C) or (2,), from ``sums_of_targets`` of targets
-    of a type."""
+    """Return the mean and the variance of the targets, (2, C) or (2,), from ``sums_of_targets``;
+    ``dtype`` is that of the targets."""
     mean, square = sums[:2] / sums[3]
     least = torch.finfo(dtype).eps ** 2 * square  # they are rounded
     variance = torch.maximum(square - mean.square(), least).where(square > 0, 1)

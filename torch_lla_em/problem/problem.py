@@ -208,7 +208,7 @@ class Problem:
         return self.likelihood.offset(torch.zeros_like(mean), variance)
 
     def less_shift(self, f: Tensor) -> Tensor:
-        """Return outputs of the network as those of the linear model are taken."""
+        """Return outputs of the network less the ``shift``, as those of the linear model are."""
         return f if self.shift is None else f - self.shift.to(f)
 
     @property
@@ -252,7 +252,7 @@ class Problem:
         return {"Gw": rows.pull(loss.product(at, Jw))}
 
     def loss(self, targets: Tensor, weights: Tensor | None) -> Loss:
-        """Return the loss of examples in any number."""
+        """Return the loss of some examples."""
         if self.moments is not None:
             dtype = targets.dtype if targets.is_floating_point() else self.dtype
             targets = (targets.double() - self.moments[0].to(targets.device)).to(dtype)

@@ -20,8 +20,8 @@ these."""
 
 
 class Sites(NamedTuple):
-    """One site at random of each stratum of the labelled sites of an example, of as many strata as
-    there is room for.
+    """Labelled sites, sampled by strata: each example's labelled sites are cut into equal strata,
+    and one site of each is drawn.
 
     A sum over them with weights 1 / share is an unbiased estimate of that over all labelled sites,
     and exact if all are kept. They are keyed by the example, so that they are the same in every

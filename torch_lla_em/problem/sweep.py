@@ -75,8 +75,8 @@ it."""
 
 
 class Plan(NamedTuple):
-    """What passes keep to, and the memory and time of a fit; replaced, never changed, if memory
-    runs out."""
+    """The limits of passes, and the memory and time of a fit. A plan is never changed; if memory
+    runs out, it is replaced by another one."""
 
     device: torch.device
     """Device on which vectors are stored."""
@@ -123,8 +123,8 @@ class Plan(NamedTuple):
 
 
 class Sweep:
-    """Takes passes over the data; if memory runs out, with fewer columns at a time, then with fewer
-    examples."""
+    """Takes passes over the data. If memory runs out, it continues with fewer columns at a time,
+    then with fewer examples."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Sweep:
         self.plan = plan
 
     def resume(self, columns: float) -> None:
-        """Count on from the columns of an earlier run."""
+        """Continue the count of columns of an earlier run."""
         self.columns = columns
 
     def watch(self, after_batch: Callable[[], None]) -> None:
@@ -307,7 +307,8 @@ class Sweep:
         self._after_batch = after_batch
 
     def probe(self, batch: Batch, anew: bool = False) -> None:
-        """Check the derivatives of the network, at some of the first batch, inside its guard."""
+        """Check the derivatives of the network at some examples of the first batch, inside the
+        network's guard."""
         if self.linear_model.ways is not None and not anew:
             return
         few = next(batch.split(FEW)) if self.stand_alone(batch) else batch
@@ -335,8 +336,8 @@ class Sweep:
         return pieces if len(pieces) > 1 and self.stand_alone(whole) else [whole]
 
     def stand_alone(self, whole: Batch) -> bool:
-        """Whether the outputs of two examples are the same alone as among four, or of one as among
-        two."""
+        """Whether examples do not influence each other: the outputs of two are the same alone as
+        among four (or of one as among two)."""
         model, size = self.linear_model, 2 if len(whole.rows) > 3 else 1
         if self._alone is None and len(whole.rows) > 1:
             piece, more = next(whole.split(size)), next(whole.split(2 * size))
@@ -360,7 +361,8 @@ class Sweep:
         self._checks.append((total.isfinite(), fault))
 
     def fault(self) -> Exception | None:
-        """Return the first error of this pass about what is not finite; the host waits for it."""
+        """Return the first error of this pass about values that are not finite. It synchronises
+        with the device."""
         return next((fault for fine, fault in self._checks if fault and not fine), None)
 
 
@@ -379,8 +381,8 @@ def _sum_up(sums: Sums, contributions: Contributions) -> None:
 
 
 def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = False) -> str:
-    """Return what is known of the time of a fit whose passes take so long; "" if only long fits are
-    of interest."""
+    """Describe how long a fit takes, from the seconds of a pass. With ``only_long`` the text is
+    empty for short fits."""
     (least, most), remedy = _PASSES, ""
     if is_last_layer:  # a few passes, whose products are those of features
         return "" if only_long else _OF_LAST_LAYERS

@@ -34,7 +34,7 @@ _ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
 def contents_of(path: str | PathLike[str], names: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    """Return the contents of a file, these names at least; no code in it is run.
+    """Return the contents of a file, which must have these names. No code in the file is run.
 
     If the file cannot be read, the error ends with ``remedy``.
     """
@@ -169,7 +169,8 @@ def check(state: object, kind: str) -> None:
 
 
 def plain(value: object, around: tuple[int, ...] = ()) -> str:
-    """Return a setting as text that is the same in every process: tensors by a hash of their bytes.
+    """Return a setting as text that is the same in every process. Tensors are represented by a hash
+    of their bytes.
 
     ``around`` are the ids of the objects that it is in, which it may refer to.
     """

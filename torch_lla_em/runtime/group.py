@@ -15,7 +15,7 @@ Merged = TypeVar("Merged")
 
 
 class Fault(NamedTuple):
-    """What a rank that has failed meets the others with."""
+    """What a rank that has failed sends in place of a value."""
 
     words: str
 
@@ -35,8 +35,8 @@ class Group:
             self._is_shared = True
 
     def meet(self, value: Own, merge: Callable[[list[Own]], Merged]) -> Merged:
-        """Return ``merge`` of the list of all ranks' picklable values; its error is raised on all
-        of them."""
+        """Gather a picklable value of every rank and return ``merge`` of their list. An error in
+        ``merge`` is raised on all ranks."""
         every = [value] * self.size
         if self._is_shared:
             dist.all_gather_object(every, value)
@@ -58,8 +58,8 @@ class Group:
         return value
 
     def fail(self, error: Exception) -> None:
-        """Raise an error on the other ranks where they meet next: this one fails, and is not
-        there."""
+        """Make the other ranks raise an error at their next collective, because this rank has
+        failed."""
         fault = Fault(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # others may have died, but this rank's own error is raised
             if self._is_shared:
@@ -74,8 +74,8 @@ class Group:
         return total
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows (m, ...) of all ranks in their order, (Σ m, ...); without rows, shape and
-        dtype are free."""
+        """Concatenate the rows (m, ...) of all ranks in order, (Σ m, ...). A rank without rows may
+        pass any shape and dtype."""
         if not self._is_shared:
             return rows
         forms = self.meet((len(rows), rows.shape[1:], rows.dtype), list)
@@ -100,8 +100,8 @@ class Group:
 
 
 def group_of(shard: str | None = "data") -> Group:
-    """Return the initialised process group, once all ranks are here; without one, or if ``shard``
-    is None, this process."""
+    """Return the initialised process group, after a barrier, or this process alone if there is no
+    group or ``shard`` is None."""
     if shard is None or not dist.is_available() or not dist.is_initialized():
         return Group()
     is_shared = dist.get_world_size() > 1

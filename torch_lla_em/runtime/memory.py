@@ -86,7 +86,8 @@ def free_memory(device: torch.device) -> float:
 def container_room(
     groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """Return the bytes left below the limits of a container or job, infinity without one.
+    """Return the bytes that are left below the memory limits of a container or job; infinity if
+    there is none.
 
     These are the limits of this process's control group (of version 2) and of all groups that it is
     in.
@@ -106,7 +107,8 @@ def container_room(
 
 
 def free_for_each(group: Group, device: torch.device) -> float:
-    """Return the bytes that every rank may still allocate on a device, as many on each."""
+    """Return the bytes that every rank may still allocate on a device; ranks on one machine share
+    them equally."""
     name = f"{socket.gethostname()}/{device.type}"
     if device.type == "cuda":  # ranks may share a GPU
         name += str(getattr(torch.cuda.get_device_properties(device), "uuid", device))

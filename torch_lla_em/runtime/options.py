@@ -140,8 +140,8 @@ def refuse_former(
 def require(
     holds: bool, name: str, value: object, words: str, error: type[Exception] = ValueError
 ) -> None:
-    """Raise an error if the value of an argument is not allowed, or its type: then a
-    ``TypeError``."""
+    """Raise an error if the value of an argument is not allowed; pass ``TypeError`` if its type is
+    wrong."""
     if not holds:
         text = repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
         raise error(f"{name} must be {words}, not {text}.")

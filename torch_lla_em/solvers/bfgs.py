@@ -87,8 +87,8 @@ class BFGS:
 
 
 def _updated(inverse: Tensor, step: Tensor, change: Tensor) -> Tensor:
-    """Return the inverse Hessian after a step and the change of the gradient, or as it is if the
-    curvature is rounding."""
+    """Update the inverse Hessian by a step and the change of the gradient. It is returned unchanged
+    if the curvature is rounding."""
     curvature = (step @ change).item()
     if curvature <= 1e-12 * (step.norm() * change.norm()).item():
         return inverse
@@ -99,8 +99,8 @@ def _updated(inverse: Tensor, step: Tensor, change: Tensor) -> Tensor:
 
 
 def _shorter(down: float, rise: float) -> float:
-    """Return the share of a step at which the slope along it vanishes, if it is linear, from slopes
-    -down and rise.
+    """Return by which factor to shorten a step, so that the slope along it vanishes: it is linear
+    between -down at the start and rise at the end.
 
     It is between .05 and .5, also where the objective is not finite.
     """

@@ -157,8 +157,8 @@ class BlockCG:
 
 
 def _symmetric(product: Tensor, allowed: Tensor) -> Tensor:
-    """Return Dᵀ (A + I) D made symmetric; raise an error if it is not definite, or its asymmetry
-    larger than allowed."""
+    """Make Dᵀ (A + I) D symmetric. Raise an error if it is not positive definite, or if its
+    asymmetry is larger than allowed."""
     if not torch.isfinite(product).all():
         raise DivergenceError("A product with G is not finite: check the model's outputs.")
     exact = 0.5 * (product + product.T)

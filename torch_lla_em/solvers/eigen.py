@@ -21,7 +21,7 @@ class Eigen:
     """Largest error of a solution: there is none but rounding."""
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
-        """Return the solution for b, (K, P); the product is that with A, and needs not be used."""
+        """Return the solution for b, (K, P). The product and the start are not used."""
         y = b @ self.vectors / (self.values + 1)
         energy = (self.values * y.square()).sum(1)
         return Solution(y @ self.vectors.T, torch.zeros_like(b[:, 0]), energy)

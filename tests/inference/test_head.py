@@ -1,5 +1,7 @@
 """Fits of a last layer by products of its features, against dense matrices in double precision."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny import basis_noise, likelihood_of, problem_of, tiny
@@ -8,20 +10,25 @@ from torch.testing import assert_close
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.inference import fit as fits
+from torch_lla_em.inference.em import e_step, em
 from torch_lla_em.inference.head import Head
-from torch_lla_em.inference.over_head import HeadFit, Options
+from torch_lla_em.inference.over_head import OverHead, Settings, updated
+from torch_lla_em.solvers import log_dets
 
 
-def fit_of(name, draws=40, many=False, memory=1e9, em_steps=0):
-    """The problem of a last layer with a basis as noise, its products, and its fit."""
+def fit_of(name, draws=40, many=False, memory=1e9, em_steps=0, precision=3.0):
+    """The problem of a last layer with a basis as noise, EM on it by products of its features, and the posterior."""
     case = tiny(name)
     pieces = list(zip(case.x.tensor_split((9, 20)), case.y.tensor_split((9, 20))))
     problem = problem_of(case.model, likelihood_of(name), pieces, ["2.*"])
     problem.loss_and_gradient(problem.zeros(1)[0])
     noise = basis_noise(problem, g_prior=True, layerwise=False)
-    head = Head.of(problem, noise, None)
-    options = Options(em_steps, 1e-7, lambda: False, memory, (draws, many))
-    return problem, noise, head, HeadFit(problem, noise, head, options)
+    settings = Settings(1e-7, memory, draws, many)
+    over = OverHead(problem, noise, Head.of(problem, None), settings)
+    q = over.first(precision)
+    for _, following in em(over, q, partial(updated, em_steps=em_steps)):
+        q = following
+    return over, over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
 
 
 def jacobian(problem):
@@ -38,46 +45,53 @@ def jacobian(problem):
     ],
 )
 def test_it_is_the_dense_posterior_at_its_curvature(name, many, memory):
-    problem, noise, head, fit = fit_of(name, many=many, memory=memory)
-    *_, q = fit.run(None, 3.0)
-    assert q.fate.why == "accurate" and max(q.errors) < 1e-7
-    H = q.head.H.values.diag_embed() if problem.likelihood.elementwise else q.head.H.values
+    over, q = fit_of(name, many=many, memory=memory)
+    problem, scale = over.problem, over.noise.prior.scale
+    assert q.fate.why == "accurate" and max(q.errors) < 1e-6
+    H = q.in_head.H.values.diag_embed() if problem.likelihood.elementwise else q.in_head.H.values
     if many:
         H = H.sum(1).mul(H.sum(2).mean(1, keepdim=True)).diag_embed() - H.mT @ H
-    J = jacobian(problem) * noise.prior.scale
+    J = jacobian(problem) * scale
     G = torch.einsum("ncp,ncd,ndq->pq", J, H, J)
     A = G + 3 * torch.eye(len(G)).double()
-    z = head.vectors(q.samples)
+    z = q.samples / scale
     assert_close(z.T @ z / len(z), torch.linalg.inv(A), rtol=1e-6, atol=1e-8)
     gamma = torch.trace(torch.linalg.solve(A, G))
     assert_close(q.gamma.mean(), gamma, rtol=1e-6, atol=0)
     # the mean is where the expected gradient vanishes
-    m = head.vectors(q.mean[None])[0]
-    deviations = fit.expected.deviations((J @ z.T).view(*fit.f.shape, len(z)))
-    loss, slope = fit.expected.loss_and_slope(fit._loss, J @ m, deviations)
+    m = q.mean / scale
+    deviations = over.expected.deviations((J @ z.T).view(*over.f.shape, len(z)))
+    loss, slope = over.expected.loss_and_slope(over.loss, J @ m, deviations)
     assert_close(torch.einsum("ncp,nc->p", J, slope), -3 * m, rtol=1e-6, atol=1e-6)
     kl = 3 * m @ m + torch.logdet(A / 3) - gamma
-    assert_close(q.bounds.mean(), -loss - 0.5 * kl, rtol=1e-6, atol=1e-6)
+    assert_close(q.bounds.mean(), -loss - 0.5 * kl, rtol=1e-4, atol=1e-4)
 
 
-def test_lambda_rests_where_the_divergence_of_the_prior_does():
-    _, _, _, fit = fit_of("bernoulli", draws=100, em_steps=20)
-    *_, q = fit.run(None, 30.0)
-    assert abs((q.gamma.mean() / q.norm / q.precision).log()) < 0.05
+@pytest.mark.parametrize("name", ["bernoulli", "classification"])
+def test_lambda_rests_where_the_evidence_is_highest(name):
+    _, q = fit_of(name, draws=100, em_steps=20, precision=30.0)
+    assert abs((q.gamma.mean() / q.norm / q.precision).log()) < 0.06
 
 
 @pytest.mark.parametrize("memory", [1e9, 0])
 @pytest.mark.parametrize("name", ["classification", "bernoulli"])
 def test_the_preconditioner_inverts_the_matrix_of_its_determinant(name, memory):
-    _, _, head, fit = fit_of(name, memory=memory)
-    q = fit.first(2.0)
-    C, D = head.scale.shape
-    inverse, dets = head.preconditioner(q.head.H, name == "classification", memory).at(2.0)
-    eye = torch.eye(C * D).double().view(-1, C, D)
-    dense = inverse(eye).flatten(1)
+    over, q = fit_of(name, memory=memory)
+    inverse = over.preconditioner(q)
+    eye = torch.eye(over.problem.size).double()
+    dense = inverse(eye)
     assert_close(dense, dense.T)
     assert torch.linalg.eigvalsh(dense).min() > 0
-    assert dets == pytest.approx(-torch.logdet(2 * dense).item(), rel=1e-6)
+    assert inverse.log_det() == pytest.approx(-torch.logdet(dense).item(), rel=1e-6)
+
+
+def test_log_determinants_of_a_dense_matrix():
+    root = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)).double()
+    A, M = root @ root.T, torch.diag(torch.linspace(0.1, 1, 12)).double()
+    whole = A + torch.eye(12)
+    b = 12**0.5 * torch.linalg.cholesky(whole).T  # the mean over rows is that over N(0, A + I)
+    found = log_dets(lambda x: x @ A, b, lambda x: x @ M, error=1e-8)
+    assert_close(found.mean(), torch.logdet(whole @ M))
 
 
 def blobs(rows=400, classes=4, features=24, sites=()):

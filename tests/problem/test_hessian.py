@@ -50,6 +50,7 @@ def test_every_form_of_h_has_the_products_and_roots_of_its_blocks(
         assert_close(
             H.product(columns[: columns.shape[0] // 3], some).view_as(dense[some]), dense[some]
         )
+        assert_close(H.diagonal(slice(1, None, 2)), dense.diagonal(dim1=-2, dim2=-1)[1::2])
         noise = unit.view(classes, *(1,) * (1 + len(sites)), classes)
         root = H.root(noise.expand(classes, 6, *sites, classes)).movedim(0, -1)
         assert_close(root @ root.mT, dense, rtol=1e-6, atol=1e-8)

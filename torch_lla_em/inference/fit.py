@@ -14,14 +14,14 @@ from torch_lla_em.inference import whole
 from torch_lla_em.inference.em import Engine, e_step, em
 from torch_lla_em.inference.head import Head
 from torch_lla_em.inference.mackay import mackay_noise
-from torch_lla_em.inference.over_head import HeadFit, Options
+from torch_lla_em.inference.over_head import OverHead, Settings, updated
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average, record
 from torch_lla_em.inference.samples import refuse_noise
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.state import State, Stored
+from torch_lla_em.inference.state import State, Stored, StoredHead
 from torch_lla_em.inference.sto_samples import get_sto_samples, stochastic_prior
 from torch_lla_em.problem import COPIES, Problem, TargetFacts, form_of_H, sites_of
 from torch_lla_em.runtime import (
@@ -32,7 +32,7 @@ from torch_lla_em.runtime import (
     release,
     report,
 )
-from torch_lla_em.solvers import BlockCG, is_accurate
+from torch_lla_em.solvers import BlockCG, DivergenceError, is_accurate
 
 ROOM = 5
 """Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or a solver. On four tables the NLL was
@@ -74,8 +74,9 @@ class Progress(NamedTuple):
     """What is known of continuous targets, with the σ at which η was drawn."""
 
     state: State | None = None
-    span: Stored | Tensor | None = None
-    """None if only the random probes have been drawn; and what the span adds, or H of a last layer fitted by its features."""
+    span: Stored | None = None
+    head: StoredHead | None = None
+    """None if only the random probes have been drawn; and what the span adds, or a last layer fitted by its features."""
 
     basis: list[Tensor] | None = None
     memory: float | None = None
@@ -159,14 +160,15 @@ def learn(
             f"{', or one per tensor' if layerwise else ''}."
         )
     around.show("learning the prior and the posterior")
-    found, begins = None, start.state is None or start.basis is not None
+    known = start.basis is not None or start.head is not None
+    found, begins = None, start.state is None or known
     if begins and not layerwise and options.solver is None:
         try:
             head = _head_of(problem, noise, options, around, start)
             if head is not None:
                 found = over_head(head, noise, options, around, start)
             if found is None:
-                start = start if head is None else start._replace(state=None, span=None, basis=None)
+                start = start if head is None else start._replace(state=None, head=None)
                 found = over_span(problem, noise, options, around, start)
         except DoesNotFit as error:
             release()  # what the failed attempt held
@@ -237,7 +239,7 @@ def _head_of(
     options: FitOptions,
     around: Surroundings,
     start: Progress,
-) -> HeadFit | None:
+) -> OverHead | None:
     """Return the fit of a last layer by its features; None: the fit takes a span."""
     moves = options.curvature != "network" and not problem.likelihood.is_quadratic
     live, known = int((noise.prior.scale > 0).sum()), start.state
@@ -245,9 +247,14 @@ def _head_of(
     is_complete = live <= COMPLETE * len(noise.xi)
     if problem.data.group.size > 1:  # not tested with several ranks
         return None
-    if not moves or is_complete or not problem.linear_model.is_last_layer or start.basis:
+    if (
+        not moves
+        or is_complete
+        or not problem.linear_model.is_last_layer
+        or start.basis is not None
+    ):
         return None
-    head = Head.of(problem, noise, sites_of(problem, options.seed))
+    head = Head.of(problem, sites_of(problem, options.seed))
     if head is None:
         return None
     likelihood, C, itemsize = problem.likelihood, head.classes, problem.dtype.itemsize
@@ -264,43 +271,53 @@ def _head_of(
     if known is None and fits < K:
         return None
     noise = noise._replace(xi=noise.xi[:K], eta=noise.eta[:K])
-    of_fit = options.em_steps, options.tolerance, around.is_late, memory, (draws, many)
-    return HeadFit(problem, noise, head.with_samples(noise), Options(*of_fit))
+    settings = Settings(0.9 * options.tolerance, memory, draws, many)
+    return OverHead(problem, noise, head, settings)
 
 
 def over_head(
-    over: HeadFit,
+    over: OverHead,
     noise: StochasticPrior,
     options: FitOptions,
     around: Surroundings,
     start: Progress,
 ) -> FitResult | None:
     """Return the posterior of a last layer by products of its features; None: not within the tolerance, so a span is needed."""
-    known, given = start.state, options.prior_precision
-    known = None if known is None else over.restored(known, start.span)
-    has_ended = known is not None and known.fate.why not in ("", "budget")
-    states = over.run(known, None if given is None else float(given))
-    q = around.run(_steps_of_head(over, () if has_ended else states, start), known)
-    if q.fate.why == "budget":
-        q = over.measured(q)
-    elif not is_accurate(max(q.errors), options.tolerance):
+    q, given = start.state, options.prior_precision
+    if q is None or start.head is None:
+        q = over.first(None if given is None else float(given))
+    else:
+        q = over.restored(q, start.head)
+    try:
+        q = around.run(_steps_of_head(over, q, options.em_steps, start), q)
+    except DivergenceError as error:
+        report("log", f"Products of features diverge: {error} The fit takes a span.")
+        return None
+    if q.fate.why != "budget" and not is_accurate(max(q.errors), options.tolerance):
         words = f"Products of features reach an error of {max(q.errors):.2g}: the fit takes a span."
         report("log", words)
         return None
-    columns = noise.prior.scale * over.span.vectors(torch.cat([q.mean[None], q.samples]))
-    return _ended(over, q, columns, noise, options)
+    return _ended(over, q, torch.cat([q.mean[None], q.samples]), noise, options)
 
 
-def _steps_of_head(over: HeadFit, states: Iterable[State], start: Progress) -> Iterator[Step]:
-    """Yield the steps of a fit of a last layer."""
+def _steps_of_head(over: OverHead, q: State, em_steps: int, start: Progress) -> Iterator[Step]:
+    """Yield the steps of EM on a last layer, and the accurate posterior at its end."""
 
-    def saved(q: State) -> Progress:
-        state, H = over.saved(q)
-        return start._replace(state=state, span=H, basis=[], memory=over.memory)
+    def step(found: State, q: State) -> Step:
+        def saved() -> Progress:
+            state, stored = over.saved(q)
+            return start._replace(state=state, head=stored, memory=over.settings.memory)
 
-    for q in states:
-        told = {**record(q), "columns": over.problem.sweep.columns}
-        yield Step(q, q, told, partial(saved, q), bool(q.fate.why))
+        told = {**record(found), "columns": over.problem.sweep.columns}
+        return Step(found, q, told, saved, is_last=found is q)
+
+    q = q._replace(fate=q.fate._replace(why=q.fate.why.replace("budget", "")))
+    for found, following in em(over, q, partial(updated, em_steps=em_steps)):
+        q = following
+        yield step(found, q)
+    if q.fate.why != "accurate":
+        q = over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
+        yield step(q, q)
 
 
 def _ended(

@@ -1,142 +1,213 @@
-"""A last linear layer: J w = W h + b for stored features h, so EM runs on all weights by products, without a span.
+"""A last linear layer: J w = W h + b for stored features h, so products with J and Jᵀ take no pass
+over the data, and no span.
 
-Vectors are scaled parameters z = w / scale as tables (k, C, D), whose prior is N(0, 1/λ). Conjugate gradients solve for all samples
-and a Newton step of the mean at once. They are preconditioned by the (D, D) block of every class, and for a softmax also by the
-exact inverse on vectors that are the same for all classes, which G annihilates.
+Conjugate gradients are preconditioned by the (D, D) block of every class, and for a softmax also by
+the exact inverse on vectors that are the same for all classes, which G annihilates. One to five
+products are then enough, for ten as for a thousand classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_lla_em.inference.prior import StochasticPrior
-from torch_lla_em.problem import Blocks, Diagonal, Draws, Outputs, Problem, Sites, gathered
+from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.problem import Hessian, Loss, Outputs, Problem, Sites, gathered
+from torch_lla_em.solvers import Product
 
 BLOCKS = 4000
 """Examples from which the blocks of the preconditioner are taken."""
 
 
-class Head:
-    """Products of all columns with J and Jᵀ by the features of this rank's examples."""
+class Head(NamedTuple):
+    """Products with J and Jᵀ by the features of this rank's examples."""
 
-    def __init__(self, rows: Outputs, h: Tensor, noise: StochasticPrior, sites: Sites | None):
-        self.rows, self.h, self.sites = rows, h, sites
-        """f, targets and weights of this rank's examples, and features, (n, D), with a 1 if the layer has a bias."""
+    rows: Outputs
+    """f, targets and weights of this rank's examples."""
 
-        self._sizes, self.classes = noise.prior.layout.sizes, rows.f.shape[-1]
-        self.scale, self.xi = self.tables(noise.prior.scale[None])[0], self.tables(noise.xi)
-        """(C, D), and ξ, (K, C, D)."""
+    h: Tensor
+    """The features, (n, D), with a 1 if the layer has a bias."""
+
+    sizes: tuple[int, ...]
+    """Those of the layer's weight and bias."""
+
+    sites: Sites | None = None
 
     @classmethod
-    def of(cls, problem: Problem, noise: StochasticPrior, sites: Sites | None) -> Head | None:
-        """Return that of a problem, by a pass; None if the parameters are not those of one last layer."""
+    def of(cls, problem: Problem, sites: Sites | None) -> Head | None:
+        """Return that of a problem, by a pass; None if the parameters are not those of one last
+        layer."""
         take = None if sites is None else partial(sites.take, problem)
         kept = problem.features(take)
         rows = None if kept is None else gathered(problem, kept, 1, sites.most if sites else 1)
         if rows is None or not problem.data.keeps_order:
             return None
         h = rows.Jw[0].flatten(0, -2).clone()
-        return cls(rows._replace(Jw=rows.Jw[:0].clone()), h, noise, sites)
+        rows = rows._replace(Jw=rows.Jw[:0].clone())
+        return cls(rows, h, tuple(problem.layout.sizes), sites)
 
-    def with_samples(self, noise: StochasticPrior) -> Head:
-        """Return the same products, with ξ of these samples."""
-        return Head(self.rows, self.h, noise, self.sites)
+    @property
+    def classes(self) -> int:
+        """C."""
+        return self.rows.f.shape[-1]
 
     def tables(self, vectors: Tensor) -> Tensor:
         """Return parameters (k, P) as tables (k, C, D)."""
-        parts = vectors.split(self._sizes, 1)
+        parts = vectors.split(self.sizes, 1)
         return torch.cat([part.reshape(len(part), self.classes, -1) for part in parts], 2)
 
     def vectors(self, tables: Tensor) -> Tensor:
         """Return tables (k, C, D) as parameters (k, P)."""
-        parts = tables.split([size // self.classes for size in self._sizes], 2)
+        parts = tables.split([size // self.classes for size in self.sizes], 2)
         return torch.cat([part.flatten(1) for part in parts], 1)
 
-    def push(self, z: Tensor) -> Tensor:
-        """Return J w, (N, ..., C, k), for scaled parameters (k, C, D)."""
-        w = (self.scale * z).permute(2, 1, 0)
-        return (self.h @ w.reshape(len(w), -1)).view(*self.rows.f.shape, len(z))
+    def push(self, w: Tensor) -> Tensor:
+        """Return J w, (N, ..., C, k), for parameters (k, P)."""
+        tables = self.tables(w).permute(2, 1, 0)
+        return (self.h @ tables.reshape(len(tables), -1)).view(*self.rows.f.shape, len(w))
 
     def pull(self, u: Tensor) -> Tensor:
-        """Return Jᵀ u in scaled parameters, (k, C, D), for u (N, ..., C, k) of every rank."""
+        """Return Jᵀ u, (k, P), for u (N, ..., C, k) of every rank."""
         pulled = u.reshape(len(self.h), self.classes * u.shape[-1]).T @ self.h
         tables = pulled.view(self.classes, u.shape[-1], -1).transpose(0, 1)
-        total: Tensor = self.rows.share.group.sum(tables.contiguous())
-        return total.mul_(self.scale)
+        total: Tensor = self.rows.share.group.sum(self.vectors(tables))
+        return total
 
-    def preconditioner(
-        self, H: Diagonal | Blocks | Draws, is_softmax: bool, memory: float
-    ) -> Preconditioner:
-        """Return the blocks of G of all classes from some of the examples, or in a shared eigenbasis if they exceed the memory."""
+    def blocks(self, H: Hessian, scale: Tensor, memory: float) -> tuple[Tensor, Tensor | None]:
+        """Return the blocks of G of all classes, (C, D, D), from some examples, in parameters
+        divided by a scale, (P,).
+
+        If they exceed the memory, return what is on their diagonals, (C, D), in an eigenbasis that
+        all classes share, (D, D)."""
         step = max(1, len(self.rows.f) // BLOCKS)
         h = self.h.view(*self.rows.f.shape[:-1], -1)[::step].flatten(0, -2)
         curvature = H.diagonal(slice(None, None, step)).flatten(0, -2) * step
-        group, (C, D) = self.rows.share.group, self.scale.shape
-        inverse = torch.where(self.scale > 0, 1 / self.scale, 0)
+        group, table = self.rows.share.group, self.tables(scale[None])[0]
+        C, D = table.shape
         if 3 * C * D * D * h.element_size() <= memory:
             blocks = h.new_empty(C, D, D)
-            for c, (weights, scale) in enumerate(zip(curvature.T, self.scale, strict=True)):
-                own = h * scale
-                torch.matmul((own * weights[:, None]).T, own, out=blocks[c])
-            alike = inverse / inverse.norm(dim=0).clamp_min(1e-30)
-            return Preconditioner(group.sum(blocks), None, alike if is_softmax else None)
+            for c, (weights, of_class) in enumerate(zip(curvature.T, table, strict=True)):
+                scaled = h * of_class
+                torch.matmul((scaled * weights[:, None]).T, scaled, out=blocks[c])
+            return group.sum(blocks), None
         # as if the scales of classes were proportional
-        of_class = self.scale.square().mean(1, keepdim=True)
-        h = h * (self.scale.square().mean(0) / of_class.mean()).sqrt()
+        of_class = table.square().mean(1, keepdim=True)
+        h = h * (table.square().mean(0) / of_class.mean()).sqrt()
         mean = group.sum((h * curvature.sum(1, keepdim=True)).T @ h)
         basis = group.from_first(torch.linalg.eigh(mean.double())[1].to(mean))
-        own = group.sum(curvature.T @ (h @ basis).square()) * of_class
-        alike = of_class.rsqrt() / of_class.rsqrt().norm()
-        return Preconditioner(own, basis, alike if is_softmax else None)
+        return group.sum(curvature.T @ (h @ basis).square()) * of_class, basis
 
 
-class Preconditioner(NamedTuple):
-    """The inverse of diagonal blocks of G + λ, plus that of λ on tables that add the same to the outputs of all classes."""
+class Preconditioner:
+    """M ≈ (A + I)⁻¹: the inverse of the blocks of all classes, and I on whitened parameters that
+    add the same to the outputs of all."""
 
-    blocks: Tensor
-    """Those of G, (C, D, D), or what is on their diagonals in a shared basis, (C, D)."""
+    def __init__(
+        self,
+        head: Head,
+        blocks: tuple[Tensor, Tensor | None],
+        scale: Tensor | None,
+        precision: Tensor,
+    ):
+        """``blocks`` are those of ``Head.blocks``; ``scale``: of the prior, (P,), if G annihilates
+        such parameters."""
+        of_G, self._basis = blocks
+        of_A, self._head = of_G / precision.to(of_G), head
+        self._alike: Tensor | None = None
+        """Those parameters, normalised for every feature, (C, D), or as if the scales of classes
+        were proportional, (C, 1)."""
 
-    basis: Tensor | None
-    """Eigenvectors that all classes share, (D, D)."""
-
-    alike: Tensor | None
-    """Tables that change the outputs of all classes alike, normalised for every feature, (C, D) or (C, 1); None: there are none."""
-
-    def at(self, precision: float) -> tuple[Callable[[Tensor], Tensor], float]:
-        """Return the function that multiplies tables (k, C, D) by the inverse at λ, and log det(M / λ) of what it inverts."""
-        basis, alike = self.basis, self.alike
-        if basis is None:
-            diagonal = self.blocks.diagonal(dim1=1, dim2=2)
-            floor = 100 * torch.finfo(self.blocks.dtype).eps * diagonal.amax(1, keepdim=True)
-            root = torch.linalg.cholesky(
-                self.blocks + torch.diag_embed(floor + precision + 0 * diagonal)
-            )
-            dets = 2 * (root.diagonal(dim1=1, dim2=2).double() / precision**0.5).log().sum()
+        if self._basis is None:
+            floor = 100 * torch.finfo(of_A.dtype).eps * of_A.diagonal(dim1=1, dim2=2).amax(1)
+            eye = torch.eye(of_A.shape[1], dtype=of_A.dtype, device=of_A.device)
+            self._inner = torch.linalg.cholesky(of_A + (floor + 1)[:, None, None] * eye)
         else:
-            sums = self.blocks.clamp_min(0) + precision
-            dets = (sums.double() / precision).log().sum()
+            self._inner = of_A.clamp_min(0) + 1
+        if scale is not None:
+            table = head.tables(scale[None])[0]
+            if self._basis is not None:
+                table = table.square().mean(1, keepdim=True).sqrt()
+            alike = torch.where(table > 0, 1 / table, 0)
+            self._alike = alike / alike.norm(dim=0).clamp_min(1e-30)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return M x, (k, P)."""
+        r, alike = self._head.tables(x), self._alike
+        if self._basis is None:
+            found = torch.cholesky_solve(r.permute(1, 2, 0), self._inner).permute(2, 0, 1)
+        else:
+            found = (r @ self._basis / self._inner) @ self._basis.T
         if alike is not None:
-            if basis is None:
-                weighed = root * alike[:, :, None]  # N root, of which the products are summed
-                within = torch.einsum("cij,ckj->ik", weighed.double(), weighed.double())
-                within.diagonal().add_(precision)
-                dets = dets - torch.logdet(within / precision)
-            else:
-                within = (alike.square() * sums).sum(0).double()
-                dets = dets - (within / precision).log1p().sum()
+            found = found + alike * (alike * r).sum(1, keepdim=True)
+        return self._head.vectors(found)
 
-        def inverse(r: Tensor) -> Tensor:
-            if basis is None:
-                x = torch.cholesky_solve(r.permute(1, 2, 0), root).permute(2, 0, 1)
-            else:
-                x = (r @ basis / sums) @ basis.T
-            if alike is not None:
-                x = x + alike * (alike * r).sum(1, keepdim=True) / precision
-            return x
+    def log_det(self) -> float:
+        """Return -log det M."""
+        alike, inner = self._alike, self._inner.double()
+        if self._basis is None:
+            dets = 2 * inner.diagonal(dim1=1, dim2=2).log().sum()
+        else:
+            dets = inner.log().sum()
+        if alike is not None and self._basis is None:
+            parts = inner * alike[:, :, None]
+            within = torch.einsum("cij,ckj->ik", parts, parts)
+            within.diagonal().add_(1)
+            dets = dets - torch.logdet(within)
+        elif alike is not None:
+            dets = dets - (alike.square() * inner).sum(0).log1p().sum()
+        return float(dets)
 
-        return inverse, dets.item()
+
+@dataclass(frozen=True)
+class HeadProblem:
+    """A ``LinearProblem`` by stored features, at one H."""
+
+    head: Head
+    expected: Expectations
+    loss: Loss
+    H: Hessian
+    deviations: Tensor | None = None
+    """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without
+    draws."""
+
+    num_steps = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the features."""
+        return self.head.h.dtype
+
+    @property
+    def rounding(self) -> float:
+        """That of the features."""
+        return torch.finfo(self.dtype).eps
+
+    def zeros(self, num_vectors: int) -> Tensor:
+        """Return parameters, (num_vectors, P)."""
+        return self.head.h.new_zeros(num_vectors, sum(self.head.sizes))
+
+    def ggn_product(self, w: Tensor) -> Tensor:
+        """Return G w, (K, P)."""
+        Jw = self.head.push(w)
+        return self.head.pull(self.H.product(Jw.flatten(0, -2)).view_as(Jw))
+
+    def minibatch_products(self) -> Iterator[Product]:
+        """Yield the product with G."""
+        yield self.ggn_product
+
+    def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return the loss, in expectation if there are draws, and its gradient, (P,), for w
+        (P,)."""
+        outputs = self.head.push(w[None])[..., 0]
+        loss, slope = self.expected.loss_and_slope(self.loss, outputs, self.deviations)
+        return loss, self.head.pull(slope[..., None])[0]
+
+    def with_curvature_at(self, w: Tensor) -> HeadProblem:
+        """Return this problem with H of the expected loss at J w."""
+        outputs = self.head.push(w[None])[..., 0]
+        return replace(self, H=self.expected.H(self.loss, outputs, self.deviations))

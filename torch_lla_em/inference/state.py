@@ -70,20 +70,17 @@ class OfSpan(NamedTuple):
 
 
 class OfHead(NamedTuple):
-    """What the fit of a last layer by its features adds to a state: H, and what follows, for this rank's examples."""
+    """What the fit of a last layer by its features adds to a state, for this rank's examples."""
 
     H: Hessian
-    outputs: Tensor
+    blocks: tuple[Tensor, Tensor | None]
+    """Blocks of G for the preconditioner, at an earlier H."""
+
+    outputs: Tensor = NONE_YET
     """J m, (N, ..., C)."""
 
-    pushed: Tensor
-    """J w_k, (N, ..., C, K)."""
-
-    deviations: Tensor
+    deviations: Tensor = NONE_YET
     """Draws of the outputs less J m, (S, N, ..., C)."""
-
-    slope: Tensor
-    """The slope of E[loss] in J m, (N, ..., C)."""
 
 
 class Stored(NamedTuple):
@@ -97,6 +94,14 @@ class Stored(NamedTuple):
     eta: Tensor
     outputs: Tensor
     residuals: Tensor | None
+
+
+class StoredHead(NamedTuple):
+    """What a checkpoint stores of ``OfHead``: the values of H for the examples of all ranks, and
+    blocks of G."""
+
+    H: Tensor
+    blocks: tuple[Tensor, Tensor | None]
 
 
 class State(NamedTuple):
@@ -135,6 +140,12 @@ class State(NamedTuple):
         """What a fit over a span adds."""
         assert self.span is not None
         return self.span
+
+    @property
+    def in_head(self) -> OfHead:
+        """What a fit of a last layer by its features adds."""
+        assert self.head is not None
+        return self.head
 
     @property
     def of_examples(self) -> OfSpan | OfHead:

@@ -89,6 +89,15 @@ class AtOutputs(NamedTuple):
             to[some] = part.movedim(0, -1)
         return product
 
+    def diagonal(self, rows: slice) -> Tensor:
+        """Return the diagonal of H of these examples, (n, ..., C)."""
+        f, loss = self.values[rows], self.loss.part(rows)
+        elementwise, parts = loss.likelihood.elementwise, [f[:0]]
+        for some in parts_of(len(f), f[:1].numel() * f.shape[-1]):
+            H = loss.part(some).expected_hessian(f[None, some])
+            parts.append(H if elementwise else H.diagonal(dim1=-2, dim2=-1))
+        return torch.cat(parts)
+
     def root(self, epsilon: Tensor) -> Tensor:
         """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
         root = torch.empty_like(epsilon)

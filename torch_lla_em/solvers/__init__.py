@@ -3,6 +3,7 @@
 from torch_lla_em.solvers.bfgs import BFGS
 from torch_lla_em.solvers.block_cg import BlockCG
 from torch_lla_em.solvers.eigen import Eigen
+from torch_lla_em.solvers.lanczos import log_dets
 from torch_lla_em.solvers.newton import Newton
 from torch_lla_em.solvers.sgd import SGD
 from torch_lla_em.solvers.solution import (
@@ -51,6 +52,7 @@ __all__ = [
     "dots",
     "gram",
     "is_accurate",
+    "log_dets",
     "norm",
     "orthonormalise",
     "overlap",

@@ -12,6 +12,7 @@ from torch_lla_em.solvers.solution import (
     ConvexLoss,
     DivergenceError,
     Minimum,
+    Product,
     check_positive,
     require_finite,
 )
@@ -42,6 +43,10 @@ class Newton:
     """Residual at which a Newton step is accepted, relative to ‖∇‖. Default 0.1; 0 for a quadratic
     loss, which needs one exact step."""
 
+    preconditioner: Product | None = None
+    """A function from (K, P) to (K, P) that multiplies by an approximation of the inverse Hessian
+    of the objective, symmetric and positive definite. Default None: the identity."""
+
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
 
@@ -69,7 +74,8 @@ class Newton:
                 return norm(residual) <= max(self.forcing * size, goal)
 
             zeros, hessian = torch.zeros_like(x)[None], loss.hessian(x)
-            steps, used = BlockCG().descend(hessian, zeros, -slope[None], enough, left)
+            solver = BlockCG(preconditioner=self.preconditioner)
+            steps, used = solver.descend(hessian, zeros, -slope[None], enough, left)
             step, passes = steps[0], passes + used
             descent, fraction, before = dot(slope, step), 1.0, (total, value, gradient)
             while True:

@@ -91,7 +91,7 @@ def orthonormalise_by(
     eps = torch.finfo(rows.dtype).eps
     least = 10 * len(live) ** 0.5 * max(eps, _RESOLVED) * singular[-1]
     # images are rounded, by which products are no longer those of vectors
-    kept = singular > (max(least, floor) if plain else 4 * eps**0.5)
+    kept = singular > (max(least, floor) if plain else 16 * eps**0.5)
     # neither factor depends on rounding, so the basis does not depend on the number of ranks
     if kept.all():
         parts = torch.linalg.cholesky(products)

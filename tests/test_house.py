@@ -31,7 +31,7 @@ BOUNDS = {
     "arguments": 7,
     "of the constructor": 11,
 }
-BY_POSITION = 3
+BY_POSITION = 0
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 

@@ -35,11 +35,13 @@ from torch_lla_em.runtime import (
 from torch_lla_em.solvers import BlockCG, DivergenceError, is_accurate
 
 ROOM = 5
-"""Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or a solver. On four tables the NLL was
-within .5 % of that of unlimited memory; with 2.5 it was up to 40 % higher, with 10 the same."""
+"""Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or a
+solver. On four tables the NLL was within .5 % of that of unlimited memory; with 2.5 it was up to 40
+% higher, with 10 the same."""
 
 COMPLETE = 8
-"""Blocks of K directions up to which the fit of a last layer takes a span, which may then have all directions."""
+"""Blocks of K directions up to which the fit of a last layer takes a span, which may then have all
+directions."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Progress(NamedTuple):
 
     eta: Tensor
     scale: Tensor
-    """η of the random probes, (K, P), and the prior standard deviation of every weight at λ = 1, (P,)."""
+    """η of the random probes, (K, P), and the prior standard deviation of every weight at λ = 1,
+    (P,)."""
 
     targets: TargetFacts
     """What is known of continuous targets, with the σ at which η was drawn."""
@@ -76,11 +79,13 @@ class Progress(NamedTuple):
     state: State | None = None
     span: Stored | None = None
     head: StoredHead | None = None
-    """None if only the random probes have been drawn; and what the span adds, or a last layer fitted by its features."""
+    """None if only the random probes have been drawn; and what the span adds, or a last layer
+    fitted by its features."""
 
     basis: list[Tensor] | None = None
     memory: float | None = None
-    """The directions of the span, in blocks, None: EM runs on the whole problem; and bytes that they may take."""
+    """The directions of the span, in blocks, None: EM runs on the whole problem; and bytes that
+    they may take."""
 
 
 class Step(NamedTuple):
@@ -112,7 +117,8 @@ class Surroundings(Protocol):
         """Note that the random probes are drawn."""
 
     def run(self, steps: Iterable[Step], q: State | None) -> State:
-        """Take steps until they end, or the time is over, and return the last state; without steps it is q."""
+        """Take steps until they end, or the time is over, and return the last state; without steps
+        it is q."""
 
     def is_late(self) -> bool:
         """Return whether the time of the fit is over."""
@@ -121,22 +127,24 @@ class Surroundings(Protocol):
 def learn(
     problem: Problem, options: FitOptions, around: Surroundings, start: Progress | None = None
 ) -> FitResult:
-    """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last state of an earlier run.
+    """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last
+    state of an earlier run.
 
     ``why`` of the result is what ended the fit:
 
-    =================================  ==============================================================================
-    accurate                           λ has converged, or had all its steps, and the errors are within the tolerance
-    all directions                     the span has all directions that the data determine; the rest is rounding
-    all steps                          by a solver: λ had all its steps before it converged
-    budget                             the time was over
-    rounding leaves no new direction   residuals are in the span up to rounding: float64 would go on
-    no memory for more directions      a span of the allowed size was restricted too often
-    rounding dominates ...             the posterior at the λ that was learnt is rounding; it is that of a larger one
-    the solver has not converged       by a solver: the last solve had all its passes
-    =================================  ==============================================================================
+    ================================ ===============================================================
+    accurate                         λ has converged, or had all its steps, and errors are tolerable
+    all directions                   the span has all directions; the rest of the error is rounding
+    all steps                        by a solver: λ had all its steps before it converged
+    budget                           the time was over
+    rounding leaves no new direction residuals are in the span up to rounding, unlike in float64
+    no memory for more directions    a span of the allowed size was restricted too often
+    rounding dominates ...           at the λ that was learnt it is rounding; it is at a larger one
+    the solver has not converged     by a solver: the last solve had all its passes
+    ================================ ===============================================================
 
-    ``SpanFit.judged`` decides over a span, ``by_solver`` for a solver, and ``around`` when the time is over.
+    ``SpanFit.judged`` decides over a span, ``by_solver`` for a solver, and ``around`` when the time
+    is over.
     """
     seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
@@ -144,8 +152,9 @@ def learn(
         noise = get_sto_samples(problem, options.num_samples, seed, options.g_prior, layerwise)
         if not problem.data.facts.num_labelled:
             raise ValueError(
-                f"None of the {problem.data.facts.num_rows} training examples has a label that counts: all are "
-                "-100, or all weights are 0. Check the targets of the loader, the adapter and `weights`."
+                f"None of the {problem.data.facts.num_rows} training examples has a label that "
+                "counts: all are -100, or all weights are 0. Check the targets of the loader, the "
+                "adapter and `weights`."
             )
         start = begun = Progress(noise.eta, noise.prior.scale, noise.targets)
         around.drawn(lambda: begun)
@@ -175,8 +184,9 @@ def learn(
             start = start._replace(state=None, span=None, basis=None)
             report(
                 "log",
-                f"Directions cannot be stored: {error}. The fit takes a solver and H at the network's outputs, "
-                "whose predictions are mostly worse. Use fewer `parameters`, or a loader with a fixed order.",
+                f"Directions cannot be stored: {error}. The fit takes a solver and H at the "
+                "network's outputs, whose predictions are mostly worse. Use fewer `parameters`, "
+                "or a loader with a fixed order.",
             )
     if found is None:
         found = by_solver(problem, noise, options, around, start)
@@ -196,7 +206,8 @@ def over_span(
     around: Surroundings,
     start: Progress,
 ) -> FitResult:
-    """Return the posterior over a span of directions: EM on the restricted problem, and extensions."""
+    """Return the posterior over a span of directions: EM on the restricted problem, and
+    extensions."""
     free, known = free_for_each(problem.data.group, problem.device) / 2, start.state
     memory = start.memory or min(free, options.span_memory or free)
     span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
@@ -282,7 +293,8 @@ def over_head(
     around: Surroundings,
     start: Progress,
 ) -> FitResult | None:
-    """Return the posterior of a last layer by products of its features; None: not within the tolerance, so a span is needed."""
+    """Return the posterior of a last layer by products of its features; None: not within the
+    tolerance, so a span is needed."""
     q, given = start.state, options.prior_precision
     if q is None or start.head is None:
         q = over.first(None if given is None else float(given))
@@ -321,7 +333,11 @@ def _steps_of_head(over: OverHead, q: State, em_steps: int, start: Progress) -> 
 
 
 def _ended(
-    over: Any, q: State, columns: Tensor, noise: StochasticPrior, options: FitOptions
+    over: OverSpan | OverHead,
+    q: State,
+    columns: Tensor,
+    noise: StochasticPrior,
+    options: FitOptions,
 ) -> FitResult:
     """Return the result of a state, with the mean and the samples as parameters, (1 + K, P)."""
     problem = over.problem
@@ -331,8 +347,9 @@ def _ended(
         refuse_noise(error, q.precision, problem.dtype, 10.0)
         report(
             "warn",
-            f"The posterior has a numerical error of {error:.2g} posterior standard deviations, above the tolerance of "
-            f"{tolerance:.2g}: {q.fate.why}. Use fewer samples, or increase Compute(tolerance=){or_float64(problem.dtype)}.",
+            f"The posterior has a numerical error of {error:.2g} posterior standard deviations, "
+            f"above the tolerance of {tolerance:.2g}: {q.fate.why}. Use fewer samples, or increase "
+            f"Compute(tolerance=){or_float64(problem.dtype)}.",
         )
     found = _result(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
@@ -402,9 +419,18 @@ def _steps_by_solver(
 
 def _result(q: State, noise: StochasticPrior) -> FitResult:
     """Return the posterior of a state."""
-    own = q.precision, q.sigma, q.mean, q.samples, noise.prior.scale
-    gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
-    return FitResult(*own, gamma, q.certificate, evidence, mode_error=q.errors[1], why=q.fate.why)
+    return FitResult(
+        q.precision,
+        q.sigma,
+        w_lin=q.mean,
+        w_samples=q.samples,
+        scale=noise.prior.scale,
+        effective_dim=Estimate.of(q.gamma),
+        certificate=q.certificate,
+        log_evidence=Estimate.of(q.bounds),
+        mode_error=q.errors[1],
+        why=q.fate.why,
+    )
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
@@ -422,28 +448,30 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
     if fits < K:
         report(
             "log",
-            f"There is memory for {fits} posterior samples instead of {K}. The fit continues with {fits}. For more "
-            "samples free memory, or choose fewer `parameters`.",
+            f"There is memory for {fits} posterior samples instead of {K}. The fit continues with "
+            f"{fits}. For more samples free memory, or choose fewer `parameters`.",
         )
     return min(fits, K)
 
 
 def _tell(model: Engine[Any], q: State, options: FitOptions) -> None:
-    """Warn of a fit out of time, of a λ that still moves or is at a bound, and of a σ lost to rounding."""
+    """Warn of a fit out of time, of a λ that still moves or is at a bound, and of a σ lost to
+    rounding."""
     if q.fate.why == "budget":
         rests = "" if q.fate.converged else ", and the prior precision has not converged"
         report(
             "log",
-            f"The budget is spent. The numerical error is {max(q.errors):.2g} posterior standard deviations (tolerance "
-            f"{options.tolerance:.2g}){rests}. With Compute(checkpoint=folder), the same fit continues from here.",
+            f"The budget is spent. The numerical error is {max(q.errors):.2g} posterior standard "
+            f"deviations (tolerance {options.tolerance:.2g}){rests}. With "
+            "Compute(checkpoint=folder), the same fit continues from here.",
         )
     if q.fate.why == "budget" or not options.em_steps:
         return
     if q.fate.number >= options.em_steps and not q.fate.converged:
         report(
             "log",
-            f"The prior precision has not converged after {options.em_steps} EM steps. Increase em_steps, or pass a "
-            "prior_precision closer to the result.",
+            f"The prior precision has not converged after {options.em_steps} EM steps. Increase "
+            "em_steps, or pass a prior_precision closer to the result.",
         )
     low, high = PRECISION_BOUNDS
     if not ((low < q.precision) & (q.precision < high)).all():
@@ -459,7 +487,7 @@ def _tell(model: Engine[Any], q: State, options: FitOptions) -> None:
         dtype, remedy = model.problem.dtype, " If the noise is that small, convert to float64."
         report(
             "warn",
-            "Residuals of the linear model are so small that their noise may be lost to rounding: sigma_noise is held "
-            f"above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the targets. Check that they "
-            f"vary.{'' if dtype == torch.float64 else remedy}",
+            "Residuals of the linear model are so small that their noise may be lost to rounding: "
+            f"sigma_noise is held above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the "
+            f"targets. Check that they vary.{'' if dtype == torch.float64 else remedy}",
         )

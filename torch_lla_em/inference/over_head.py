@@ -70,8 +70,8 @@ class OverHead:
         self.problem, self.noise, self.span, self.settings = problem, noise, head, settings
         self.share, self.f = head.rows.share, problem.less_shift(head.rows.f)
         self.loss = problem.loss(head.rows.targets, head.rows.weights)
-        of_draws = settings.draws, settings.many
-        self.expected = Expectations(self.f, self.share, noise.seed, *of_draws)
+        draws, many = settings.draws, settings.many
+        self.expected = Expectations(self.f, self.share, noise.seed, draws, many)
         self._epsilon = noise.epsilon(self.share.numbers, self.f)
 
     # EM's linear model
@@ -108,6 +108,7 @@ class OverHead:
         q = q._replace(certificate=samples.certificate, errors=(samples.error, mode.error))
         norm, bounds = self.noise.prior.squared_norm(mode.w), torch.full_like(gamma, math.nan)
         outputs = self.span.push(mode.w[None])[..., 0]
+        assert problem.deviations is not None
         of_head = q.in_head._replace(outputs=outputs, deviations=problem.deviations)
         return q._replace(norm=norm, bounds=bounds, head=of_head)
 
@@ -218,7 +219,10 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
         a, of_head = math.exp(way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)
         q = q._replace(mean=a * q.mean, samples=a * q.samples, precision=q.precision / a**2)
-        H, q = over.expected.H(over.loss, *of_head[2:]), q._replace(head=of_head)
+        H, q = (
+            over.expected.H(over.loss, of_head.outputs, of_head.deviations),
+            q._replace(head=of_head),
+        )
     elif learns:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))

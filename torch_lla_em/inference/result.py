@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 
 if TYPE_CHECKING:
+    from torch_lla_em.inference.over_head import OverHead
     from torch_lla_em.inference.over_span import OverSpan
     from torch_lla_em.inference.state import State
 
@@ -100,7 +101,7 @@ def record(q: State) -> dict[str, Any]:
     }
 
 
-def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
+def average(likelihood: Likelihood, over: OverSpan | OverHead, q: State) -> Tensor:
     """Return the components of predictions, q, its mean alone and the network, by the rule of
     docs/method.md."""
     f, expected = over.f, over.expected
@@ -121,7 +122,7 @@ def average(likelihood: Likelihood, over: OverSpan, q: State) -> Tensor:
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
-def at_examples(over: OverSpan, q: State) -> tuple[Tensor, Tensor]:
+def at_examples(over: OverSpan | OverHead, q: State) -> tuple[Tensor, Tensor]:
     """Return J w_k at some training examples, spread evenly, (n, K, ..., C), and (J w_k)ᵀ H J w_l /
     K there, (n, K, K)."""
     (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total

@@ -22,7 +22,7 @@ from torch_lla_em import (
     Regression,
     Student,
 )
-from torch_lla_em.distil import StudentError
+from torch_lla_em.distil import StudentError, training
 from torch_lla_em.distil.inputs import augmented, chosen_ways
 from torch_lla_em.distil.training import Known
 from torch_lla_em.runtime import files
@@ -252,6 +252,16 @@ def test_the_error_in_words(caplog):
     for change in ({"kl": 0.04}, {"kl": float("nan")}, {"kl_made": 0.2}, {"epistemic": 0.5}):
         assert good._replace(**change).warning
     assert good._replace(ood_made=0.5).warning
+
+
+def test_errors_are_those_at_inputs_that_the_training_has_not_seen(classified, monkeypatch):
+    learnt, judged, la = [], [], classified[1]
+    train, error = training._train, training._error
+    monkeypatch.setattr(training, "_train", lambda *a: learnt.append(a[1].x) or train(*a))
+    monkeypatch.setattr(training, "_error", lambda *a: judged.append(a[1].x) or error(*a))
+    la.distil(draw(100, 2), **QUICK | {"steps": 2})
+    (seen,), others = ([{*map(tuple, x.tolist())} for x in given] for given in (learnt, judged))
+    assert [len(rows & seen) for rows in others] == [0, 0] and len(others[0]) == 10
 
 
 def test_kl_is_that_of_torch():

@@ -80,6 +80,18 @@ def test_products_by_features_are_those_of_the_jacobian(name):
     assert span._problem.data.num_passes == passes  # none is needed
 
 
+def test_directions_that_nearly_lie_in_a_span_are_orthogonal_to_it_in_float32():
+    batches = [(draw(N, 40).float(), torch.arange(N) % 3)]
+    problem = problem_of(nn.Linear(40, 3), Classification(), batches)
+    problem.loss_and_gradient(problem.zeros(1)[0])
+    P, first = problem.size, draw(20, problem.size).float()
+    span = Span(problem, Prior(problem.layout, torch.ones(P)), draw(2, P, seed=2).float(), 1e9)
+    near = draw(4, 20, seed=3).float() @ first + 0.01 * draw(4, P, seed=4).float()
+    assert span.widen(first) and span.widen(near) and span.size == 24
+    V = torch.cat(span.blocks).double()
+    assert (V @ V.T - torch.eye(24)).abs().max() < 3e-6
+
+
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_g_of_more_directions_than_features_is_the_dense_one(is_stored, monkeypatch):
     if is_stored:

@@ -235,6 +235,13 @@ def test_draws_have_the_covariance_of_the_samples():
     assert torch.corrcoef(h[:, :, 0].T).fill_diagonal_(0).abs().max() < 5 / len(h) ** 0.5
 
 
+def test_many_draws_have_the_second_moments_of_the_samples_exactly():
+    pushed = torch.randn(30, 3, 4).double()
+    h = expectations(torch.zeros(30, 3).double(), 32).deviations(pushed)
+    covariance = torch.einsum("snc,snd->ncd", h, h) / len(h)
+    torch.testing.assert_close(covariance, pushed @ pushed.mT / 4, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_blocks_have_roots_also_where_they_are_singular_or_rounded(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -325,6 +332,11 @@ def test_noisy_labels_leave_the_prediction_to_the_posterior(weights):
         scales.append(la.posterior_scale.item())
     assert shares[1] < 0.1 < shares[0]
     assert scales == [1, 2]
+
+
+def test_a_posterior_that_has_collapsed_to_its_prior_has_a_third_of_the_weight():
+    _, la = fitted("classification", em_steps=0, prior_precision=1e12)
+    assert la.mixture[:, 0].tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_networks_more_certain_than_their_features_are_trusted_less():

@@ -166,6 +166,10 @@ def test_the_example_of_its_readme_runs_with_the_method_that_the_error_names():
     assert found.shape == pred.shape and la.posterior.calibration.num_rows == len(x)
 
 
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
 def test_samples_have_the_mean_and_covariance_of_the_posterior(classified):
     la, few = classified[0], classified[1][:2]
     drawn, mean = la.functional_samples(few, n_samples=20_000), la.model(few)
@@ -173,7 +177,9 @@ def test_samples_have_the_mean_and_covariance_of_the_posterior(classified):
     variance = (la.posterior.predict(few, "network").samples - mean).square().mean(0)
     assert ((drawn.mean(0) - mean).abs() / (variance / len(drawn)).sqrt()).max() < 5
     assert (drawn.var(0) / variance - 1).abs().max() < 5 * (2 / len(drawn)) ** 0.5
-    soft = la.predictive_samples(few, n_samples=3, generator=torch.Generator().manual_seed(0))
+    how = {"n_samples": 3}
+    soft, again = (la.predictive_samples(few, **how, generator=seeded()) for _ in "ab")
+    assert torch.equal(soft, again)
     assert_close(soft.sum(-1), torch.ones(3, 2).double())
 
 

@@ -1,9 +1,11 @@
 """Linear measurements of an image, a recipe: the likelihood and its posterior against dense matrices."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from dense import ExactLaplace
-from measurements import LinearOperatorRegression
 from tiny import draw
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal
@@ -11,6 +13,8 @@ from torch.testing import assert_close
 
 from torch_lla_em import Compute, LinearisedLaplace
 
+RECIPE = Path(__file__).parents[2] / "examples" / "recipes" / "linear_measurements.py"
+LinearOperatorRegression = runpy.run_path(str(RECIPE))["LinearOperatorRegression"]
 SIDE, MEASURED, SIGMA = 12, 40, 0.3
 SHAPE = 1, SIDE, SIDE
 A = draw(MEASURED, SIDE**2) / SIDE

@@ -132,3 +132,5 @@ def test_variances_of_training_examples_are_those_without_themselves_in_the_post
         variances.append(torch.einsum("cp,pq,cq->", centred[i], without, centred[i]) / 3)
     found = largest_variance(Classification(), Jw, leverages)
     assert_close(found, torch.stack(variances).max())
+    certain = largest_variance(Classification(), Jw, 2 * torch.eye(P).double().expand(6, P, P))
+    assert_close(certain, 20 * largest_variance(Classification(), Jw, 0 * leverages))  # at most

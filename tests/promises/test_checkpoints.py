@@ -141,6 +141,8 @@ def test_other_data_and_settings_are_refused_by_name(finished, whole, tmp_path):
         ([(case.x, (case.y + 1) % 3)], "krylov", {}, "belongs to other data"),
         ([(case.x + torch.eye(2)[0], case.y)], "krylov", {}, "belongs to other data"),
         (loader, "krylov", {"seed": 1}, "its seed is '0', but here it is '1'"),
+        (loader, "krylov", {"class_dim": 1}, "its class_dim is -1, but here it is 1"),
+        (loader, "krylov", {"compute": replace(READ, precision="tf32")}, "its precision"),
         (loader, "cg", {}, "its solver"),
         (loader, "krylov", {"adapter": Adapter(outputs=lambda m, x: m(2 * x))}, "the outputs"),
     ):

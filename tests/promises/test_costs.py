@@ -299,6 +299,17 @@ def test_a_fit_in_the_shortest_pieces_ends_with_the_posterior_of_a_whole_one(nam
     )
 
 
+def test_a_budget_that_is_spent_with_the_last_step_ends_nothing(monkeypatch):
+    calls = []
+    monkeypatch.setattr(Budget, "ends", lambda _: calls.append(1))
+    _, whole = fitted(budget=1e6)
+    last = len(calls)
+    monkeypatch.setattr(Budget, "ends", lambda _: calls.append(1) or len(calls) == 2 * last)
+    _, la = fitted(budget=1e6)
+    assert len(calls) == 2 * last
+    assert la.history[-1]["why"] == whole.history[-1]["why"] == "accurate"
+
+
 def test_a_fit_ends_in_time(monkeypatch):
     _, whole = fitted(compute=Compute(tolerance=1e-6))
     seconds = itertools.count()  # each look at the clock takes one

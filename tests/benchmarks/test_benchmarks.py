@@ -15,6 +15,7 @@ import monitor
 import numpy as np
 import pytest
 import report
+import scaling
 import segmentation
 import tables
 import testbed
@@ -27,6 +28,7 @@ from tiny import tiny
 from torch.testing import assert_close
 
 import paper
+from torch_lla_em.jacobian import ParameterLayout
 from torch_lla_em.solvers import BlockCG
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +171,22 @@ def splits(folder):
     return folder
 
 
+def test_powers_of_the_scale_lie_between_one_number_per_tensor_and_the_default():
+    layout = ParameterLayout(("0.weight", "0.bias"), (torch.Size([4, 3]), torch.Size([4])))
+    squares, w = 0.1 + drawn(16).square(), drawn(16, seed=1)
+    squares[5] = 0
+    of = {name: scale(squares, layout, w) for name, scale in scaling.SCALES.items()}
+    assert_close(scaling.powered(1.0, squares, layout, w), of["no units"])
+    assert_close(of["power 1/2"].square(), of["no units"] * of["power 0"])
+    live = squares > 0
+    for part, alive in zip(
+        of["power 0"].split(layout.sizes), live.split(layout.sizes), strict=True
+    ):
+        assert_close(part[alive], part[:1].expand(int(alive.sum())))
+    for scale in of.values():
+        assert ((scale > 0) == live).all()
+
+
 @pytest.fixture
 def quick_costs(monkeypatch):
     monkeypatch.setattr(cost, "PROBLEMS", {"mlp": partial(cost.mlp, rows=60, width=5)})
@@ -214,6 +232,17 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
     assert {line["part"] for line in lines} == {"alarms", "delay"}
     lines = run(testbed, "--inputs 2 --ratios 1 --temperatures .1")
     assert {line["agent"] for line in lines} == set(testbed.AGENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_scalings_of_the_prior_are_compared_whole(tmp_path, capsys):
+    out = tmp_path / "scaling.jsonl"
+    scaling.main(["--groups", "raw", "--only", "wine", "--out", str(out)])
+    lines = markdown.read(out)
+    assert not [line for line in lines if "error" in line]
+    assert {line["scale"] for line in lines} == {"", *scaling.SCALES}
+    assert "| raw | ours, as fitted |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,29 @@ def test_inputs_are_made_from_others():
     assert chosen_ways(x, None) == ("noise", "swap") and chosen_ways(tokens, None) == ("swap",)
 
 
+def test_categories_keep_their_values():
+    """Columns of one category are replaced together, a constant one among them, and others are not mixed."""
+    generator = torch.Generator().manual_seed(0)
+    # a column that is no category, then 0, 1 or 2 of four, the same of three, and 0 or 1
+    kind, order = torch.randint(3, (400,), generator=generator), torch.tensor([0, 2, 3])
+    four, three = (nn.functional.one_hot(kind, n).double() for n in (4, 3))
+    binary = (draw(400, 2) > 0).double()
+    parts = binary[:, :1], draw(400, 1), four[:, [0, 3, 1, 2]], three, binary[:, 1:]
+    x = torch.cat([parts[0], *[3 * part - 1 for part in parts[1:]]], 1)
+    for way, changed in (("swap", 0.5), ("noise", 1)):
+        found = torch.cat([*augmented(x, 2_000, [way], generator)])
+        is_known = torch.stack([torch.isin(a, b) for a, b in zip(found.T, x.T)], 1)
+        assert is_known[:, [0, *range(2, 10)]].all()
+        assert abs((~is_known[:, 1]).double().mean() - changed) < 5 * (0.25 / 2_000) ** 0.5
+        for columns in (slice(2, 6), slice(6, 9)):
+            assert (found[:, columns].sum(1) == x[0, columns].sum()).all()
+        # one of two is exchanged in 1/3 of the examples, and differs in 2/3 of these
+        apart = (found[:, 2:6].argmax(1) != order[found[:, 6:9].argmax(1)]).double().mean()
+        assert abs(apart - 2 / 9) < 5 * (2 / 9 * 7 / 9 / 2_000) ** 0.5
+    # without examples of one value, or with few of all, columns are their own
+    assert not torch.isin(torch.cat([*augmented(x[:30], 300, ["swap"], generator)]), x).all()
+
+
 def test_an_ensemble_and_a_network_of_ones_own(classified):
     (case, la, known), (_, other) = classified, fitted(seed=1)
     ensemble, network = LaplaceEnsemble([la, other]), copy.deepcopy(known.network)

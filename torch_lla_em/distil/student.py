@@ -131,15 +131,16 @@ class Student(Printed, nn.Module):
     def forward(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
         """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance
         of y, with noise."""
+        # each small operation counts here
+        axis = self.form.class_dim
         if not self.likelihood.real_valued:
-            return self.likelihood.mean(self._outputs(x)).movedim(-1, self.form.class_dim)
+            mean = self.likelihood.mean(self._outputs(x))
+            return mean if axis == -1 else mean.movedim(-1, axis)
         f, features = self._with_features(x)
         mean = self.likelihood.mean(f)
-        # both parts of the uncertainty, without the rest of a prediction: each small operation
-        # counts here
-        parts = self.head(features).exp()[..., : self.form.uncertainties].unflatten(-1, (2, -1))
-        variance = parts.sum(-2).view_as(mean)
-        axis = self.form.class_dim
+        # both parts of the uncertainty, without the rest of a prediction
+        parts = self.head(features).narrow(-1, 0, self.form.uncertainties).exp().chunk(2, -1)
+        variance = (parts[0] + parts[1]).view_as(mean)
         return (
             (mean, variance) if axis == -1 else (mean.movedim(-1, axis), variance.movedim(-1, axis))
         )
@@ -270,8 +271,9 @@ class Student(Printed, nn.Module):
         device = next(self.network.parameters()).device
         if not isinstance(x, Tensor) or x.device != device:
             x = to_device(inputs_of(x) if isinstance(x, dict) else x, device)
-        call = self.form.adapter.outputs or default_forward
-        return call(self.network, x).movedim(self.form.class_dim, -1)
+        call, axis = self.form.adapter.outputs or default_forward, self.form.class_dim
+        f = call(self.network, x)
+        return f if axis == -1 else f.movedim(axis, -1)
 
     def _with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return outputs, and the features of each site or example, (B, *sites, D)."""

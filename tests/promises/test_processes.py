@@ -63,6 +63,7 @@ def weighted(case):
 
 CG, SPACE = {"compute": Compute(solver=BlockCG())}, {"compute": Compute(solver=Direct())}
 VARIATIONAL, LAST = {"curvature": "variational"}, {"parameters": "last_layer"}
+FEW = {"num_samples": 1, "em_steps": 4}  # for which a span would not have all directions
 SITES = {"class_dim": 1, "model": of_sites(), **VARIATIONAL}
 # name: (likelihood, loader, options of the posterior and of the fit)
 CASES = {
@@ -77,6 +78,7 @@ CASES = {
     "cg, noise by output": ("regression per output", batches, CG),
     "function space, regression": ("regression", in_one_batch, SPACE),
     "last layer, variational": ("classification", batches, {**VARIATIONAL, **LAST}),
+    "last layer by features": ("classification", batches, {**VARIATIONAL, **LAST, **FEW}),
     "sampler": ("classification", sampled, {"prior": "isotropic"}),
     "shuffled": ("regression", shuffled, {}),
 }  # fmt: skip

@@ -132,7 +132,20 @@ def learn(
 
     ``why`` of the result is what ended the fit:
 
-    ================================ ========================================================"""
+    ================================ ===============================================================
+    accurate                         λ has converged, or had all its steps, and errors are tolerable
+    all directions                   the span has all directions; the rest of the error is rounding
+    all steps                        by a solver: λ had all its steps before it converged
+    budget                           the time was over
+    rounding leaves no new direction residuals are in the span up to rounding, unlike in float64
+    no memory for more directions    a span of the allowed size was restricted too often
+    rounding dominates ...           at the λ that was learnt it is rounding; it is at a larger one
+    the solver has not converged     by a solver: the last solve had all its passes
+    ================================ ===============================================================
+
+    ``SpanFit.judged`` decides over a span, ``over_head.updated`` for a last layer, ``by_solver``
+    for a solver, and ``around`` when the time is over.
+    """
     seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
         around.show("drawing random numbers")

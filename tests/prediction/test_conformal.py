@@ -195,6 +195,10 @@ def test_other_likelihoods_have_p_values_and_no_sets(name):
     for ask in (prediction.prediction_set, prediction.interval):
         with pytest.raises(TypeError):
             ask()
+    if name == "poisson":  # a mean of 0 would be a rate of 1: it is not shrunk
+        (member,) = la.posterior.at(50 * case.x).members
+        plain = Pushforward((member._replace(training=None),)).prediction(la.mixture)
+        assert_close(la.predict(50 * case.x).f_mean, plain.f_mean)
 
 
 # groups, classes and weights

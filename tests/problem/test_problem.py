@@ -39,6 +39,9 @@ def test_products_equal_the_dense_ones(name, cuts):
     for columns in (2, None):
         problem.sweep.take(limits._replace(columns=columns))
         assert_close(problem.with_curvature_at(0.1 * w[0]).ggn_product(w), w @ hessian)
+    before = problem.sweep.columns
+    assert_close(sum(product(w) for product in problem.minibatch_products()), w @ exact.ggn)
+    assert problem.sweep.columns - before == pytest.approx(len(w))  # as one product counts
     parts = list(problem.push_forward(w))
     assert_close(torch.cat([f for _, f, _ in parts]), exact.f)
     Jw = torch.cat([Jw for _, _, Jw in parts], dim=1)

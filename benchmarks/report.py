@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import cifar
 import distil
 import images
 import labels
@@ -211,6 +212,11 @@ TEXTS = {
         "images",
         lambda lines: images.report([line | {"row": named(line["row"])} for line in lines]),
     ),
+    "cifar": (
+        BENCHMARKS,
+        "cifar",
+        lambda lines: cifar.report([line | {"row": named(line["row"])} for line in lines]),
+    ),
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
@@ -226,7 +232,7 @@ def named(name: object) -> object:
     """Return what the pages call a row."""
     if not isinstance(name, str):
         return name
-    name = (NAMES | STAGES).get(name, name)
+    name = re.sub(r"^ours\b", "torch_lla_em", (NAMES | STAGES).get(name, name))
     name = re.sub(r"\b(mlp|cnn|bert)\b", lambda word: word[0].upper(), name)
     return re.sub("|".join(("resnet18", "resnet50", "vit_s", "lenet")), lambda w: NAMES[w[0]], name)
 
@@ -236,7 +242,7 @@ def kept(path: Path) -> list[dict]:
     lines = markdown.read(path)
     if path.stem == "tables":
         return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
-    if path.stem not in ("uci", "images", "large", "labels", "monitor"):
+    if path.stem not in ("uci", "images", "cifar", "large", "labels", "monitor"):
         return lines
     left_out = "machine", "versions", "command"  # many short lines, of one run
     return [

@@ -169,16 +169,16 @@ def learn(
             f"{', or one per tensor' if layerwise else ''}."
         )
     around.show("learning the prior and the posterior")
-    known = start.basis is not None or start.head is not None
-    found, begins = None, start.state is None or known
+    has_begun = start.basis is not None or start.head is not None
+    result, begins = None, start.state is None or has_begun
     if begins and not layerwise and options.solver is None:
         try:
             head = _head_of(problem, noise, options, around, start)
             if head is not None:
-                found = over_head(head, noise, options, around, start)
-            if found is None:
+                result = over_head(head, noise, options, around, start)
+            if result is None:
                 start = start if head is None else start._replace(state=None, head=None)
-                found = over_span(problem, noise, options, around, start)
+                result = over_span(problem, noise, options, around, start)
         except DoesNotFit as error:
             release()  # what the failed attempt held
             start = start._replace(state=None, span=None, basis=None)
@@ -188,15 +188,15 @@ def learn(
                 "network's outputs, whose predictions are mostly worse. Use fewer `parameters`, "
                 "or a loader with a fixed order.",
             )
-    if found is None:
-        found = by_solver(problem, noise, options, around, start)
-    sigma, constant = found.sigma_noise, problem.constant
+    if result is None:
+        result = by_solver(problem, noise, options, around, start)
+    sigma, constant = result.sigma_noise, problem.constant
     if sigma is None:
-        found = found._replace(sigma_noise=problem.likelihood.observation_noise)
+        result = result._replace(sigma_noise=problem.likelihood.observation_noise)
     elif options.em_steps and problem.network_noise is not None:
-        found = found._replace(network_noise=problem.network_noise.to(sigma) / sigma)
-    own = None if constant is None else constant.to(found.w_lin.device, copy=True)
-    return found._replace(constant=own)
+        result = result._replace(network_noise=problem.network_noise.to(sigma) / sigma)
+    offset = None if constant is None else constant.to(result.w_lin.device, copy=True)
+    return result._replace(constant=offset)
 
 
 def over_span(
@@ -208,14 +208,14 @@ def over_span(
 ) -> FitResult:
     """Return the posterior over a span of directions: EM on the restricted problem, and
     extensions."""
-    free, known = free_for_each(problem.data.group, problem.device) / 2, start.state
+    free, last = free_for_each(problem.data.group, problem.device) / 2, start.state
     memory = start.memory or min(free, options.span_memory or free)
     span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
     moves = options.curvature != "network" and not problem.likelihood.is_quadratic
-    count = _that_fits(problem, span, moves) if known is None else len(known.samples)
+    count = _that_fits(problem, span, moves) if last is None else len(last.samples)
     noise = noise._replace(xi=noise.xi[:count], eta=noise.eta[:count])
     span = Span(problem, noise.prior, noise.xi, memory, span.sites)
-    if known is None:
+    if last is None:
         _, gradient = problem.loss_and_gradient(problem.zeros(1)[0])
         scale = noise.prior.scale
         pulls = torch.stack([scale * gradient, noise.prior.whitened(problem.w_MAP)])
@@ -225,13 +225,13 @@ def over_span(
     if not is_new:
         raise DoesNotFit("examples have several shapes, or change their order")
     over = OverSpan(problem, noise, span, moves, options.tolerance)
-    if known is not None and isinstance(start.span, Stored):
-        known = over.restored(known, start.span)
+    if last is not None and isinstance(start.span, Stored):
+        last = over.restored(last, start.span)
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
     given = options.prior_precision
-    has_ended = known is not None and known.fate.why not in ("", "budget")
-    states = () if has_ended else schedule.run(known, None if given is None else float(given))
-    q = around.run(_steps_over(over, states, start), known)
+    has_ended = last is not None and last.fate.why not in ("", "budget")
+    states = () if has_ended else schedule.run(last, None if given is None else float(given))
+    q = around.run(_steps_over(over, states, start), last)
     learnt = q.precision
     while options.em_steps and given is None and q.fate.why != "budget" and not max(q.errors) <= 10:
         if q.precision >= PRECISION_BOUNDS[1]:
@@ -253,7 +253,7 @@ def _head_of(
 ) -> OverHead | None:
     """Return the fit of a last layer by its features; None: the fit takes a span."""
     moves = options.curvature != "network" and not problem.likelihood.is_quadratic
-    live, known = int((noise.prior.scale > 0).sum()), start.state
+    live, last = int((noise.prior.scale > 0).sum()), start.state
     # over a span of all directions, γ and expectations have no Monte Carlo error
     is_complete = live <= COMPLETE * len(noise.xi)
     if (
@@ -276,8 +276,8 @@ def _head_of(
     outputs = problem.data.largest_share * sites * C
     left = memory - (3 * of_H + 2 * draws) * outputs * itemsize
     fits = int(left / (8 * (outputs + problem.size) * itemsize))
-    K = len(noise.xi) if known is None else len(known.samples)
-    if known is None and fits < K:
+    K = len(noise.xi) if last is None else len(last.samples)
+    if last is None and fits < K:
         return None
     noise = noise._replace(xi=noise.xi[:K], eta=noise.eta[:K])
     settings = Settings(0.9 * options.tolerance, memory, draws, many)
@@ -313,18 +313,18 @@ def over_head(
 def _steps_of_head(over: OverHead, q: State, em_steps: int, start: Progress) -> Iterator[Step]:
     """Yield the steps of EM on a last layer, and the accurate posterior at its end."""
 
-    def step(found: State, q: State) -> Step:
+    def step(posterior: State, q: State) -> Step:
         def saved() -> Progress:
             state, stored = over.saved(q)
             return start._replace(state=state, head=stored, memory=over.settings.memory)
 
-        told = {**record(found), "columns": over.problem.sweep.columns}
-        return Step(found, q, told, saved, is_last=found is q)
+        told = {**record(posterior), "columns": over.problem.sweep.columns}
+        return Step(posterior, q, told, saved, is_last=posterior is q)
 
     q = q._replace(fate=q.fate._replace(why=q.fate.why.replace("budget", "")))
-    for found, following in em(over, q, partial(updated, em_steps=em_steps)):
+    for posterior, following in em(over, q, partial(updated, em_steps=em_steps)):
         q = following
-        yield step(found, q)
+        yield step(posterior, q)
     if q.fate.why != "accurate":
         q = over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
         yield step(q, q)
@@ -349,13 +349,13 @@ def _ended(
             f"above the tolerance of {tolerance:.2g}: {q.fate.why}. Use fewer samples, or increase "
             f"Compute(tolerance=){or_float64(problem.dtype)}.",
         )
-    found = _result(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
+    result = _result(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
     if over.expected.number:
-        found = found._replace(mixture=average(problem.likelihood, over, q).to(columns.device))
+        result = result._replace(mixture=average(problem.likelihood, over, q).to(columns.device))
         if over.span.sites is None:  # examples are not sites
             examples, leverages = (part.to(columns.device) for part in at_examples(over, q))
-            found = found._replace(examples=examples, leverages=leverages)
-    return found
+            result = result._replace(examples=examples, leverages=leverages)
+    return result
 
 
 def _steps_over(over: OverSpan, states: Iterable[State], start: Progress) -> Iterator[Step]:
@@ -363,8 +363,8 @@ def _steps_over(over: OverSpan, states: Iterable[State], start: Progress) -> Ite
 
     def saved(q: State) -> Progress:
         state, stored = over.saved(q)
-        own = start._replace(state=state, span=stored)
-        return own._replace(basis=over.span.blocks, memory=over.span.memory)
+        progress = start._replace(state=state, span=stored)
+        return progress._replace(basis=over.span.blocks, memory=over.span.memory)
 
     number = 0 if start.state is None else start.state.fate.number
     for q in states:
@@ -399,20 +399,20 @@ def by_solver(
     if q.fate.why == "budget":
         return _result(q, noise)
     last = whole.Whole(problem, noise, solver, (options.tolerance, options.tolerance))
-    found, why = e_step(last, q), "all steps"
+    posterior, why = e_step(last, q), "all steps"
     if q.fate.converged or not options.em_steps:
-        reached = is_accurate(max(found.errors), options.tolerance)
+        reached = is_accurate(max(posterior.errors), options.tolerance)
         why = "accurate" if reached else "the solver has not converged"
-    return _result(found._replace(fate=found.fate._replace(why=why)), noise)
+    return _result(posterior._replace(fate=posterior.fate._replace(why=why)), noise)
 
 
 def _steps_by_solver(
     problem: Problem, states: Iterable[tuple[State, State]], start: Progress
 ) -> Iterator[Step]:
     """Yield the steps of EM, after which the final samples are still to be computed."""
-    for found, q in states:
-        told = {**record(found), "columns": problem.sweep.columns}
-        yield Step(found, q, told, partial(start._replace, state=q), is_last=False)
+    for posterior, q in states:
+        told = {**record(posterior), "columns": problem.sweep.columns}
+        yield Step(posterior, q, told, partial(start._replace, state=q), is_last=False)
 
 
 def _result(q: State, noise: StochasticPrior) -> FitResult:

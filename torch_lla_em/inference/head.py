@@ -139,12 +139,12 @@ class Preconditioner:
         """Return M x, (k, P)."""
         r, alike = self._head.tables(x), self._alike
         if self._basis is None:
-            found = torch.cholesky_solve(r.permute(1, 2, 0), self._inner).permute(2, 0, 1)
+            tables = torch.cholesky_solve(r.permute(1, 2, 0), self._inner).permute(2, 0, 1)
         else:
-            found = (r @ self._basis / self._inner) @ self._basis.T
+            tables = (r @ self._basis / self._inner) @ self._basis.T
         if alike is not None:
-            found = found + alike * (alike * r).sum(1, keepdim=True)
-        return self._head.vectors(found)
+            tables = tables + alike * (alike * r).sum(1, keepdim=True)
+        return self._head.vectors(tables)
 
     def log_det(self) -> float:
         """Return -log det M."""

@@ -161,10 +161,10 @@ class OverHead:
         """Return the state of which ``saved`` has returned the parts."""
         here = self.share.numbers
         every = self.share.group.gather(here.to(q.mean.device)).sort()[0]
-        own = torch.searchsorted(every, here.to(every))
+        rows = torch.searchsorted(every, here.to(every))
         H = self.expected.H(self.loss, torch.zeros_like(self.f), None)
         deviations = self.expected.deviations(self.span.push(q.samples))
-        outputs, H = self.span.push(q.mean[None])[..., 0], H._replace(values=stored.H[own])
+        outputs, H = self.span.push(q.mean[None])[..., 0], H._replace(values=stored.H[rows])
         return q._replace(head=OfHead(H, stored.blocks, outputs, deviations))
 
     # λ
@@ -190,8 +190,8 @@ class OverHead:
             """Return dE[loss] / d log a by draws of some examples."""
             a, total = math.exp(way), f.new_zeros((), dtype=torch.float64)
             for rows, drawn in functions(a * f, a * deviations):
-                each = loss.part(rows).gradient(drawn) * drawn
-                total += each.sum(dtype=torch.float64) / len(drawn)
+                slopes = loss.part(rows).gradient(drawn) * drawn
+                total += slopes.sum(dtype=torch.float64) / len(drawn)
             return float(step * group.sum(total))
 
         here, apart = 0.0, of_draws(0.0) - value  # their Monte Carlo error

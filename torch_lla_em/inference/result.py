@@ -132,7 +132,7 @@ def at_examples(over: OverSpan | OverHead, q: State) -> tuple[Tensor, Tensor]:
     places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
     Jw = pushed[rows]
     curved = q.of_examples.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
-    found = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
-    every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in found]
+    both = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
+    every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in both]
     examples, leverages = map(over.share.group.sum, every)
     return examples, leverages

@@ -35,5 +35,5 @@ def log_dets(
     T = diagonal.diag_embed() + beside.diag_embed(1) + beside.diag_embed(-1)
     values, vectors = torch.linalg.eigh(T)
     values = values.clamp_min(1e-12)
-    found: Tensor = start * (vectors[:, 0].square() * values.log() / values).sum(1)
-    return found
+    dets: Tensor = start * (vectors[:, 0].square() * values.log() / values).sum(1)
+    return dets

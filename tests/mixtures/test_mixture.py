@@ -129,6 +129,9 @@ def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label, prior):
         free = components * (1 + 3 + of_covariance) - 1
         assert mixture.aic() == pytest.approx(2 * free - 2 * log_prob.item())
         assert mixture.bic() == pytest.approx(free * math.log(len(x)) - 2 * log_prob.item())
+        if not by_label:
+            due = 2 * free - 2 * mixture.log_prob(some[::2]).sum().item()
+            assert mixture.aic(some[::2].numpy()) == pytest.approx(due)
         unit = some.std(0)
         units = 1.0, unit, unit[:, None] * unit if structure == "full" else unit**2
         for gradient, size in zip(torch.autograd.grad(height, leaves), units):

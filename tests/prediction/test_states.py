@@ -99,6 +99,7 @@ def test_a_loaded_posterior_has_the_accuracy_of_its_fit_and_is_fitted_again_as_i
     assert again.accuracy == la.accuracy and again.accuracy.tolerance > 0
     one, other = la.posterior, again.posterior
     assert (one.tolerance, one.result.why) == (other.tolerance, other.result.why)
+    assert one.result.mode_error == other.result.mode_error > 0
     assert one.correction.room == other.correction.room > 0
     again.fit([(case.x, case.y)], em_steps=2, validation=False, progress_bar=False)
     assert torch.equal(again.w_samples, la.w_samples) and torch.equal(again.w_lin, la.w_lin)

@@ -457,6 +457,9 @@ def test_the_log_det_of_a_small_span_is_that_of_all_parameters(states_of):
     error = 5 * of_xi.std() / len(of_xi) ** 0.5  # Monte Carlo error of the probes
     assert abs(found.mean() - exact) < min(error, 0.06 * exact)
     assert of_xi.mean() > 1.08 * exact
+    # E[loss] varies with the samples as the log det does: the half from ξ stands for both
+    spread = q.bounds - q.bounds.mean()
+    torch.testing.assert_close(spread, 0.5 * (of_xi.mean() - of_xi), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

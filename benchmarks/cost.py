@@ -9,7 +9,8 @@ Adam in batches of 100. Classifiers are fitted with the defaults, and a second t
 32 for tables and last layers. An epoch is one of the training; a forward pass (F) is one over the same examples in eval mode,
 without gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with all samples, divided
 by that of five networks. The ensemble costs four further trainings; laplace-torch is Kronecker factors of all layers, tuned by
-its marginal likelihood, on the same network in the same run. Lines go to results/cost.jsonl.
+its marginal likelihood, on the same network in the same run. Last layers of made data have NLLs on 2,000 further examples, and
+laplace-torch's Kronecker factors and full matrix of the last layer beside them. Lines go to results/cost.jsonl.
 
 Expected: trainings 1 to 8 for fits of a few thousand examples, 3 to 300 for last layers; predict F 1 to 60; served 8 0.3 to 13.
 """
@@ -50,13 +51,17 @@ class Problem(NamedTuple):
     num_samples: int | None = None
     """K, where it is not that of the command."""
 
+    unseen: tuple[Tensor, Tensor] | None = None
+    """Further examples."""
+
     @property
     def regression(self) -> bool:
         return self.y.is_floating_point()
 
     def on(self, device: str) -> "Problem":
         x, y = self.x.to(device), self.y.to(device)
-        return self._replace(network=self.network.to(device), x=x, y=y)
+        unseen = self.unseen and tuple(part.to(device) for part in self.unseen)
+        return self._replace(network=self.network.to(device), x=x, y=y, unseen=unseen)
 
     def loader(self, batch: int = BATCH) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.x.split(batch), self.y.split(batch), strict=True))
@@ -132,14 +137,16 @@ def transformer(**options: str) -> Problem:
 
 def head(rows: int, width: int, classes: int) -> Problem:
     """The last layer of two hidden layers, with K = 32."""
-    x = torch.randn(rows, 64)
+    x = torch.randn(rows + 2_000, 64)
     teacher = nn.Sequential(nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, classes))
     with torch.no_grad():
         f = teacher(x)
-        y = (6 * (f - f.mean(0)) + torch.randn(rows, classes)).argmax(1)
+        y = (6 * (f - f.mean(0)) + torch.randn(len(x), classes)).argmax(1)
+    (x, new), (y, of_new) = x.split([rows, 2_000]), y.split([rows, 2_000])
     layers = nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
     network = nn.Sequential(*layers, nn.Linear(width, classes))
-    return Problem(network, x, y, 30 if rows <= 5000 else 5, LAST, num_samples=32)
+    epochs = 30 if rows <= 5000 else 5
+    return Problem(network, x, y, epochs, LAST, num_samples=32, unseen=(new, of_new))
 
 
 def segment() -> Problem:
@@ -159,7 +166,7 @@ def table(name: str, rows: int, epochs: int) -> Problem:
 
 LAST = {"parameters": "last_layer"}
 HEADS_OF = (
-    *((2_000, 128, 10), (5_000, 512, 10), (50_000, 512, 10)),
+    *((1_000, 50, 7), (2_000, 128, 10), (5_000, 512, 10), (50_000, 512, 10)),
     *((2_000, 64, 50), (20_000, 256, 100), (10_000, 64, 1_000)),
 )
 """Examples, features and classes of a last layer."""
@@ -179,6 +186,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "flights, delay": partial(table, "flights:delay", 60_000, 100),
     "segment, last_layer": segment,
 } | {f"last layer, {N} x {D} x {C}": partial(head, N, D, C) for N, D, C in HEADS_OF}
+FULL = 2_000
+"""Parameters up to which laplace-torch's full matrix is run: with 5,130 it had not ended after two minutes of CPU time."""
+
 NETWORK, FOR_GPU = {"curvature": "network"}, "last layer, 10000 x 64 x 1000"
 
 
@@ -241,7 +251,16 @@ def line(
         "predict F": ahead,
         "relative_certificate": la.accuracy.error,
         **(served(problem, la) if serve else {}),
+        **(of_unseen(problem, la) if problem.unseen else {}),
     } | peak
+
+
+@torch.no_grad()
+def of_unseen(problem: Problem, la: LinearisedLaplace) -> dict[str, float]:
+    """Return the NLLs of a posterior and of its network for further examples."""
+    x, y = problem.unseen
+    nll = -la.predict(x).log_prob(y).mean().item()
+    return {"nll": nll, "network_nll": F.cross_entropy(problem.network(x), y).item()}
 
 
 @torch.no_grad()
@@ -257,19 +276,23 @@ def served(problem: Problem, la: LinearisedLaplace) -> dict[str, float]:
     return found
 
 
-def laplace_torch(problem: Problem) -> float:
-    """Return the seconds of its Kronecker factors and of tuning them."""
+def laplace_torch(
+    problem: Problem, subset: str = "all", structure: str = "kron"
+) -> tuple[float, float | None]:
+    """Return the seconds of its posterior and of tuning it, and the NLL for further examples."""
     from laplace import Laplace
 
     likelihood = "regression" if problem.regression else "classification"
     rows = TensorDataset(problem.x, problem.y)
 
+    la = Laplace(copy.deepcopy(problem.network), likelihood, subset, structure)
+
     def fit() -> None:
-        la = Laplace(copy.deepcopy(problem.network), likelihood, "all", "kron")
         la.fit(DataLoader(rows, BATCH))
         la.optimize_prior_precision(method="marglik")
 
-    return seconds(fit)
+    taken, unseen = seconds(fit), problem.unseen
+    return taken, F.nll_loss(la(unseen[0]).log(), unseen[1]).item() if unseen else None
 
 
 def fits(args: argparse.Namespace) -> Iterator[dict]:
@@ -283,9 +306,15 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
         if not problem.regression:
             by_network = problem._replace(options={**problem.options, **NETWORK})
             found["network_curvature"] = fitted(by_network, K)[1]
-        if not problem.options:
+        peers = {"laplace_torch": ("all", "kron")} if not problem.options else {}
+        if problem.unseen:
+            peers = {"last_kron": ("last_layer", "kron")}
+            if found["weights"] <= FULL:
+                peers["last_full"] = "last_layer", "full"
+        for peer, form in peers.items():
             try:
-                found["laplace_torch"] = laplace_torch(problem)
+                found[peer], nll = laplace_torch(problem, *form)
+                found |= {f"{peer}_nll": nll} if problem.unseen else {}
             except Exception as error:  # what a peer cannot do is no failure of this script
                 found["peer_failed"] = f"{type(error).__name__}: {error}"[:200]
         yield found

@@ -113,6 +113,19 @@ COSTS = FIT | {
     "ensemble": "four more networks, s",
     "laplace_torch": "laplace-torch KFAC, s",
 }
+UNSEEN = tuple(
+    f"last layer, {size}" for size in ("1000 x 50 x 7", "5000 x 512 x 10", "2000 x 64 x 50")
+)
+LAST_LAYERS = {
+    "seconds": "fit, s",
+    "epochs": "fit, training epochs",
+    "last_kron": "laplace-torch KFAC, s",
+    "last_full": "laplace-torch full, s",
+    "network_nll": "NLL, network",
+    "nll": "NLL, posterior",
+    "last_kron_nll": "NLL, laplace-torch KFAC",
+    "last_full_nll": "NLL, laplace-torch full",
+}
 PREDICTIONS = {
     "predict F": "`la(x)` of 500 examples / forward pass",
     "served 1": "exported, 1 example / five networks",
@@ -162,6 +175,9 @@ TABLES = {
         CALIBRATION, "tables", {"network": "network"}, PROMISED, PROMISES, decimals=3
     ),
     "cost": Shown(COST, "cost", OF_NETWORK, COSTS, {"part": "fits"}),
+    "cost of last layers": Shown(
+        COST, "cost", OF_NETWORK, LAST_LAYERS, {"part": "fits", "problem": UNSEEN}, decimals=3
+    ),
     "cost of predictions": Shown(
         COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits", "problem": PREDICTED}
     ),

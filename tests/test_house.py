@@ -171,6 +171,17 @@ def test_methods_of_posteriors_are_defined_by_their_classes_and_typed():
     assert not faults, faults
 
 
+def test_no_message_is_long():
+    """Warnings and advice have at most 40 words; those that are yielded are checked by fits."""
+    words, calls = {}, ("report", "warnings.warn")
+    for path, node in NODES:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
+            texts = [part for text in node.args for part in ast.walk(text)]
+            texts = [part.value for part in texts if isinstance(getattr(part, "value", 0), str)]
+            words[f"{path.name}:{node.lineno}"] = sum(len(text.split()) for text in texts)
+    assert len(words) > 20 and not {place: n for place, n in words.items() if n > 41}, words
+
+
 FACTORIES = (
     "arange as_tensor empty eye full linspace logspace ones rand randint randn randperm".split()
 )

@@ -1,4 +1,4 @@
-"""The posterior at a given λ, its evidence and certificate, and any λ over a span, against dense linear algebra."""
+"""The posterior at a given λ, its evidence and certificate against dense linear algebra."""
 
 from dataclasses import replace
 

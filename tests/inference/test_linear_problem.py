@@ -1,4 +1,4 @@
-"""Every method of ``LinearProblem`` against dense matrices, for all that satisfy it, and as solvers see it."""
+"""Every method of ``LinearProblem`` against dense matrices, also as solvers see it."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def whole(name):
 
 
 def span(name):
-    """The problem over all directions, whose coordinates are any, with H at the network's outputs."""
+    """The problem over all directions, with H at the network's outputs."""
     problem = tiny(name).problem(7, 18)
     noise = basis_noise(problem, True, False)
     over, _ = complete_span(problem, noise)

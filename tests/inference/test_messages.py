@@ -19,7 +19,7 @@ MOST = 40
 
 @pytest.fixture(scope="module")
 def odd():
-    """Fits with something to tell: model, likelihood, data, arguments, arguments of ``fit``, and words that are told."""
+    """Model, likelihood, data, arguments, arguments of ``fit``, and words of its message, if any."""
     torch.manual_seed(0)
     x = torch.randn(60, 3)
     real, label = (x[:, :1] + 0.3 * torch.randn(60, 1)), (x[:, 0] > 0).long()

@@ -1,4 +1,4 @@
-"""Short of memory, a fit takes fewer directions, then fewer samples, and draws of H, and says so."""
+"""Short of memory, a fit takes fewer directions, then fewer samples, and says so."""
 
 import weakref
 

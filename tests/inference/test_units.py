@@ -1,4 +1,4 @@
-"""The default prior knows neither units of inputs and targets nor their mean, nor how layers split a factor."""
+"""Fits depend neither on units and means of the data nor on how layers split a factor."""
 
 import copy
 import math

@@ -415,7 +415,7 @@ def five_classes():
 
 @pytest.fixture
 def states_of(monkeypatch):
-    """Fit five classes; return the problem, its random probes, and the state after each extension of the span."""
+    """Fit five classes; return the problem, its probes and the states over the growing span."""
     model, x, y = five_classes()
     problem = problem_of(model, Classification(), [(x, y)])
     noise = get_sto_samples(problem, 8)

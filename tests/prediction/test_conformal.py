@@ -135,7 +135,7 @@ def test_sets_grow_with_the_level_and_scores_can_be_chosen(blobs):
 
 @pytest.mark.parametrize("most", [512, 7])
 def test_a_fit_keeps_products_and_the_largest_variance_of_training_examples(most, monkeypatch):
-    """Of a narrow posterior, under which H is nearly the same everywhere; of many examples some, spread evenly."""
+    """Of a narrow posterior, under which H is nearly the same everywhere; some, spread evenly."""
     monkeypatch.setattr("torch_lla_em.inference.result.EXAMPLES", most)
     torch.manual_seed(0)
     x, y = draw(20, 4), torch.arange(20) % 3

@@ -351,7 +351,7 @@ def test_ranks_that_differ_are_refused(name, together):
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_ranks_that_round_differently_take_the_same_steps(name, monkeypatch):
-    """The second fit, as another rank, is given what the first agreed on, and rounds the rest in another way."""
+    """The second fit is given what the first agreed on, and rounds the rest in another way."""
     case, told, eigh = tiny(name), [], torch.linalg.eigh
     calls, loss = [], Expectations.loss_and_slope
 

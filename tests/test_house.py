@@ -23,11 +23,11 @@ SUBPACKAGES += [ROOT, "integrations"]
 BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 # the most classes, functions, tuned numbers, and different functions that a fit and a prediction call
 BOUNDS = {
-    "classes": 147,
-    "functions": 1170,
-    "numbers": 146,
+    "classes": 162,
+    "functions": 1240,
+    "numbers": 163,
     "fit": 370,
-    "predict": 64,
+    "predict": 61,
     "arguments": 7,
     "of the constructor": 11,
 }

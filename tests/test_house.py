@@ -26,7 +26,7 @@ BOUNDS = {
     "classes": 162,
     "functions": 1240,
     "numbers": 163,
-    "fit": 370,
+    "fit": 374,
     "predict": 61,
     "arguments": 7,
     "of the constructor": 11,

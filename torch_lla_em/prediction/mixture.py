@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, average, mean_square
 from torch_lla_em.prediction.conformal import NUMBERS
-from torch_lla_em.prediction.gaussians import Gaussians, log_mean_exp
+from torch_lla_em.prediction.target_mixture import TargetMixture, log_mean_exp
 from torch_lla_em.runtime import without_autocast
 
 Take = Callable[[Tensor, "Tensor | None", slice], Tensor]
@@ -193,7 +193,7 @@ class Mixture(NamedTuple):
                 draws.append(likelihood.sample(drawn, generator))
         return torch.cat(draws)[torch.cat(rows).argsort()]
 
-    def gaussians(self) -> Gaussians:
+    def gaussians(self) -> TargetMixture:
         """Return the Gaussians whose mixture continuous targets are."""
         likelihood, mean = self.first.likelihood, self.first.likelihood.mean
         if likelihood.observation_noise is not None:
@@ -202,11 +202,11 @@ class Mixture(NamedTuple):
                 for part in self.components
             ]
             means = torch.stack([mean(part.centre) for part in self.components])
-            return Gaussians(self.weights, means, torch.stack(variances).sqrt())
+            return TargetMixture(self.weights, means, torch.stack(variances).sqrt())
         with without_autocast(self.first.centre.device):
             f, weights = self.functions()
         weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
-        return Gaussians(weights, mean(f), likelihood.variance(f).sqrt())
+        return TargetMixture(weights, mean(f), likelihood.variance(f).sqrt())
 
 
 def rotated(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:

@@ -25,10 +25,10 @@ from torch_lla_em.prediction.conformal import (
     require_share,
     rounding,
 )
-from torch_lla_em.prediction.gaussians import Gaussians, log_mean_exp
 from torch_lla_em.prediction.mixture import Mixture
 from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.prediction.reference import Reference, Stated
+from torch_lla_em.prediction.target_mixture import TargetMixture, log_mean_exp
 from torch_lla_em.runtime import check_whole, without_autocast
 
 
@@ -298,7 +298,7 @@ class Prediction(BasePrediction):
         """
         return self._shaped(self._gaussians("crps").crps(self._aligned(y)))
 
-    def _gaussians(self, name: str) -> Gaussians:
+    def _gaussians(self, name: str) -> TargetMixture:
         """Return the Gaussians whose mixture the targets are, for a method of this name."""
         self._require(self.likelihood.real_valued, name, "its targets are not continuous")
         return self._mixture.gaussians()

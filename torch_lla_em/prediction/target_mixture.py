@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import average
 
 
-class Gaussians(NamedTuple):
+class TargetMixture(NamedTuple):
     """A mixture of P Gaussians for every output."""
 
     weights: Tensor

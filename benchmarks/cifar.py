@@ -29,7 +29,7 @@ import torch
 from images import detectors
 from labels import replaced
 from methods import markdown, networks
-from methods.metrics import Classes, auroc
+from methods.metrics import auroc
 from methods.peers import METHODS, Case, Predictor, of_ours
 from methods.provenance import begin, provenance, script_parser
 from methods.tasks import Rows, Task
@@ -62,7 +62,7 @@ PEERS = (
     *("network", "temperature", "moved", "ensemble"),
     *("laplace-torch, last layer", "laplace-torch, last layer, grid search"),
 )
-DETECTORS, ELLA = "detectors", "ELLA, 2,000 images"
+DETECTORS = "detectors"
 
 
 class InParts(nn.Module):
@@ -210,31 +210,12 @@ def by_loader(predict: Predictor) -> Predictor:
     return lambda x: predict(DataLoader(TensorDataset(x), PART))
 
 
-def ella(images: Images, network: nn.Module, quick: bool) -> Predictor:
-    """Return predictions of laplace-torch's ELLA, with 20 directions of 300 images, its prior, and no joint ones."""
-    import laplace
-
-    count, subset, directions = (40, 20, 2) if quick else (2_000, 300, 20)
-    rows = DataLoader(TensorDataset(images.train.x[:count], images.train.y[:count]), 20)
-    la = laplace.ELLA(network, "classification", subset, directions)
-    la.fit(rows)
-
-    def predict(x: Tensor) -> Classes:
-        log_probs = torch.cat([la(part) for part in x.split(20)]).log().detach()
-        return Classes(log_probs, lambda: log_probs[None])
-
-    return predict
-
-
 def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> Iterator:
     """Yield the rows of a method: what it is called, how it predicts, and further numbers."""
     several = args.members if name == "ensemble" else 1
     members = [trained(args, images.train, seed, k) for k in range(several)]
     if name in OURS:
         yield from posterior(images, name, members[0], args)
-        return
-    if name == ELLA:
-        yield ELLA, ella(images, members[0], args.quick), {}
         return
     members = [in_parts(network) for network in members]
     body, parts = nn.Identity(), (images.train, images.held_out, images.test)
@@ -340,7 +321,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--members", type=int, default=1, help="networks of an ensemble")
-    parser.add_argument("--methods", nargs="+", default=[*PEERS, ELLA, DETECTORS, *OURS])
+    parser.add_argument("--methods", nargs="+", default=[*PEERS, DETECTORS, *OURS])
     parser.add_argument("--wrong", type=float, default=0.0, help="share of labels replaced")
     parser.add_argument("--budget", type=float, help="seconds of each fit")
     parser.add_argument("--students", action="store_true", help="distil posteriors too")

@@ -271,7 +271,7 @@ def test_pictures_are_trained_on_and_compared(little_pictures, capsys):
     out = little_pictures / "cifar.jsonl"
     options = f"--data {little_pictures} --folder {little_pictures} --out {out} --quick --epochs"
     cifar.main([*shlex.split(options), "1", "--train"])
-    methods = ["network", "temperature", cifar.ELLA, cifar.DETECTORS, "ours, last layer"]
+    methods = ["network", "temperature", cifar.DETECTORS, "ours, last layer"]
     cifar.main([*shlex.split(options), "2", "--wrong", ".2", "--methods", *methods])
     lines = markdown.read(out)
     assert {line["part"] for line in lines} == {"probabilities", "ood", "labels"}

@@ -288,7 +288,7 @@ def report(records: list[dict]) -> str:
         of = [r for r in records if r["wrong"] == wrong]
         title = {"row": f"{wrong:.0%} wrong labels" if wrong else "method"}
         found = [r for r in of if r["part"] == "probabilities"]
-        parts.append(markdown.table(found, title, SHOWN, {}, 4))
+        parts.append(markdown.table(found, title, SHOWN))
         labels = [r for r in of if r["part"] == "labels"]
         if labels:
             columns = {"labels_auroc": "AUROC of wrong labels", "labels_f1": "F1 of the mask"}

@@ -33,6 +33,17 @@ class Share:
         weight = len(self.numbers) / max(1, self.total)
         return self.group.sum(weight * (values.sum(0) / max(1, len(values))))
 
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return the rows of the examples of all ranks, (N, ...), in the order of their numbers."""
+        order = self.group.gather(self.numbers.to(values.device)).argsort()
+        return self.group.gather(values)[order]
+
+    def rows_here(self, values: Tensor) -> Tensor:
+        """Return the rows of this rank's examples of what ``gathered`` has returned, (n, ...)."""
+        numbers = self.numbers.to(values.device)
+        every = self.group.gather(numbers).sort()[0]
+        return values[torch.searchsorted(every, numbers)]
+
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of this rank's examples among ``numbers``, and their rows here."""
         rows = torch.searchsorted(self.numbers, numbers)

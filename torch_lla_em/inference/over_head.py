@@ -152,19 +152,15 @@ class OverHead:
 
     def saved(self, q: State) -> tuple[State, StoredHead]:
         """Return a state with what determines its part of a last layer."""
-        group, device = self.share.group, q.mean.device
-        order = group.gather(self.share.numbers.to(device)).argsort()
-        stored = StoredHead(group.gather(q.in_head.H.values)[order], q.in_head.blocks)
+        stored = StoredHead(self.share.gathered(q.in_head.H.values), q.in_head.blocks)
         return q._replace(head=None), stored
 
     def restored(self, q: State, stored: StoredHead) -> State:
         """Return the state of which ``saved`` has returned the parts."""
-        here = self.share.numbers
-        every = self.share.group.gather(here.to(q.mean.device)).sort()[0]
-        rows = torch.searchsorted(every, here.to(every))
         H = self.expected.H(self.loss, torch.zeros_like(self.f), None)
+        H = H._replace(values=self.share.rows_here(stored.H))
         deviations = self.expected.deviations(self.span.push(q.samples))
-        outputs, H = self.span.push(q.mean[None])[..., 0], H._replace(values=stored.H[rows])
+        outputs = self.span.push(q.mean[None])[..., 0]
         return q._replace(head=OfHead(H, stored.blocks, outputs, deviations))
 
     # λ

@@ -247,20 +247,17 @@ class OverSpan:
     def saved(self, q: State) -> tuple[State, Stored]:
         """Return a state with what determines the part of its span: J m and, if it has moved, H,
         are those of all ranks."""
-        group, last = self.share.group, q.in_span
-        order = group.gather(self.share.numbers.to(last.outputs.device)).argsort()
-        H = group.gather(last.H.values)[order] if self.expected.number else None
-        outputs = group.gather(last.outputs)[order]
+        last = q.in_span
+        H = self.share.gathered(last.H.values) if self.expected.number else None
+        outputs = self.share.gathered(last.outputs)
         return q._replace(span=None), Stored(H, last.G, last.eta, outputs, last.residuals)
 
     def restored(self, q: State, stored: Stored) -> State:
         """Return the state of which ``saved`` has returned the parts."""
-        H, here = self.first_H(self.loss_at(q.sigma)), self.share.numbers
-        every = self.share.group.gather(here.to(stored.outputs.device)).sort()[0]
-        rows = torch.searchsorted(every, here.to(every))
+        H = self.first_H(self.loss_at(q.sigma))
         if stored.H is not None:
-            H = H._replace(values=stored.H[rows])
-        outputs = stored.outputs[rows]
+            H = H._replace(values=self.share.rows_here(stored.H))
+        outputs = self.share.rows_here(stored.outputs)
         samples = PosteriorSamples(q.samples, q.certificate, q.gamma, q.errors[0])
         problem = self.expecting(self._dense(q, stored.G, outputs), samples, q.precision)
         S_noise = H.root(self.epsilon)

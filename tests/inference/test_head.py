@@ -77,7 +77,7 @@ def test_lambda_rests_where_the_evidence_is_highest(name):
 @pytest.mark.parametrize("name", ["classification", "bernoulli"])
 def test_the_preconditioner_inverts_the_matrix_of_its_determinant(name, memory):
     over, q = fit_of(name, memory=memory)
-    inverse = over.preconditioner(q)
+    inverse = over.at(q)[2].preconditioner
     eye = torch.eye(over.problem.size).double()
     dense = inverse(eye)
     assert_close(dense, dense.T)

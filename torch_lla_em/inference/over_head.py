@@ -79,18 +79,15 @@ class OverHead:
     def at(self, q: State) -> tuple[HeadProblem, StochasticPrior, BlockCG, Newton]:
         """Return the problem at H of a state, its random probes, and the solvers; they are accurate
         if EM has ended."""
-        H, inverse = q.in_head.H, self.preconditioner(q)
+        H, scale = q.in_head.H, self.noise.prior.scale
+        of_alike = scale if self.problem.likelihood.is_softmax else None
+        inverse = Preconditioner(self.span, q.in_head.blocks, of_alike, q.precision)
         eta = self.span.pull(H.root(self._epsilon).movedim(0, -1))
         of_samples, of_mean = (self.settings.tolerance,) * 2 if q.fate.why else LOOSE
         solver = BlockCG(of_samples, preconditioner=inverse)
         newton = Newton(of_mean, preconditioner=inverse)
         problem = HeadProblem(self.span, self.expected, self.loss, H)
         return problem, self.noise._replace(eta=eta), solver, newton
-
-    def preconditioner(self, q: State) -> Preconditioner:
-        """Return that at λ and the blocks of a state."""
-        scale = self.noise.prior.scale if self.problem.likelihood.is_softmax else None
-        return Preconditioner(self.span, q.in_head.blocks, scale, q.precision)
 
     def expecting(
         self, problem: HeadProblem, samples: PosteriorSamples, precision: Tensor
@@ -118,7 +115,9 @@ class OverHead:
 
     def with_evidence(self, q: State) -> State:
         """Return a posterior with the bound on its log evidence, and why the fit ends."""
-        (problem, noise, *_), inverse = self.at(q), self.preconditioner(q)
+        problem, noise, solver, _ = self.at(q)
+        inverse = solver.preconditioner
+        assert isinstance(inverse, Preconditioner)
         product = Whitened(problem, noise.prior.deviation(q.precision))
         dets = log_dets(product, noise.right_hand_side(q.precision), inverse)
         total = dets.mean() + inverse.log_det()
@@ -215,10 +214,8 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
         a, of_head = math.exp(way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)
         q = q._replace(mean=a * q.mean, samples=a * q.samples, precision=q.precision / a**2)
-        H, q = (
-            over.expected.H(over.loss, of_head.outputs, of_head.deviations),
-            q._replace(head=of_head),
-        )
+        H = over.expected.H(over.loss, of_head.outputs, of_head.deviations)
+        q = q._replace(head=of_head)
     elif learns:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))

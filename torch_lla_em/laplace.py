@@ -402,9 +402,11 @@ class LinearisedLaplace(Predicts):
             require(is_data, "validation", held_out, words, TypeError)
             unseen = self._data(held_out, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, progress_bar, unseen)
+        model = found.setting.linear_model
+        is_partial = leaves_out(model.network.module, model.layout.names)
         if held_out is not None:
             found = found.corrected(calibrated_on(found, held_out))
-        elif validation is None and em_steps and _is_partial(found.setting.linear_model):
+        elif validation is None and em_steps and is_partial:
             found = without_validation(found, data, weights)
         self.take(found)
         self.trained_with = data, weights
@@ -588,10 +590,6 @@ def linear_problem(
     """
     la = LinearisedLaplace(model, likelihood, parameters=parameters)
     return la._problem(paired(x, y), Group())
-
-
-def _is_partial(model: LinearModel) -> bool:
-    return leaves_out(model.network.module, model.layout.names)
 
 
 def _linear_model(

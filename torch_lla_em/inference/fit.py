@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -168,6 +168,8 @@ def learn(
             f"{f'{blocks} tensors' if layerwise else 'one precision'}: pass one number"
             f"{', or one per tensor' if layerwise else ''}."
         )
+    if problem.likelihood.is_quadratic:
+        options = replace(options, curvature="network")  # H is the same everywhere
     around.show("learning the prior and the posterior")
     has_begun = start.basis is not None or start.head is not None
     result, begins = None, start.state is None or has_begun
@@ -208,10 +210,9 @@ def over_span(
 ) -> FitResult:
     """Return the posterior over a span of directions: EM on the restricted problem, and
     extensions."""
-    free, last = free_for_each(problem.data.group, problem.device) / 2, start.state
-    memory = start.memory or min(free, options.span_memory or free)
+    memory, last = _memory(problem, options, start), start.state
     span = Span(problem, noise.prior, noise.xi, memory, sites_of(problem, options.seed))
-    moves = options.curvature != "network" and not problem.likelihood.is_quadratic
+    moves = options.curvature != "network"
     count = _that_fits(problem, span, moves) if last is None else len(last.samples)
     noise = noise._replace(xi=noise.xi[:count], eta=noise.eta[:count])
     span = Span(problem, noise.prior, noise.xi, memory, span.sites)
@@ -252,23 +253,17 @@ def _head_of(
     start: Progress,
 ) -> OverHead | None:
     """Return the fit of a last layer by its features; None: the fit takes a span."""
-    moves = options.curvature != "network" and not problem.likelihood.is_quadratic
-    live, last = int((noise.prior.scale > 0).sum()), start.state
+    live, K = int((noise.prior.scale > 0).sum()), len(noise.xi)
     # over a span of all directions, γ and expectations have no Monte Carlo error
-    is_complete = live <= COMPLETE * len(noise.xi)
-    if (
-        not moves
-        or is_complete
-        or not problem.linear_model.is_last_layer
-        or start.basis is not None
-    ):
+    is_complete = live <= COMPLETE * K
+    is_last = problem.linear_model.is_last_layer
+    if options.curvature == "network" or is_complete or not is_last or start.basis is not None:
         return None
     head = Head.of(problem, sites_of(problem, options.seed))
     if head is None:
         return None
     likelihood, C, itemsize = problem.likelihood, head.classes, problem.dtype.itemsize
-    free = free_for_each(problem.data.group, problem.device) / 2
-    memory = start.memory or min(free, options.span_memory or free)
+    memory = _memory(problem, options, start)
     sites = head.rows.share.total * head.rows.f.shape[1:-1].numel()
     draws = form_of_H(likelihood, C, sites, 0.0, memory)[1]
     many = likelihood.is_softmax and 4 * draws < C  # then products take less arithmetic
@@ -276,10 +271,8 @@ def _head_of(
     outputs = problem.data.largest_share * sites * C
     left = memory - (3 * of_H + 2 * draws) * outputs * itemsize
     fits = int(left / (8 * (outputs + problem.size) * itemsize))
-    K = len(noise.xi) if last is None else len(last.samples)
-    if last is None and fits < K:
+    if start.state is None and fits < K:
         return None
-    noise = noise._replace(xi=noise.xi[:K], eta=noise.eta[:K])
     settings = Settings(0.9 * options.tolerance, memory, draws, many)
     return OverHead(problem, noise, head, settings)
 
@@ -313,21 +306,19 @@ def over_head(
 def _steps_of_head(over: OverHead, q: State, em_steps: int, start: Progress) -> Iterator[Step]:
     """Yield the steps of EM on a last layer, and the accurate posterior at its end."""
 
-    def step(posterior: State, q: State) -> Step:
-        def saved() -> Progress:
-            state, stored = over.saved(q)
-            return start._replace(state=state, head=stored, memory=over.settings.memory)
+    def saved(q: State) -> Progress:
+        state, stored = over.saved(q)
+        return start._replace(state=state, head=stored, memory=over.settings.memory)
 
-        told = {**record(posterior), "columns": over.problem.sweep.columns}
-        return Step(posterior, q, told, saved, is_last=posterior is q)
-
+    sweep = over.problem.sweep
     q = q._replace(fate=q.fate._replace(why=q.fate.why.replace("budget", "")))
-    for posterior, following in em(over, q, partial(updated, em_steps=em_steps)):
-        q = following
-        yield step(posterior, q)
+    states = em(over, q, partial(updated, em_steps=em_steps))
+    for posterior, q in states:
+        told = record(posterior, sweep.columns)
+        yield Step(posterior, q, told, partial(saved, q), is_last=False)
     if q.fate.why != "accurate":
         q = over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
-        yield step(q, q)
+        yield Step(q, q, record(q, sweep.columns), partial(saved, q), is_last=True)
 
 
 def _ended(
@@ -370,7 +361,7 @@ def _steps_over(over: OverSpan, states: Iterable[State], start: Progress) -> Ite
     for q in states:
         new, number = q.fate.number > number, q.fate.number
         tells = new or q.fate.why == "budget" or (q.fate.why and not number)
-        told = {**record(q), "columns": over.problem.sweep.columns} if tells else None
+        told = record(q, over.problem.sweep.columns) if tells else None
         yield Step(q, q, told, partial(saved, q), bool(q.fate.why))
 
 
@@ -411,7 +402,7 @@ def _steps_by_solver(
 ) -> Iterator[Step]:
     """Yield the steps of EM, after which the final samples are still to be computed."""
     for posterior, q in states:
-        told = {**record(posterior), "columns": problem.sweep.columns}
+        told = record(posterior, problem.sweep.columns)
         yield Step(posterior, q, told, partial(start._replace, state=q), is_last=False)
 
 
@@ -429,6 +420,12 @@ def _result(q: State, noise: StochasticPrior) -> FitResult:
         mode_error=q.errors[1],
         why=q.fate.why,
     )
+
+
+def _memory(problem: Problem, options: FitOptions, start: Progress) -> float:
+    """Return the bytes that directions, or the features of a last layer, may take."""
+    free = free_for_each(problem.data.group, problem.device) / 2
+    return start.memory or min(free, options.span_memory or free)
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:

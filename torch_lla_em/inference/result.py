@@ -84,8 +84,9 @@ class FitResult(NamedTuple):
     prevented accuracy."""
 
 
-def record(q: State) -> dict[str, Any]:
-    """Return the entry of a step in ``history``: plain numbers, and lists for several blocks."""
+def record(q: State, columns: float) -> dict[str, Any]:
+    """Return the entry of a step in ``history``: plain numbers, and lists for several blocks;
+    ``columns`` is the number that passes have multiplied so far."""
     gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
     return {
         "prior_precision": q.precision.tolist(),
@@ -98,6 +99,7 @@ def record(q: State) -> dict[str, Any]:
         "sample_residual": q.errors[0],
         "log_evidence": evidence.value.item(),
         "log_evidence_error": evidence.standard_error.item(),
+        "columns": columns,
     }
 
 

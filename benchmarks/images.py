@@ -15,10 +15,10 @@ of its scores above the 95th percentile of the validation set; ours is flagged w
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from methods import markdown
@@ -40,6 +40,9 @@ ROWS = ("network", "temperature", "ensemble", "laplace-torch, last layer", "ours
 
 Score = Callable[[Tensor], Tensor]
 """Inputs -> a score of each, larger for stranger ones."""
+
+Shift = TypeVar("Shift")
+"""What names shifted inputs."""
 
 
 def batch_norm() -> nn.Module:
@@ -190,16 +193,21 @@ def measured(args: argparse.Namespace, case: str, seed: int) -> Iterator[dict]:
     with torch.no_grad():
         others = list(detectors(network, task.train))
     for row, score in (*others, *ours):
-        score = torch.no_grad()(score)
-        limit = -RATE
-        if not row.startswith("ours"):
-            limit = score(task.held_out.x).double().quantile(1 - RATE).item()
-        known = score(task.test.x)
-        for shift, x in {"none": task.test.x, **task.shifted}.items():
-            strange = score(x)
-            flagged = (strange >= limit).double().mean().item()
-            record = {"part": "ood", "row": row, "shift": shift, "flagged": flagged}
-            yield common | record | {"auroc": auroc(known, strange)}
+        for shift, record in alarms(row, score, task.held_out.x, task.test.x, task.shifted):
+            yield common | {"part": "ood", "row": row, "shift": shift or "none"} | record
+
+
+def alarms(
+    row: str, score: Score, held_out: Tensor, test: Tensor, shifted: Mapping[Shift, Tensor]
+) -> Iterator[tuple[Shift | None, dict[str, float]]]:
+    """Yield the share of flagged inputs and the AUROC, of test inputs (None) and of shifted ones by their key."""
+    score, limit = torch.no_grad()(score), -RATE
+    if not row.startswith("ours"):
+        limit = score(held_out).double().quantile(1 - RATE).item()
+    known = score(test)
+    for shift, strange in ((None, known), *((key, score(x)) for key, x in shifted.items())):
+        flagged = (strange >= limit).double().mean().item()
+        yield shift, {"flagged": flagged, "auroc": auroc(known, strange)}
 
 
 def means(records: list[dict], *keys: str) -> dict[tuple, dict[str, float]]:

@@ -115,15 +115,19 @@ def measured(case: str, seed: int, rate: float) -> Iterator[dict]:
     wrong, kind = given != y, "tuning tables" if case in TUNING else "other tables"
     for stage, epochs in zip(("early", "late"), stages, strict=True):
         for row, score, mask, seconds in methods(Rows(x, given), make, epochs, seed):
-            right = (mask & wrong).sum().item()
             record = {"kind": case if case in ("digits", "MNIST") else kind, "stage": stage}
             record |= {"row": row, "estimated": mask.double().mean().item(), "seconds": seconds}
-            if wrong.any():
-                first = score.argsort(descending=True)[: int(wrong.sum())]
-                record["auroc"] = auroc(score[~wrong], score[wrong])
-                record["precision"] = wrong[first].double().mean().item()
-                record["f1"] = 2 * right / (mask.sum() + wrong.sum()).item()
-            yield record
+            yield record | (judged(score, mask, wrong) if wrong.any() else {})
+
+
+def judged(score: Tensor, mask: Tensor, wrong: Tensor) -> dict[str, float]:
+    """Return how well scores and a mask find the labels that are wrong."""
+    first, right = score.argsort(descending=True)[: int(wrong.sum())], (mask & wrong).sum().item()
+    return {
+        "auroc": auroc(score[~wrong], score[wrong]),
+        "precision": wrong[first].double().mean().item(),
+        "f1": 2 * right / (mask.sum() + wrong.sum()).item(),
+    }
 
 
 ROWS = {"kind": "data", "row": "method"}

@@ -226,13 +226,9 @@ TEXTS = {
     "images": (
         BENCHMARKS,
         "images",
-        lambda lines: images.report([line | {"row": named(line["row"])} for line in lines]),
+        lambda lines: images.report(with_names(lines)),
     ),
-    "cifar": (
-        BENCHMARKS,
-        "cifar",
-        lambda lines: cifar.report([line | {"row": named(line["row"])} for line in lines]),
-    ),
+    "cifar": (BENCHMARKS, "cifar", lambda lines: cifar.report(with_names(lines))),
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
@@ -251,6 +247,11 @@ def named(name: object) -> object:
     name = re.sub(r"^ours\b", "torch_lla_em", (NAMES | STAGES).get(name, name))
     name = re.sub(r"\b(mlp|cnn|bert)\b", lambda word: word[0].upper(), name)
     return re.sub("|".join(("resnet18", "resnet50", "vit_s", "lenet")), lambda w: NAMES[w[0]], name)
+
+
+def with_names(lines: list[dict]) -> list[dict]:
+    """Return lines whose rows are called as on the pages."""
+    return [line | {"row": named(line["row"])} for line in lines]
 
 
 def kept(path: Path) -> list[dict]:

@@ -57,7 +57,7 @@ for name, prior in priors.items():
 layerwise = LinearisedLaplace(model, "classification", num_samples=K, prior="g", layerwise=True)
 layerwise.fit(x[train], y[train], progress_bar=False)
 steps = [layerwise.history[0]["prior_precision"], layerwise.history[-1]["prior_precision"]]
-for (name, _), first, last in zip(model.named_parameters(), *steps):
+for (name, _), first, last in zip(model.named_parameters(), *steps, strict=True):
     print(f"{name:12}λ after the first step {first:8.3g}, after the last {last:8.3g}")
 
 # %% [markdown]

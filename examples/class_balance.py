@@ -19,7 +19,7 @@ x, y = (part[:10000] for part in data.test)
 
 
 def by_class(check):
-    for name, group in zip(["all", *CUTS], check.groups):
+    for name, group in zip(["all", *CUTS], check.groups, strict=False):
         print(f"{name:12}{group.number:7,}{group.coverage:10.1%}{group.size:7.2f} classes")
 
 

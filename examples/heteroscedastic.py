@@ -44,7 +44,8 @@ for name, la in {"one noise level": constant, "noise of x": noisy}.items():
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
 order, few = x[:, 0].argsort(), slice(0, 1000)
-for axes, la, title in zip(panels, (constant, noisy), ("one noise level", "noise of x")):
+titles = "one noise level", "noise of x"
+for axes, la, title in zip(panels, (constant, noisy), titles, strict=True):
     lower, upper = la.predict(x[order]).interval(0.9)
     axes.fill_between(x[order, 0], lower[:, 0], upper[:, 0], alpha=0.3, label="90 %")
     axes.plot(x[few, 0], y[few, 0], "k.", markersize=1.5, label="diamonds")

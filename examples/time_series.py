@@ -42,7 +42,7 @@ for year in range(1941, 2014, 5):
     la.calibrate(latest.x, latest.y)
     lower, upper = la.predict(following.x).interval(0.9)
     rolling.append((following.year, lower[:, 0], upper[:, 0], covered(following)))
-year, lower, upper, inside = map(torch.cat, zip(*rolling))
+year, lower, upper, inside = map(torch.cat, zip(*rolling, strict=True))
 print(f"{'':12}{'calibrated once':>18}{'every five years':>18}")
 for first in range(1941, 2013, 12):
     part = (later.year >= first) & (later.year < first + 12)

@@ -138,7 +138,7 @@ print(
 print(f"exact log evidence at the dense λ: {exact(precision)[1]:.2f}")
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3))
-for axis, values, title in zip(axes, path.T, ("λ", "mean of E[H]", "bound")):
+for axis, values, title in zip(axes, path.T, ("λ", "mean of E[H]", "bound"), strict=True):
     axis.plot(values)
     axis.set(xlabel="step", title=title)
 axes[2].axhline(exact(precision)[1], color="k", linestyle=":", label="exact log evidence")

@@ -66,5 +66,5 @@ def restored_logging():
     loggers = [logging.getLogger(), logging.getLogger("torch_lla_em")]
     levels = [logger.level for logger in loggers]
     yield
-    for logger, level in zip(loggers, levels):
+    for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)

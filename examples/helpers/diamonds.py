@@ -23,7 +23,7 @@ def parts(x: Tensor, y: Tensor, sizes: list[int]) -> Parts:
     x, y = x[order], y[order]
     x = (x - x[: sizes[0]].mean(0)) / x[: sizes[0]].std(0)
     rest = len(x) - sum(sizes)
-    return Parts(*zip(x.split([*sizes, rest]), y.split([*sizes, rest])))
+    return Parts(*zip(x.split([*sizes, rest]), y.split([*sizes, rest]), strict=True))
 
 
 def cuts() -> Parts:

@@ -43,7 +43,7 @@ class RealMLP(nn.Module):
         self.network, self.widths = network, widths
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = zip(self.widths, x.split([*self.widths.values()], dim=1))
+        parts = zip(self.widths, x.split([*self.widths.values()], dim=1), strict=True)
         # the first axis is that of networks
         given = {name: (y.long() if name == "x_cat" else y)[None] for name, y in parts}
         return self.network(given)["x_cont"][0]

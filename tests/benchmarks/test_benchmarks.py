@@ -25,7 +25,7 @@ import uci
 from fresh import run_python
 from methods import markdown, peers, tasks
 from methods.metrics import Classes, Numbers
-from tiny import tiny
+from tiny import batched, tiny
 from torch.testing import assert_close
 from torchvision.io import encode_jpeg
 
@@ -144,7 +144,7 @@ def test_a_true_agent_has_no_divergence():
 
 def test_the_system_of_the_race_is_that_of_the_dense_posterior():
     case = tiny("classification")
-    system = paper.System(case.model, list(zip(case.x.split(12), case.y.split(12))), 4.0)
+    system = paper.System(case.model, batched(12, case.x, case.y), 4.0)
     w = torch.randn(3, system.right_hand_side(1).shape[1]).to(case.x)
     assert_close(system(w), w @ case.exact().ggn / 4.0)
     first, *_ = system.minibatches()

@@ -155,7 +155,11 @@ UNUSABLE = {
     "empty batch": (([(X[:0], LABELS[:0])],), ValueError, "empty"),
     "two batches without targets": (([X, LABELS[:3]],), TypeError, "No targets"),
     "no labels": (([{"x": X}],), TypeError, "Adapter"),
-    "a list of examples": (([*zip(X, LABELS)],), TypeError, r"DataLoader\(dataset, batch_size"),
+    "a list of examples": (
+        ([*zip(X, LABELS, strict=True)],),
+        TypeError,
+        r"DataLoader\(dataset, batch_size",
+    ),
     "another dtype": (
         (X.double(), LABELS),
         TypeError,

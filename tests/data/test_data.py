@@ -9,6 +9,7 @@ import pytest
 import simulated_gpu
 import torch
 from models import Centred
+from tiny import batched
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -53,10 +54,6 @@ def rows(count=12, width=2):
     return x, torch.arange(count) % 3
 
 
-def cut(size, x, y):
-    return list(zip(x.split(size), y.split(size)))
-
-
 def loaded(x, y, size=5, **options):
     return DataLoader(TensorDataset(x, y), size, **options)
 
@@ -95,12 +92,12 @@ FORMS = {
 def test_every_form_of_batch_gives_the_same_posterior(form):
     """Joined to larger batches, each example has its number and targets."""
     make, options = FORMS[form]
-    (x, y), expected = rows(), fitted(cut(7, *rows()))
-    la = fitted([make(*batch) for batch in cut(7, x, y)], **options)
+    (x, y), expected = rows(), fitted(batched(7, *rows()))
+    la = fitted([make(*batch) for batch in batched(7, x, y)], **options)
     assert la.num_data == 12
     assert_close((la.w_samples, la.w_lin), (expected.w_samples, expected.w_lin))
     target_fn = options["adapter"].targets if options else None
-    _, batches = joined([make(*batch) for batch in cut(1, x, y)], target_fn=target_fn)
+    _, batches = joined([make(*batch) for batch in batched(1, x, y)], target_fn=target_fn)
     assert [batch.index for batch in batches] == ["0 to 9", "10 to 11"]
     assert torch.cat([batch.rows for batch in batches]).tolist() == list(range(12))
     assert torch.equal(torch.cat([batch.targets for batch in batches]), y)
@@ -165,7 +162,7 @@ def test_causal_labels_are_shifted():
 def test_examples_without_a_label_are_not_counted(merged):
     x, y = rows()
     y = torch.where(torch.arange(12) < 5, -100, y)
-    assert fitted(cut(12 if merged else 5, x, y), em_steps=1).num_data == 7
+    assert fitted(batched(12 if merged else 5, x, y), em_steps=1).num_data == 7
     sites = torch.stack([y, y.roll(1)], 1)
     maps = LinearisedLaplace(nn.Conv1d(1, 3, 1), "classification", num_samples=2, class_dim=1)
     maps.fit([(torch.randn(12, 1, 2), sites)], em_steps=1, progress_bar=False)
@@ -224,7 +221,7 @@ def test_ranks_share_tensors_by_examples(size):
         (part,) = Data([(x, y)], CPU, group=Ranks(rank, size))
         assert part.rows.tolist() == own
         assert torch.equal(part.inputs, x[own]) and torch.equal(part.targets, y[own])
-    found = [part.rows.tolist() for part in Data(cut(7, x, y), CPU, group=Ranks(1, size))]
+    found = [part.rows.tolist() for part in Data(batched(7, x, y), CPU, group=Ranks(1, size))]
     assert found == (
         [[*range(7, 12)]] if size == 2 else [[*range(1, 7, size)], [*range(8, 12, size)]]
     )
@@ -232,7 +229,7 @@ def test_ranks_share_tensors_by_examples(size):
 
 def test_batches_are_joined_as_far_as_they_fit():
     sizes = [4, 4, 0, 4, 9, 1, 1]
-    data, batches = joined(list(zip(*(part.split(sizes) for part in rows(23)))))
+    data, batches = joined(batched(sizes, *rows(23)))
     assert [len(batch.rows) for batch in batches] == [8, 4, 10, 1]
     assert [batch.index for batch in batches] == ["0 to 1", 3, "4 to 5", 6]
     assert len(list(data.batches(in_step=True))) == 6  # steps stay the loader's
@@ -321,7 +318,7 @@ class Refilling:
     """A loader that fills the same memory again with every batch."""
 
     def __init__(self, x, y, size=1):
-        self.batches, self.reads = list(zip(x.split(size), y.split(size))), 0
+        self.batches, self.reads = batched(size, x, y), 0
         self.x, self.y = x[:size].clone(), y[:size].clone()
 
     def __iter__(self):
@@ -379,7 +376,7 @@ class Changing:
     def __iter__(self):
         self.passes += 1
         own = rows(24, 3)
-        return iter(cut(5, *(own if self.passes == 1 else self.change(*own))))
+        return iter(batched(5, *(own if self.passes == 1 else self.change(*own))))
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
@@ -389,7 +386,7 @@ def test_data_that_change_are_refused(change):
     list(data)
     with pytest.raises(ValueError, match="returned different data.*augmentation.*pass a"):
         list(data)
-    for load in (lambda x, y: cut(5, x, y), lambda x, y: loaded(x, y, shuffle=True)):
+    for load in (lambda x, y: batched(5, x, y), lambda x, y: loaded(x, y, shuffle=True)):
         first, same = Data(load(*rows(24, 3)), CPU), Data(load(*rows(24, 3)), CPU)
         list(first)
         same.restore(first.state())
@@ -477,7 +474,7 @@ def test_no_order_is_taken_for_a_change(form):
             def __iter__(self, known=known, drawn=drawn):
                 order = drawn.sample(known, 40)
                 for start in range(0, 40, 5):
-                    words, y = zip(*order[start : start + 5])
+                    words, y = zip(*order[start : start + 5], strict=True)
                     yield COLLATED[form](words, torch.tensor(y))
 
         data = Data(InAnyOrder(), CPU)

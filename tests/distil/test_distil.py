@@ -163,17 +163,21 @@ def test_inputs_are_made_from_others():
 
     def made(way, given, count):
         parts = augmented(given, count, chosen_ways(given, way), generator)
-        return [torch.cat(each) for each in zip(*parts)]
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
 
     noisy, alike = made("noise", (x, tokens), 600)
     assert len(noisy) == 600 and {tuple(row) for row in alike.tolist()} <= known
     gap = torch.cdist(noisy, x).amin(1)
     assert 0 < gap.median() < 1 < gap.max()
     swapped, others, masks = made("swap", (x, tokens, mask), 400)
-    whole = torch.stack([torch.isin(a, b) for a, b in zip(swapped.T, x.T)], 1).all(1)  # not mixed
+    whole = torch.stack([torch.isin(a, b) for a, b in zip(swapped.T, x.T, strict=True)], 1).all(
+        1
+    )  # not mixed
     assert 150 < whole.sum() < 250 and (torch.cdist(swapped[whole], x).amin(1) > 0).any()
     assert ((swapped >= x.amin(0)) & (swapped <= x.amax(0))).all()
-    assert all(torch.isin(found, given).all() for found, given in zip(others.T, tokens.T))
+    assert all(
+        torch.isin(found, given).all() for found, given in zip(others.T, tokens.T, strict=True)
+    )
     assert not {*map(tuple, others.tolist())} <= known
     assert torch.equal(masks, mask[:1].expand(400, 2))
     double = made(["noise", lambda inputs: (100 + inputs[0], inputs[1])], (x, tokens), 301)[0]
@@ -192,7 +196,7 @@ def test_categories_keep_their_values():
     x = torch.cat([parts[0], *[3 * part - 1 for part in parts[1:]]], 1)
     for way, changed in (("swap", 0.5), ("noise", 1)):
         found = torch.cat([*augmented(x, 2_000, [way], generator)])
-        is_known = torch.stack([torch.isin(a, b) for a, b in zip(found.T, x.T)], 1)
+        is_known = torch.stack([torch.isin(a, b) for a, b in zip(found.T, x.T, strict=True)], 1)
         assert is_known[:, [0, *range(2, 10)]].all()
         assert abs((~is_known[:, 1]).double().mean() - changed) < 5 * (0.25 / 2_000) ** 0.5
         for columns in (slice(2, 6), slice(6, 9)):
@@ -299,7 +303,9 @@ def test_kl_is_that_of_torch():
     assert_close(labels, kl_divergence(Bernoulli(logits=f), Bernoulli(logits=g)).mean(1))
     v, w = draw(6, 6, seed=2).exp(), draw(6, 6, seed=3).exp()
     totals = [each[:, :3] + each[:, 3:] for each in (v, w)]
-    expected = kl_divergence(*(Normal(m, t.sqrt()) for m, t in zip((f, g), totals))).mean(1)
+    expected = kl_divergence(
+        *(Normal(m, t.sqrt()) for m, t in zip((f, g), totals, strict=True))
+    ).mean(1)
     assert_close(found(Regression(), f, v, w.log()), expected)
 
 
@@ -459,7 +465,9 @@ def test_exported(name, suffix, request, tmp_path, capfd, caplog):
         if not session:
             return torch.export.load(path).module()(x)
         names = [each.name for each in session.get_outputs()]
-        return dict(zip(names, map(torch.from_numpy, session.run(None, {"x": x.numpy()}))))
+        return dict(
+            zip(names, map(torch.from_numpy, session.run(None, {"x": x.numpy()})), strict=True)
+        )
 
     is_regression = case.name == "regression"
     names = ["expectation", "predictive_variance"] if is_regression else ["probs"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from direct import Direct
-from tiny import tiny
+from tiny import batched, tiny
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
 from torch_lla_em.checkpoint import Folder
@@ -21,7 +21,7 @@ class Fuse:
 
     def __iter__(self):
         case = tiny("classification")
-        batches = list(zip(case.x.split(7), case.y.split(7)))
+        batches = batched(7, case.x, case.y)
         yield from batches[:2]
         if self.passes_left == 0:
             raise InterruptedError

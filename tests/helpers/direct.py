@@ -17,7 +17,7 @@ def rows_of(problem):
         identity = torch.eye(at.numel(), dtype=at.dtype, device=at.device)
         u = problem.loss(batch.targets, batch.weights).root(at, identity.view(-1, *at.shape))
         R = torch.zeros(len(u), problem.size, dtype=problem.dtype, device=u.device)
-        for column, into in zip(u.split(1), R.split(1)):
+        for column, into in zip(u.split(1), R.split(1), strict=True):
             rows.pull(column).added_to(into)
         problem.sweep.expect_finite(R)
         parts.append(R.to(problem.device))

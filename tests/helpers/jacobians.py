@@ -41,7 +41,10 @@ def dense(model, names, forward):
         return f.detach(), torch.cat([own.flatten(1) for own in each], 1).double()
     for output in f.reshape(-1):
         grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
-        each = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in zip(grads, chosen)]
+        each = [
+            torch.zeros_like(p) if g is None else g.to_dense()
+            for g, p in zip(grads, chosen, strict=True)
+        ]
         rows.append(torch.cat([g.reshape(-1) for g in each]))
     return f.detach(), torch.stack(rows).double()
 

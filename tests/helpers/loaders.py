@@ -1,7 +1,7 @@
 """Loaders of every kind over the examples of a tiny problem."""
 
 import torch
-from tiny import Tiny
+from tiny import Tiny, batched
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 CUTS = 4, 11, 13, 20
@@ -9,7 +9,7 @@ CUTS = 4, 11, 13, 20
 
 def batches(case: Tiny):
     """Five uneven batches."""
-    return list(zip(case.x.tensor_split(CUTS), case.y.tensor_split(CUTS)))
+    return batched(CUTS, case.x, case.y)
 
 
 def in_one_batch(case: Tiny):
@@ -34,7 +34,7 @@ class Stream(IterableDataset):
         self.case = case
 
     def __iter__(self):
-        return iter(zip(self.case.x, self.case.y))
+        return iter(zip(self.case.x, self.case.y, strict=True))
 
 
 class InAnyOrder:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from dense import ExactLaplace, gaussian_log_prob
@@ -18,6 +19,12 @@ from torch_lla_em.jacobian.parameters import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Bernoulli, Classification, Likelihood, Poisson, Regression
 from torch_lla_em.prediction.mixture import Component, Mixture
 from torch_lla_em.problem.problem import Problem
+
+
+def batched(at: Any, *parts: Tensor) -> list[tuple[Tensor, ...]]:
+    """Cut tensors into batches: of a size, of a list of sizes, or before the examples of a tuple."""
+    pieces = (part.tensor_split(at) if isinstance(at, tuple) else part.split(at) for part in parts)
+    return list(zip(*pieces, strict=True))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -83,7 +90,7 @@ class Tiny:
 
     def problem(self, *cuts: int) -> Problem:
         """The problem over uneven minibatches, cut before these examples."""
-        pieces = list(zip(self.x.tensor_split(cuts), self.y.tensor_split(cuts)))
+        pieces = batched(cuts, self.x, self.y)
         return problem_of(self.model, likelihood_of(self.name), pieces)
 
     def exact(self, scale: Tensor | None = None) -> ExactLaplace:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import basis_noise, likelihood_of, problem_of, tiny
+from tiny import basis_noise, batched, likelihood_of, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
@@ -19,7 +19,7 @@ from torch_lla_em.solvers import log_dets
 def fit_of(name, draws=40, many=False, memory=1e9, em_steps=0, precision=3.0):
     """The problem of a last layer with a basis as noise, EM on it by products of its features, and the posterior."""
     case = tiny(name)
-    pieces = list(zip(case.x.tensor_split((9, 20)), case.y.tensor_split((9, 20))))
+    pieces = batched((9, 20), case.x, case.y)
     problem = problem_of(case.model, likelihood_of(name), pieces, ["2.*"])
     problem.loss_and_gradient(problem.zeros(1)[0])
     noise = basis_noise(problem, g_prior=True, layerwise=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from daily import daily
 from models import trained
-from tiny import draw, problem_of
+from tiny import batched, draw, problem_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -40,7 +40,7 @@ def in_rows(model, x, y):
 def fit(model, x, y, **options):
     options |= {"prior": "isotropic", "compute": Compute(tolerance=0.02)}
     la = LinearisedLaplace(model, Classification(), num_samples=6, **options)
-    return la.fit(list(zip(x.split(5), y.split(5))), progress_bar=False)
+    return la.fit(batched(5, x, y), progress_bar=False)
 
 
 @pytest.mark.parametrize("parameters", daily("last_layer", rest=[None]))

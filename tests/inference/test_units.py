@@ -213,7 +213,7 @@ def moved(unit=1.0, shift=0.0, dtype=torch.float64, *, outputs=1, sigma=None, sa
 def agree(found, known, rtol=0.02):
     """Within what counts as converged: fits may round differently."""
     (found, messages), (known, as_known) = found, known
-    for value, expected in zip(found[:-1], known[:-1]):
+    for value, expected in zip(found[:-1], known[:-1], strict=True):
         assert_close(value, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
     assert (found[-1] < known[-1] + 0.2).all() and messages == as_known
 

@@ -8,7 +8,7 @@ from daily import daily
 from loaders import InAnyOrder
 from models import trained
 from steps import Alone, begin, complete_span, posterior_at
-from tiny import basis_noise, likelihood_of, problem_of, tiny
+from tiny import basis_noise, batched, likelihood_of, problem_of, tiny
 from tiny import fitted as tiny_fit
 from torch import nn
 
@@ -268,7 +268,7 @@ def test_blocks_have_roots_also_where_they_are_singular_or_rounded(dtype):
 
 def fitted(name, **options):
     case = tiny(name)
-    batches = list(zip(case.x.split(13), case.y.split(13)))
+    batches = batched(13, case.x, case.y)
     return tiny_fit(name, batches, curvature="variational", **options)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fresh import run_python
 from small import SIZES, small, written
-from tiny import known, tiny
+from tiny import batched, known, tiny
 from torch import nn
 
 import torch_lla_em
@@ -110,7 +110,7 @@ def run_mixtures():
     labels = torch.arange(300) % 3
     x = 3 * torch.eye(3)[labels] + torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(OrderedDict(body=nn.Identity(), head=nn.Linear(3, 3)))
-    loader = list(zip(x.split(50), labels.split(50), strict=True))
+    loader = batched(50, x, labels)
     return run_page("mixtures", model=model, train_loader=loader, features=x, x=x)
 
 

@@ -211,5 +211,5 @@ def test_units_do_not_matter_to_estimators_and_one_hidden_layer_is_a_number(scal
     targets = x[:, 0] + x[:, 1] + 0.1 * x[:, 2] ** 2
     means = LaplaceRegressor(**FAST).fit(x, targets).predict(x, return_std=True)
     found = LaplaceRegressor(**FAST).fit(scale * x, scale * targets)
-    for one, other in zip(found.predict(scale * x, return_std=True), means):
+    for one, other in zip(found.predict(scale * x, return_std=True), means, strict=True):
         np.testing.assert_allclose(one / scale, other, near, near)

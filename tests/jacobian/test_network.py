@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from jacobians import Calls, X, check, linear_model, mlp, prepared, products
-from tiny import draw
+from tiny import batched, draw
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -129,7 +129,7 @@ class Writing(list):
     """Batches, before the second of which a pass writes one number of a network, without a new version."""
 
     def __init__(self, model, number):
-        super().__init__(zip(draw(12, 3).split(4), (torch.arange(12) % 2).split(4)))
+        super().__init__(batched(4, draw(12, 3), torch.arange(12) % 2))
         self.model, self.passes, self.number = model, 0, number
 
     def __iter__(self):

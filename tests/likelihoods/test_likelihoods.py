@@ -32,15 +32,19 @@ def example(name):
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_derivatives_equal_those_of_the_density(name):
     likelihood, f, y = example(name)
-    gradient = torch.stack([-torch.func.grad(LOG_PROBS[name])(a, b) for a, b in zip(f, y)])
-    H = torch.stack([-torch.func.hessian(LOG_PROBS[name])(a, b) for a, b in zip(f, y)])
+    gradient = torch.stack(
+        [-torch.func.grad(LOG_PROBS[name])(a, b) for a, b in zip(f, y, strict=True)]
+    )
+    H = torch.stack([-torch.func.hessian(LOG_PROBS[name])(a, b) for a, b in zip(f, y, strict=True)])
     assert_close(likelihood.gradient(f, y), gradient)
     basis = torch.eye(3).double()[:, None].expand(3, 5, 3)
     assert_close(likelihood.hessian_product(f, basis), H.movedim(1, 0))
     root = likelihood.hessian_sqrt_product(f, basis)  # the columns of S
     assert_close(torch.einsum("kni,knj->nij", root, root), H)
     samples = torch.stack([f, 2 * f])
-    expected = torch.stack([LOG_PROBS[name](a, b) for s in samples for a, b in zip(s, y)])
+    expected = torch.stack(
+        [LOG_PROBS[name](a, b) for s in samples for a, b in zip(s, y, strict=True)]
+    )
     assert_close(likelihood.log_prob(samples, y), expected.view(2, 5))
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny import batched
 from torch import nn
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
@@ -42,7 +43,7 @@ def data(n=240):
 
 
 def loader(*tensors):
-    return list(zip(*(tensor.split(32) for tensor in tensors), strict=True))
+    return batched(32, *tensors)
 
 
 def of_body(network, by_label=False, mixture=None, **options):

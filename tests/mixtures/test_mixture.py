@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from daily import daily
+from tiny import batched
 from torch.distributions import MultivariateNormal
 from torch.special import gammaln
 from torch.testing import assert_close
@@ -111,7 +112,7 @@ def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label, prior):
     for some in (x, shuffled):
         options = {"covariance": structure, "tolerance": 1e-14, "max_steps": 5000}
         mixture = GaussianMixture(2, prior=prior, **options)
-        mixture.fit([*zip(some.split(500), labels.split(500), strict=True)], by_label=by_label)
+        mixture.fit(batched(500, some, labels), by_label=by_label)
         weights, means, covariances = mixture.parameters
         leaves = [t.clone().requires_grad_() for t in (weights.log(), means, covariances)]
         both = (leaves[2] + leaves[2].mT) / 2 if structure == "full" else leaves[2]
@@ -134,7 +135,7 @@ def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label, prior):
             assert mixture.aic(some[::2].numpy()) == pytest.approx(due)
         unit = some.std(0)
         units = 1.0, unit, unit[:, None] * unit if structure == "full" else unit**2
-        for gradient, size in zip(torch.autograd.grad(height, leaves), units):
+        for gradient, size in zip(torch.autograd.grad(height, leaves), units, strict=True):
             assert_close(gradient * size, torch.zeros_like(gradient), atol=2e-3, rtol=0)
         heights.append((height.item(), mixture.lower_bounds[-1]))
     (one, first), (other, second) = heights

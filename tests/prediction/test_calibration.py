@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import draw, known, label_log_prob
+from tiny import batched, draw, known, label_log_prob
 from torch import nn
 from torch.testing import assert_close
 
@@ -363,7 +363,7 @@ def test_training_examples_are_refused(tmp_path):
     for each in (la, again, LaplaceEnsemble([la]), by_weights, by_function):
         for rows in (slice(0, 100), slice(100, 260), slice(0, 400)):
             with pytest.raises(ValueError, match=REFUSED):
-                each.calibrate(list(zip(x[rows].split(30), y[rows].split(30))))
+                each.calibrate(batched(30, x[rows], y[rows]))
     assert la.calibration is None
     again.calibrate(x[140:400], y[140:400])  # a few are known
     assert again.is_ood(x[200:]).float().mean() < 0.2
@@ -371,10 +371,10 @@ def test_training_examples_are_refused(tmp_path):
     class Counted:
         def __iter__(self):
             read.append(1)
-            return iter(zip(x[:200].split(50), y[:200].split(50)))
+            return iter(batched(50, x[:200], y[:200]))
 
     for size in (200, 30):
-        unseen = list(zip(x[:200].split(size), y[:200].split(size)))
+        unseen = batched(size, x[:200], y[:200])
         with pytest.raises(ValueError, match=REFUSED):
             fit(Counted(), validation=unseen, progress_bar=False)
     assert len(read) <= 2 * 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import trained
-from tiny import draw
+from tiny import batched, draw
 from torch import nn
 from torch.testing import assert_close
 
@@ -39,7 +39,7 @@ def test_a_rare_class_is_found():
     la.calibrate(x[300:600], y[300:600])
     with pytest.raises(ValueError, match="No example has a label"):
         la.check(x[600:], torch.full((600,), -100), level=0.5)
-    found = la.check(list(zip(x[600:].split(70), y[600:].split(70))))
+    found = la.check(batched(70, x[600:], y[600:]))
     inside = la.predict(x[600:]).prediction_set(0.9).gather(1, y[600:, None])[:, 0].double()
     by_name = {group.name: group for group in found.groups}
     assert by_name["all"].coverage == pytest.approx(inside.mean().item())
@@ -82,7 +82,7 @@ def test_only_one_noise_for_all_inputs_is_tested():
     la, x, y = fitted("regression", 1, lambda x, e: x[:, :1] + e[:, None] * (1 + x[:, 2:] ** 2))
     found = la.calibrate(x[300:600], y[300:600]).check(x[600:], y[600:]).residuals
     assert found.most == "the distance of x[:, 2] from its median" and found.correlation > 0.2
-    rows = [((x, x), y) for x, y in zip(x[600:].split(70), y[600:].split(70), strict=True)]
+    rows = [((x, x), y) for x, y in batched(70, x[600:], y[600:])]
     by_mean = LinearisedLaplace(la.model, "regression", num_samples=4, adapter=Adapter(FIRST))
     by_mean.fit([((x[:300], x[:300]), y[:300])], **FIXED).calibrate(rows)
     assert by_mean.check(rows).residuals.most.endswith("predicted mean from its median")
@@ -206,7 +206,7 @@ def control_of(*data, **options):
 def test_the_threshold_is_the_largest_that_is_allowed():
     p, y = images(40)
     y[0, 0] = -100
-    control = control_of(zip(p.split(7), y.split(7)), level=0.15)
+    control = control_of(batched(7, p, y), level=0.15)
     losses = control.loss(p, y)
     assert control.num_images == 40 and control.threshold > 0
     inside = control.sets(p).gather(1, y.clamp_min(0)[:, None])[:, 0]

@@ -7,7 +7,7 @@ import tiny
 import torch
 from daily import daily
 from models import trained
-from tiny import draw, prediction_of
+from tiny import batched, draw, prediction_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -111,7 +111,7 @@ def test_the_reference_is_of_labelled_examples_that_nothing_was_fitted_to(blobs)
     other = y.clone()
     other[labelled[1::2]] = (other[labelled[1::2]] + 1) % 3
     assert torch.equal(la.calibrate(x, other).reference.table, before)
-    batches = list(zip(x.split(7), y.split(7)))
+    batches = batched(7, x, y)
     assert_close(la.calibrate(batches).reference.table, before, rtol=1e-4, atol=1e-5)
     la.calibrate(batches, groups=torch.arange(75) % 2)
     assert la.reference.groups.bincount().tolist() == [15, 15]
@@ -349,7 +349,7 @@ def alone_and_together(la, x=torch.eye(2)[:, [0, 0, 0]]):
         alone = results(row[None])
         for n in (7, 200):
             together = results(row.expand(n, 3).contiguous())
-            assert all((many == one).all() for many, one in zip(together, alone))
+            assert all((many == one).all() for many, one in zip(together, alone, strict=True))
     return torch.cat([la.predict(row[None]).p_value.cpu() for row in x])
 
 
@@ -372,7 +372,7 @@ def test_results_of_an_input_depend_neither_on_its_batch_nor_on_the_dtype(seed):
     y = nn.functional.one_hot(y, 3)
     for size in (1, 80):
         ends = [la.predict(part).interval(0.8) for part in x.split(size)]
-        lower, upper = (torch.cat(end) for end in zip(*ends))
+        lower, upper = (torch.cat(end) for end in zip(*ends, strict=True))
         assert ((lower <= y) & (y <= upper))[1::2].double().mean(0).min() >= 0.8
 
 

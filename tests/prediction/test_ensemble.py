@@ -97,7 +97,7 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
     for factor in (0.9, 1.1) if ensemble.calibration.applied else ():
         other = scaled(ensemble, factor)  # of the posterior's variance
         assert -label_log_prob(predict(other, x), y).mean() > after - 2e-3
-    assert all(torch.equal(la.mixture, old) for la, old in zip(members, before))
+    assert all(torch.equal(la.mixture, old) for la, old in zip(members, before, strict=True))
     alone = torch.stack([la.model(x).detach() for la in members])
     assert_close(ensemble.predict(x, "network").f_mean, alone.mean(0))
     assert ensemble.is_ood(x, 0.1).shape == (60,)
@@ -224,12 +224,14 @@ def folds(request):
 def test_numbers_are_fitted_to_predictions_of_examples_that_a_network_has_not_seen(folds):
     ensemble, train, x, y, masks = folds
     assert len(masks) == 3 and (torch.stack(masks).sum(0) == 1).all()
-    for mask, (given, labels) in zip(masks, train.given):
+    for mask, (given, labels) in zip(masks, train.given, strict=True):
         assert torch.equal(given, x[~mask]) and torch.equal(labels, y[~mask])
         if y.dim() == 1:
             sizes = y.bincount(minlength=3) - 3 * y[mask].bincount(minlength=3)
             assert sizes.abs().max() < 3
-    before = [-la.predict(x[m]).log_prob(y[m]) for la, m in zip(ensemble.members, masks)]
+    before = [
+        -la.predict(x[m]).log_prob(y[m]) for la, m in zip(ensemble.members, masks, strict=True)
+    ]
     assert_close(ensemble.calibration.before, torch.cat(before).mean().item())
 
     def loss(scale):

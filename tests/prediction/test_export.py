@@ -78,8 +78,8 @@ def of_onnx(path):
 
     def program(x):
         x = x if isinstance(x, tuple) else (x,)
-        values = session.run(None, dict(zip(names[0], (part.numpy() for part in x))))
-        return dict(zip(names[1], map(torch.tensor, values)))
+        values = session.run(None, dict(zip(names[0], (part.numpy() for part in x), strict=True)))
+        return dict(zip(names[1], map(torch.tensor, values), strict=True))
 
     return program, *names
 

@@ -189,7 +189,10 @@ def test_batches_without_targets_are_inputs_and_inputs_have_names():
         "adapter": Adapter(outputs=lambda model, x: model(x["x"]), targets=lambda batch: batch["y"])
     }
     case, la = tiny.fitted(loader=[{"x": case.x, "y": case.y}], model=case.model, **own)
-    every, expected = [{"x": x, "y": y} for x, y in zip(case.x, case.y)], la({"x": case.x})
+    every, expected = (
+        [{"x": x, "y": y} for x, y in zip(case.x, case.y, strict=True)],
+        la({"x": case.x}),
+    )
     for rows in (every, [{"x": x} for x in case.x]):
         assert_close(la.predict(DataLoader(rows, batch_size=7)).probs, expected)
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from itertools import pairwise
 from math import e, inf, log
 from threading import Thread
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ def cells(reference, scores):
 
 def by_definition(ends, found):
     """The evidence after each input, from all times of a change and all powers."""
-    n, sizes = ends[-1] - 1, [end - start for start, end in zip([0, *ends], ends)]
+    n, sizes = ends[-1] - 1, [end - start for start, end in pairwise([0, *ends])]
     ratios = []
     for t, cell in enumerate(found):
         urn = (sizes[cell] + found[:t].count(cell)) / (n + 1 + t)
@@ -73,7 +74,7 @@ def test_the_evidence_is_that_of_its_definition():
     for part in x.split([1, 9, 30]):
         one.update(part)
     values = by_definition(*cells(reference, x))
-    seen, evidence = zip(*one.state["history"])
+    seen, evidence = zip(*one.state["history"], strict=True)
     assert seen == (0, 1, 10, 40)
     expected = torch.tensor([1.0, *(values[n - 1] for n in seen[1:])]).double().log()
     assert_close(torch.tensor(evidence).double(), expected)
@@ -97,7 +98,7 @@ def test_its_expectation_does_not_grow():
         reference, torch.cat([between, torch.tensor([[11.5], [3.5], [10.5], [11.5]])])
     )
     expected = 0.0
-    for x, cell in zip(between, found):
+    for x, cell in zip(between, found, strict=False):
         size = ends[cell] - (ends[cell - 1] if cell else 0)
         after = Monitor(Scored(reference), 1e-3)
         after.load_state_dict(one.state_dict())

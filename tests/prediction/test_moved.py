@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 from daily import daily
+from tiny import batched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -85,7 +86,7 @@ def test_moves_keep_targets_and_distances():
     distances = torch.cdist(x, x).fill_diagonal_(torch.inf).min(1).values
     place = torch.cdist(moves.inputs, x).argmin(1)
     for length in (0.0, 0.5, 2.0):
-        moved, labels = (torch.cat(part) for part in zip(*moves.batches(length)))
+        moved, labels = (torch.cat(part) for part in zip(*moves.batches(length), strict=True))
         assert torch.equal(labels, y[place])
         apart = (moved - x[place]).norm(dim=1) - length * distances[place]
         assert (apart < 1e-5).all()
@@ -136,7 +137,7 @@ def test_fit_leaves_a_network_that_is_not_too_confident_as_it_is():
 
 def test_some_of_many_examples_give_nearly_the_temperature_of_all():
     x, y = blobs(2100, noise=0.1)  # of which at most 2,000 are compared
-    found = temperature_of_neighbours(Memory(x, y), list(zip(x.split(50), y.split(50))))
+    found = temperature_of_neighbours(Memory(x, y), batched(50, x, y))
     few = temperature_of_neighbours(Memory(x[:500], y[:500]), x[:500], y[:500])
     assert found == pytest.approx(few, rel=0.4)
 

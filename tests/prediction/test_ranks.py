@@ -40,7 +40,7 @@ def test_among_examples_that_are_alike_false_alarms_keep_to_their_rate(columns, 
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_p_values_rank_a_harmonic_mean_of_the_shares_of_larger_scores(columns):
     reference, scores = draw(25, columns), draw(40, columns, seed=1)
-    for score, found in zip(scores, p_values(reference, scores)):
+    for score, found in zip(scores, p_values(reference, scores), strict=True):
         every = torch.cat([score[None], reference])
         shares = (every[None] >= every[:, None]).double().mean(1)
         unusual = (1 / shares).sum(1)

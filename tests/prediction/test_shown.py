@@ -8,7 +8,17 @@ import pytest
 import torch
 from daily import daily
 from models import trained
-from tiny import LOG_PROBS, draw, fitted, known, label_log_prob, likelihood_of, prediction_of, tiny
+from tiny import (
+    LOG_PROBS,
+    batched,
+    draw,
+    fitted,
+    known,
+    label_log_prob,
+    likelihood_of,
+    prediction_of,
+    tiny,
+)
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.testing import assert_close
@@ -257,7 +267,7 @@ class Turning:
     """Batches that begin with another one in every pass."""
 
     def __init__(self, case):
-        self.batches = list(zip(case.x.split(10), case.y.split(10)))
+        self.batches = batched(10, case.x, case.y)
 
     def __iter__(self):
         self.batches = self.batches[1:] + self.batches[:1]

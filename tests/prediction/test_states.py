@@ -402,7 +402,7 @@ def test_autocast_and_inference_mode_change_nothing():
         with context:
             inside = answers(outside), answers(fit())
         for found in inside:
-            assert all(torch.equal(a, b) for a, b in zip(found, expected))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(outside(x), expected[0])
 
 

@@ -58,7 +58,7 @@ def test_every_form_of_h_has_the_products_and_roots_of_its_blocks(
 
 def test_a_step_of_h_ends_at_the_other_one_and_is_never_too_small():
     """An average of probabilities is less certain than their H are on average."""
-    for (H, dense), (other, there) in zip(forms(4), forms(4, seed=7)):
+    for (H, dense), (other, there) in zip(forms(4), forms(4, seed=7), strict=True):
         if isinstance(H, AtOutputs):
             continue
         for share in (0.0, 0.3, 1.0):

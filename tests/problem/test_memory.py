@@ -5,7 +5,7 @@ import torch
 from allocator import Allocator
 from daily import daily
 from models import Centred
-from tiny import fitted, problem_of
+from tiny import batched, fitted, problem_of
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -227,7 +227,7 @@ def test_fits_on_smaller_gpus_are_the_same(solver, layerwise, monkeypatch, caplo
     def fit():
         options = {"compute": Compute(solver=solver), "layerwise": layerwise, "num_samples": 3}
         la = LinearisedLaplace(model, "classification", **options)
-        return la.fit(list(zip(x.split(64), y.split(64))), em_steps=1, progress_bar=False)
+        return la.fit(batched(64, x, y), em_steps=1, progress_bar=False)
 
     fit()  # what is made once a process counts for none
     with Allocator() as unlimited:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from direct import Direct, rows_of
 from models import Bent
-from tiny import LOG_PROBS, draw, likelihood_of, problem_of, tiny
+from tiny import LOG_PROBS, batched, draw, likelihood_of, problem_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,7 +82,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
 
 def test_the_trunk_of_a_last_layer_runs_in_one_pass():
     case = tiny("classification")
-    batches, rows = list(zip(case.x.split(10), case.y.split(10))), []
+    batches, rows = batched(10, case.x, case.y), []
     problem, other = (
         problem_of(case.model, likelihood_of(case.name), batches, ["2.*"]) for _ in "ab"
     )
@@ -270,7 +270,7 @@ def test_a_derivative_that_is_not_finite_names_its_batch(backwards_only):
             with pytest.raises(FloatingPointError, match="or their derivatives, are not finite"):
                 take(case.problem(*CUTS))
         return
-    batches = list(zip(case.x.split(7), case.y.split(7)))
+    batches = batched(7, case.x, case.y)
     for solver in (None, BlockCG(), Direct()):
         la = LinearisedLaplace(case.model, "classification", compute=Compute(solver=solver))
         with pytest.raises(FloatingPointError, match="outputs on batch 0 to 4 is not"):
@@ -312,7 +312,7 @@ def test_inputs_that_are_not_finite_name_their_batch_unless_the_network_imputes_
 def test_the_host_waits_for_the_end_of_a_pass_alone(name, curved, simulated):
     """And in the first pass for each check of a batch's targets: that they are finite, or labels."""
     case, checks = tiny(name), 2 if name in ("bernoulli", "poisson") else 1
-    batches = list(zip(case.x.split(3), case.y.split(3)))
+    batches = batched(3, case.x, case.y)
     made = problem_of(case.model.cuda(), likelihood_of(name), batches)
     problem = Problem(made.linear_model, made.likelihood, Data(batches, torch.device("cuda")))
     prepare(problem, 3, Compute())

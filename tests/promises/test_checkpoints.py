@@ -17,7 +17,7 @@ from checkpoints import READ, Fuse, dying_after, fit, fit_slowly, until_done
 from daily import daily
 from direct import Direct
 from fresh import CONTEXT
-from tiny import tiny
+from tiny import batched, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,7 +51,7 @@ CASES = {
 def posterior(name, loader=None, folder=None, compute=READ):
     likelihood, options = CASES[name]
     case, options = tiny(likelihood), {"num_samples": 4, "curvature": "network", **options}
-    loader = list(zip(case.x.split(7), case.y.split(7))) if loader is None else loader
+    loader = batched(7, case.x, case.y) if loader is None else loader
     compute = replace(options.pop("compute", compute), checkpoint=folder)
     given = Regression(options.pop("noises")) if "noises" in options else likelihood
     la = LinearisedLaplace(case.model, given, compute=compute, **options)
@@ -247,7 +247,7 @@ class Meddling:
 
     def __iter__(self):
         self.passes += 1
-        for index, (x, y) in enumerate(zip(self.case.x.split(7), self.case.y.split(7))):
+        for index, (x, y) in enumerate(batched(7, self.case.x, self.case.y)):
             yield x, y
             if (self.passes, index) == (self.at, self.batch):
                 self.change(self.case.model[0])

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from direct import rows_of
 from fresh import run_fresh
 from loaders import Loader, batches
 from models import images, small_cnn, trained
-from tiny import fitted, known, tiny
+from tiny import batched, fitted, known, tiny
 from torch import nn
 from torch.testing import assert_close
 from tqdm.auto import tqdm
@@ -30,7 +31,7 @@ FREE = "torch_lla_em.runtime.memory.free_memory"
 
 def network(*widths):
     torch.manual_seed(0)
-    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.Tanh())]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(widths[-1], 3))
 
 
@@ -214,7 +215,7 @@ def test_models_in_half_precision(dtype, layerwise):
         la = LinearisedLaplace(
             copy.deepcopy(model).to(kind), "classification", layerwise=layerwise, num_samples=16
         )
-        la.fit(list(zip(x.to(kind).split(30), y.split(30))), progress_bar=False)
+        la.fit(batched(30, x.to(kind), y), progress_bar=False)
         assert la.w_samples.dtype == torch.float32
         variances.append(la.functional_samples(x.to(kind)).float().var(0))
     exact, found = variances

@@ -12,7 +12,7 @@ import torch
 from checkpoints import dying_after
 from loaders import batches
 from models import images, small_cnn
-from tiny import draw, fitted, likelihood_of, tiny
+from tiny import batched, draw, fitted, likelihood_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
@@ -225,7 +225,7 @@ def wide(width=400):
 
 def fixed(model, count=200, **compute):
     x, y = draw(count, 20, seed=1).float(), torch.arange(count) % 3
-    loader = list(zip(x.split(count // 4), y.split(count // 4)))
+    loader = batched(count // 4, x, y)
     options = {"num_samples": K, "em_steps": 0, "prior_precision": 100.0}
     return fitted("classification", loader, model, compute=Compute(**compute), **options)[1]
 

@@ -12,7 +12,7 @@ import tiny
 import torch
 from direct import Direct
 from jacobians import Calls
-from tiny import LOG_PROBS, draw, known
+from tiny import LOG_PROBS, batched, draw, known
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -154,7 +154,7 @@ def written_to(m, inputs):
 
 def test_inputs_are_not_changed():
     x, tokens, y = draw(40, 3), torch.arange(40) % 5 - 1, torch.arange(40) % 3
-    parts = zip(tokens.split(10), x.split(10), y.split(10))
+    parts = batched(10, tokens, x, y)
     batches = [{"inputs": {"tokens": t, "x": a}, "labels": b} for t, a, b in parts]
     others = {"tokens": tokens[:7].clone(), "x": 3 * draw(7, 3)}
     before, kept = x.clone(), copy.deepcopy(others)

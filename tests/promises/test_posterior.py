@@ -127,7 +127,9 @@ def test_em_follows_the_dense_path(name, g_prior, layerwise):
     model, state = _BasisModel(problem, noise, BlockCG(), (1e-9, 1e-9)), State(precision, sigma)
     for _ in range(5):
         found = e_step(model, state)
-        state = found._replace(**dict(zip(("precision", "sigma"), m_step(model, found))))
+        state = found._replace(
+            **dict(zip(("precision", "sigma"), m_step(model, found), strict=True))
+        )
         precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
         # the mode is known to 1e-6, and pruned blocks are all but gone
         assert_close(state.precision, precision, rtol=1e-3, atol=0)

@@ -17,7 +17,7 @@ from direct import Direct
 from loaders import InAnyOrder, Loader, batches, in_one_batch, in_order, shuffled, streamed
 from models import Bent
 from ranks import facts
-from tiny import fitted, tiny
+from tiny import batched, fitted, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -44,7 +44,7 @@ def images(case):
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(7, 2, 6, 6, generator=numbers, dtype=torch.float64)
     y = (x[:, 0] + torch.randn(7, 6, 6, generator=numbers) > 0).long()
-    return list(zip(x.split(3), y.split(3)))
+    return batched(3, x, y)
 
 
 def of_sites():
@@ -58,7 +58,7 @@ def of_sites():
 
 def weighted(case):
     w = torch.linspace(0.2, 2, len(case.x), dtype=torch.float64)
-    return list(zip(case.x.split(7), case.y.split(7), w.split(7)))
+    return batched(7, case.x, case.y, w)
 
 
 CG, SPACE = {"compute": Compute(solver=BlockCG())}, {"compute": Compute(solver=Direct())}
@@ -109,7 +109,9 @@ def one_pass(loader):
     """Return this rank's inputs by the number of their example, what a pass counts, and the largest share."""
     problem = tiny("regression").problem()
     data = Data(loader(tiny("regression")), torch.device("cpu"), group=group_of())
-    rows = {int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs)}
+    rows = {
+        int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs, strict=True)
+    }
     problem = Problem(problem.linear_model, problem.likelihood, data)
     problem.ggn_product(problem.zeros(1))
     counts = data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs
@@ -144,7 +146,7 @@ def stored_by_a_fit():
     group, add = type(group_of()), type(group_of()).sum
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 2, generator=generator, dtype=torch.float64)
-    loader = list(zip(x.split(10), torch.randint(3, (400,), generator=generator).split(10)))
+    loader = batched(10, x, torch.randint(3, (400,), generator=generator))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(OverSpan, "measured", note)
@@ -323,7 +325,7 @@ def test_a_rank_stores_rows_of_its_own_examples_only(size, together):
 def test_sgd_takes_one_batch_of_every_rank_a_step(size, together):
     every = batches(tiny("classification"))
     steps = [every[i : i + size] for i in range(0, len(every), size)]
-    expected = by_sgd([tuple(map(torch.cat, zip(*step))) for step in steps])["state"]
+    expected = by_sgd([tuple(map(torch.cat, zip(*step, strict=True))) for step in steps])["state"]
     for found in together(size):
         for name, tensor in expected.items():
             state = found["sgd"]["state"][name]  # the evidence is NaN until it is asked for

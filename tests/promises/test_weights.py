@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense import ExactLaplace
 from direct import rows_of
-from tiny import LOG_PROBS, likelihood_of, problem_of, tiny
+from tiny import LOG_PROBS, batched, likelihood_of, problem_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,7 +47,7 @@ def test_products_and_fits_use_the_weights(name):
     case = tiny(name)
     w = weights_of(case)
     exact = dense(case, w)
-    batches = list(zip(*(part.tensor_split((7, 8)) for part in (case.x, case.y, w))))
+    batches = batched((7, 8), case.x, case.y, w)
     problem = problem_of(case.model, likelihood_of(name), batches, weights="last")
     assert_close(problem.ggn_product(torch.eye(problem.size).double()), exact.ggn)
     rows = rows_of(problem)

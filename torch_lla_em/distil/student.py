@@ -116,13 +116,16 @@ class Student(Printed, nn.Module):
         self.reference: Reference | None = None
         self._seen: dict[int, list[Tensor]] = {}
         network.get_submodule(form.last).register_forward_pre_hook(self._keep, with_kwargs=True)
+        first = next(network.parameters())
+        # its device is known sooner than that of the first parameter of many layers
+        self.register_buffer("_place", first.new_empty(0), persistent=False)
         self.eval()
         if isinstance(example, int):
             features = example
         else:
             with torch.no_grad():
                 features = self._with_features(example)[1].shape[-1]
-        self.head = _head(features, form.uncertainties + form.scores, next(network.parameters()))
+        self.head = _head(features, form.uncertainties + form.scores, first)
 
     def train(self, mode: bool = True) -> Student:
         """Stay in eval mode, whatever the ``mode``."""
@@ -139,8 +142,9 @@ class Student(Printed, nn.Module):
         f, features = self._with_features(x)
         mean = self.likelihood.mean(f)
         # both parts of the uncertainty, without the rest of a prediction
-        parts = self.head(features).narrow(-1, 0, self.form.uncertainties).exp().chunk(2, -1)
-        variance = (parts[0] + parts[1]).view_as(mean)
+        uncertainty, count = self.head(features).exp(), self.form.uncertainties // 2
+        variance = uncertainty.narrow(-1, 0, count) + uncertainty.narrow(-1, count, count)
+        variance = variance.view_as(mean)
         return (
             (mean, variance) if axis == -1 else (mean.movedim(-1, axis), variance.movedim(-1, axis))
         )
@@ -261,14 +265,12 @@ class Student(Printed, nn.Module):
             return found | prediction.interval(level)._asdict()
 
         network = Network(self.network, self.form.adapter.outputs, self.form.class_dim)
-        return program_of(
-            answer, answer, [network], to_device(x, next(self.parameters()).device), path
-        )
+        return program_of(answer, answer, [network], to_device(x, self._place.device), path)
 
     def _outputs(self, x: Inputs) -> Tensor:
         """Return the network's outputs with the classes last, (B, *sites, C); a dict of inputs can
         have targets."""
-        device = next(self.network.parameters()).device
+        device = self._place.device
         if not isinstance(x, Tensor) or x.device != device:
             x = to_device(inputs_of(x) if isinstance(x, dict) else x, device)
         call, axis = self.form.adapter.outputs or default_forward, self.form.class_dim

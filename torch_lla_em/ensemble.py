@@ -16,13 +16,14 @@ from torch_lla_em.data import Inputs, as_targets, map_tensors, tensors_in
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.likelihoods import Likelihood, Task
 from torch_lla_em.prediction import (
+    Cells,
     Correction,
-    Fit,
     Posteriors,
     Record,
     calibrated_by_folds,
     required,
     stored,
+    summary,
 )
 from torch_lla_em.predicts import Predicts
 from torch_lla_em.runtime import files, require
@@ -83,10 +84,6 @@ class LaplaceEnsemble(Predicts):
         words = "the record of several fits, as ensemble.posterior"
         require(isinstance(posterior, Posteriors), "posterior", posterior, words, TypeError)
         self._correction = posterior.correction
-
-    @property
-    def _fits(self) -> list[Fit]:
-        return list(self.members)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -194,6 +191,13 @@ class LaplaceEnsemble(Predicts):
         if f"{prefix}members.{len(self.members)}.record" in state_dict:
             errors.append(f"The state has more members than this ensemble, {len(self.members)}.")
         self._correction = stored.correction_of(own, self.members[0]._linear_model.network.device)
+
+    def _table(self) -> tuple[str, Cells]:
+        title = f"{type(self).__name__} of {len(self.members)} posteriors"
+        missing = sum(member.posterior is None for member in self.members)
+        unfitted = f"{missing} of {len(self.members)} members are not fitted: call fit of each"
+        models = [member._linear_model for member in self.members]
+        return summary.table_of(title, models, self.likelihood, self.posterior or unfitted)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
         """Move members, and what was found of them."""

@@ -29,6 +29,7 @@ from torch_lla_em.inference import Estimate, FitOptions, learn
 from torch_lla_em.jacobian import (
     LinearModel,
     Network,
+    NetworkState,
     ParameterLayout,
     Selection,
     last_layers,
@@ -45,11 +46,13 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.prediction import (
     Accuracy,
-    Fit,
+    Cells,
+    NotFittedError,
     Posterior,
     Record,
     Setting,
     calibrated_on,
+    likelihood_options,
     required,
     stored,
     summary,
@@ -68,8 +71,10 @@ from torch_lla_em.runtime import (
     check_choice,
     check_whole,
     check_within,
+    files,
     group_of,
     refuse_former,
+    report,
     require,
 )
 from torch_lla_em.session import Session
@@ -316,8 +321,16 @@ class LinearisedLaplace(Predicts):
             self.posterior.setting.state.holds(self._linear_model.network)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
-        """Move posterior and network together."""
-        self._base, self._posterior = stored.moved(self, fn)
+        """Move posterior and network together, unless a module that contains both has moved the
+        network."""
+        posterior, network = self._posterior, self._linear_model.network
+        unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
+        self.model._apply(fn)
+        self._base = model = LinearModel(network, self._linear_model.layout)  # to be probed
+        if posterior is not None:
+            state = NetworkState(network) if unchanged else posterior.setting.state
+            setting = posterior.setting._replace(linear_model=model, state=state)
+            self._posterior = posterior.moved(fn, setting)
         return self
 
     @property
@@ -325,10 +338,6 @@ class LinearisedLaplace(Predicts):
         """The largest numerical error of the samples that is asked for, in posterior standard
         deviations."""
         return self.compute.tolerance or usual_tolerance(self.num_samples)
-
-    @property
-    def _fits(self) -> list[Fit]:
-        return [self]
 
     @property
     def _linear_model(self) -> LinearModel:
@@ -431,7 +440,7 @@ class LinearisedLaplace(Predicts):
         with session.running() as around:
             known = around.finished()
             if known is not None:
-                return stored.loaded(self, known, setting)
+                return stored.loaded(known, setting, self._given_likelihood, compute)
             around.follow(around.plan(options, compute))
             learnt = learn(problem, options, around, around.begin())
             around.end(learnt.why)
@@ -449,7 +458,7 @@ class LinearisedLaplace(Predicts):
             warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
-                around.keep(partial(stored.state_of, self, found))
+                around.keep(partial(stored.state_of, found, self._given_likelihood))
         return found
 
     def _options(self, **of_fit: Any) -> FitOptions:
@@ -500,7 +509,13 @@ class LinearisedLaplace(Predicts):
         Example:
             >>> la.save("posterior.pt")  # doctest: +SKIP
         """
-        stored.save(self, path)
+        state, model, compute = self.state_dict(), self._linear_model, self.compute
+        names = "prior", "layerwise", "num_samples", "curvature", "seed"
+        options = {name: getattr(self, name) for name in names}
+        options |= {"parameters": model.layout.names, "class_dim": model.network.class_dim}
+        options |= {"precision": compute.precision, "tolerance": compute.tolerance}
+        options |= likelihood_options(self._given_likelihood)
+        files.write_atomically({**state, "options": files.to_bytes(options)}, path)
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: nn.Module, **options: Any) -> LinearisedLaplace:
@@ -520,18 +535,56 @@ class LinearisedLaplace(Predicts):
         Example:
             >>> la = LinearisedLaplace.load("posterior.pt", model)  # doctest: +SKIP
         """
-        return stored.load(cls, path, model, **options)
+        state = files.read(path, "posterior")
+        options = stored.options_of(state, model, options)
+        la = cls(model, options.pop("likelihood"), **options)
+        la.take(la._loaded(state))
+        return la
+
+    def _loaded(self, state: dict[str, Tensor], later: bool = False) -> Posterior:
+        """Return the record of a state; ``later``: the weights of the network may be loaded after
+        it."""
+        files.check(state, "posterior")
+        model = self._linear_model
+        network_state = NetworkState(model.network, state["fingerprint"].cpu() if later else None)
+        setting = Setting(model, network_state, self.adapter.targets)
+        return stored.loaded(state, setting, self._given_likelihood, self.compute)
 
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
-        stored.save_to_state_dict(self, destination, prefix)
+        """Add the posterior to a state; a module that contains this one calls it with a prefix."""
+        try:
+            record = required(self, surely=True).members[0]
+        except NotFittedError as error:
+            if not prefix:
+                raise
+            if self.posterior is not None:
+                report("warn", f"The state_dict has no posterior. {error}")
+            return
+        own = stored.state_of(record, self._given_likelihood)
+        destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
     ) -> None:
-        _, _, missing, _, errors = more
-        stored.load_from_state_dict(self, state_dict, prefix, missing, errors)
+        """Load the posterior from its state, or from that of a module that contains this one, whose
+        networks may be loaded later."""
+        own, (_, _, missing, _, errors) = stored.without_prefix(state_dict, prefix), more
+        if own or not prefix:
+            try:
+                self.take(self._loaded(own, later=bool(prefix)))
+            except ValueError as error:
+                if not prefix:
+                    raise
+                errors.append(str(error))
+        elif self.posterior is not None:
+            missing.append(f"{prefix}w_lin")
+
+    def _table(self) -> tuple[str, Cells]:
+        title, unfitted = type(self).__name__, "none yet: call la.fit(train_loader)"
+        models = [self._linear_model]
+        return summary.table_of(title, models, self.likelihood, self.posterior or unfitted)
 
     def plan(self, x: Inputs | Loader, y: Tensor | None = None) -> Plan:
         """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it

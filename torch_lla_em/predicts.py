@@ -17,7 +17,6 @@ from torch_lla_em.prediction import (
     LOADERS,
     Calibration,
     Check,
-    Fit,
     Mean,
     Monitor,
     Prediction,
@@ -54,10 +53,6 @@ class Predicts(Printed, nn.Module):
 
     def take(self, posterior: Record) -> None:
         """Hold another record from now on."""
-        raise NotImplementedError
-
-    @property
-    def _fits(self) -> Sequence[Fit]:
         raise NotImplementedError
 
     def forward(
@@ -473,7 +468,8 @@ class Predicts(Printed, nn.Module):
         Example:
             >>> numbers = str(la.details())
         """
-        return summary.details(self)
+        title, rows = self._table()
+        return Table(title, rows + (summary.numbers(self.posterior) if self.posterior else []))
 
     @property
     def reference(self) -> Reference | None:
@@ -484,6 +480,3 @@ class Predicts(Printed, nn.Module):
     def calibration(self) -> Calibration | None:
         """The result of the last ``calibrate``; None if there is none."""
         return None if self.posterior is None else self.posterior.correction.calibration
-
-    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        return summary.table_of(self)

@@ -56,7 +56,7 @@ def report(
     other: Tensor | Loader | None = None,
 ) -> None:
     """Write an HTML page about a posterior, as ``LinearisedLaplace.report``."""
-    rows, (title, known) = predicted_data(la, loader), summary.table_of(la)
+    rows, (title, known) = predicted_data(la, loader), la._table()
     record = required(la)
     every = {"network": rows.network, "temperature scaling": rows.scaled_network()}
     every["posterior"] = rows.posterior
@@ -82,7 +82,7 @@ def report(
         f"<h2>What to do</h2><ul>{lines}</ul>",
     ]
     parts += [covered, f"<h2>Plots</h2><div>{''.join(_figures(record, rows, other))}</div>"]
-    numbers = Table("All numbers of the fit", summary.details(la).rows[len(known) :])
+    numbers = Table("All numbers of the fit", summary.numbers(record))
     page = _PAGE.format(title=escape(title), body="".join([*parts, numbers._repr_html_()]))
     Path(path).write_text(page, encoding="utf-8")
 

@@ -89,14 +89,6 @@ class StudentPrediction(BasePrediction):
         )
         return self._reference._replace(unusual=unusual, errors=errors), self
 
-    def scores_of(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ``calibrate`` keeps of examples with labels: their OOD scores, and their
-        errors."""
-        y = self._aligned(y)
-        kept = self.likelihood.labelled(y)
-        labelled = self._map(Tensor.detach, kept)
-        return labelled.ood_score, labelled._errors(y[kept])
-
     def _map(
         self, change: Callable[[Tensor], Tensor], rows: slice | Tensor = slice(None)
     ) -> StudentPrediction:

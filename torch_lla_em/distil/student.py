@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import (
-    Inputs,
-    Loader,
-    as_loader,
-    as_targets,
-    default_forward,
-    default_targets,
-    inputs_of,
-    paired,
-    to_device,
-)
+from torch_lla_em.data import Data, Inputs, Loader, default_forward, inputs_of, paired, to_device
 from torch_lla_em.distil.prediction import StudentPrediction
 from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, rewards
@@ -169,12 +159,14 @@ class Student(Printed, nn.Module):
         ``la.calibrate`` nor ``la.distil`` has seen; those of ``la.calibrate``, which fits six
         numbers, change them little.
         """
-        found, target_fn = [], self.form.adapter.targets
+        device, found = self._place.device, []
         with torch.no_grad():
-            for batch in as_loader(paired(loader, targets), target_fn):
-                given = None if target_fn is None else target_fn(batch)
-                y = default_targets(batch) if given is None else given
-                found.append(self.predict(inputs_of(batch, given)).scores_of(as_targets(y)))
+            for batch in Data(paired(loader, targets), device, self.form.adapter.targets):
+                prediction = self.predict(batch.inputs)
+                y = prediction._aligned(batch.targets)
+                kept = self.likelihood.labelled(y)
+                prediction = prediction._map(Tensor.detach, kept)
+                found.append((prediction.ood_score, prediction._errors(y[kept])))
         if not sum(len(scores) for scores, _ in found):
             raise ValueError("None of the validation examples has a label: pass labelled examples.")
         unusual, errors = map(torch.cat, zip(*found, strict=True))

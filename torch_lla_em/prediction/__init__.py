@@ -24,7 +24,6 @@ from torch_lla_em.prediction.monitor import Monitor
 from torch_lla_em.prediction.moved import temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
-    Fit,
     Fitted,
     Holder,
     NotFittedError,
@@ -36,7 +35,7 @@ from torch_lla_em.prediction.posterior import (
 )
 from torch_lla_em.prediction.predict import LOADERS, Mean, predict, predictions
 from torch_lla_em.prediction.prediction import Prediction, functions_of
-from torch_lla_em.prediction.printed import CALL, Printed, Table
+from torch_lla_em.prediction.printed import CALL, Cells, Printed, Table
 from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Reference, Score, Stated
 from torch_lla_em.prediction.risk import RiskControl
@@ -58,11 +57,11 @@ __all__ = [
     "Accuracy",
     "BasePrediction",
     "Calibration",
+    "Cells",
     "Check",
     "Compared",
     "Comparison",
     "Correction",
-    "Fit",
     "Fitted",
     "Holder",
     "Interval",

@@ -4,14 +4,14 @@ and ``Posteriors``."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_lla_em.data import Inputs, TargetFn, inputs_of, map_tensors, tensors_in, to_device
@@ -22,6 +22,7 @@ from torch_lla_em.prediction.calibration import Correction
 from torch_lla_em.prediction.conformal import rounding
 from torch_lla_em.prediction.mixture import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
+from torch_lla_em.prediction.printed import Cells
 from torch_lla_em.prediction.pushforward import (
     Member,
     Pushforward,
@@ -29,7 +30,7 @@ from torch_lla_em.prediction.pushforward import (
     posterior_alone,
     stack_members,
 )
-from torch_lla_em.runtime import Adapter, Compute, check_choice
+from torch_lla_em.runtime import check_choice
 
 
 class NotFittedError(RuntimeError):
@@ -262,35 +263,7 @@ class Holder(Protocol):
     def posterior(self) -> Record | None:
         """The record of the fit; None before it."""
 
-    @property
-    def _fits(self) -> Sequence[Fit]:
-        """The posterior itself, or the members of an ensemble."""
-
-
-class Fit(Holder, Protocol):
-    """A ``LinearisedLaplace``, as what prints and stores it sees it; it may not be fitted yet."""
-
-    model: nn.Module
-    adapter: Adapter
-    compute: Compute
-    _given_likelihood: Likelihood
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood, with the observation noise that was learnt."""
-
-    @property
-    def posterior(self) -> Posterior | None:
-        """The record of the fit; None before it."""
-
-    @property
-    def _linear_model(self) -> LinearModel: ...
-
-    def take(self, posterior: Record) -> None:
-        """Hold another record from now on."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
+    def _table(self) -> tuple[str, Cells]: ...
 
 
 Fitted = Holder | Record

@@ -1,31 +1,23 @@
-"""How a posterior is stored, loaded and moved: tensors by name beside one record, and methods of
-``LinearisedLaplace``."""
+"""How a posterior is stored: tensors by name beside one record of plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from os import PathLike
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_lla_em.data import default_forward
 from torch_lla_em.inference import Estimate, FitResult
-from torch_lla_em.jacobian import LinearModel, Network, NetworkState
+from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, Regression, is_named, rewards
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.neighbours import TrainingExamples
-from torch_lla_em.prediction.posterior import (
-    Fit,
-    NotFittedError,
-    Posterior,
-    Setting,
-    required,
-)
+from torch_lla_em.prediction.posterior import Posterior, Setting
 from torch_lla_em.prediction.reference import REFERENCE, Reference
 from torch_lla_em.problem import place_of_vectors
-from torch_lla_em.runtime import PRIORS, Compute, files, free_memory, report
+from torch_lla_em.runtime import PRIORS, Compute, files, free_memory
 
 State = dict[str, Tensor]
 
@@ -46,61 +38,13 @@ _TRAINING = "training_deviations", "largest_variance"
 """Tensors of the training examples that a posterior keeps."""
 
 
-Own = TypeVar("Own", bound=Fit)
-
-
-def save_to_state_dict(la: Fit, destination: State, prefix: str) -> None:
-    """Add the posterior to a state, if it is fitted and the network has not changed. A module that
-    contains it calls this with a prefix."""
-    try:
-        own = state_of(la, required(la, surely=True).members[0])
-    except NotFittedError as error:
-        if not prefix:
-            raise
-        if la.posterior is not None:
-            report("warn", f"The state_dict has no posterior. {error}")
-        return
-    destination.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
-
-
-def load_from_state_dict(
-    la: Fit, state_dict: State, prefix: str, missing: list[str], errors: list[str]
-) -> None:
-    """Load the posterior from its state, or from that of a module that contains it, whose networks
-    may be loaded later."""
-    own = without_prefix(state_dict, prefix)
-    if not prefix:
-        la.take(loaded(la, own))
-    elif not own:
-        if la.posterior is not None:
-            missing.append(f"{prefix}w_lin")
-    else:
-        try:
-            la.take(loaded(la, own, later=True))
-        except ValueError as error:
-            errors.append(str(error))
-
-
-def save(la: Fit, path: str | PathLike[str]) -> None:
-    """Write a posterior with the options of its object to a file."""
-    state, model, compute = la.state_dict(), la._linear_model, la.compute
-    names = "prior", "layerwise", "num_samples", "curvature", "seed"
-    options = {name: getattr(la, name) for name in names}
-    options |= {"parameters": model.layout.names, "class_dim": model.network.class_dim}
-    options |= {"precision": compute.precision, "tolerance": compute.tolerance}
-    options |= likelihood_options(la._given_likelihood)
-    files.write_atomically({**state, "options": files.to_bytes(options)}, path)
-
-
-def load(
-    cls: Callable[..., Own], path: str | PathLike[str], model: nn.Module, **options: Any
-) -> Own:
-    """Return a saved posterior on its network, as ``LinearisedLaplace.load``."""
-    state = files.read(path, "posterior")
+def options_of(state: State, network: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``LinearisedLaplace`` for a file of its network: those that were
+    saved, and those ``given``."""
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
-    _refuse_other_network(state, files.fingerprint(Network(model).module))
-    options = {**_saved_options(state), **options}
+    _refuse_other_network(state, files.fingerprint(Network(network).module))
+    options = {**_saved_options(state), **given}
     needed = ["likelihood", "adapter"] if _record(state)["given"] else ["likelihood"]
     missing = [name for name in needed if name not in options]
     if missing:
@@ -108,22 +52,7 @@ def load(
             f"The posterior was fitted with your own {' and '.join(missing)}, which a file cannot "
             f"store. Pass {', '.join(f'{name}=...' for name in missing)} to load."
         )
-    la = cls(model, options.pop("likelihood"), **options)
-    la.take(loaded(la, state))
-    return la
-
-
-def moved(la: Fit, fn: Callable[[Tensor], Tensor]) -> tuple[LinearModel, Posterior | None]:
-    """Apply ``fn`` to the network, unless a module that contains both has done so, and to the
-    posterior. Return an unprobed linear model, and the moved posterior."""
-    posterior, network = la.posterior, la._linear_model.network
-    unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
-    la.model._apply(fn)
-    model = LinearModel(network, la._linear_model.layout)
-    if posterior is None:
-        return model, None
-    state = NetworkState(network) if unchanged else posterior.setting.state
-    return model, posterior.moved(fn, posterior.setting._replace(linear_model=model, state=state))
+    return options
 
 
 def likelihood_options(given: Likelihood) -> dict[str, Any]:
@@ -141,16 +70,18 @@ def without_prefix(state: State, prefix: str) -> State:
     return {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
 
 
-def state_of(la: Fit, posterior: Posterior) -> State:
-    """Return a posterior with the options of an object as tensors by name."""
-    layout, result = posterior.setting.linear_model.layout, posterior.result
+def state_of(posterior: Posterior, given: Likelihood) -> State:
+    """Return a posterior as tensors by name; ``given`` is its likelihood before the fit."""
+    model, result = posterior.setting.linear_model, posterior.result
+    layout = model.layout
     record = {name: getattr(posterior, name) for name in _FACTS}
     record |= {"said": posterior.messages, "why": result.why, "mode_error": result.mode_error}
     record |= {"tolerance": posterior.tolerance}
     record |= {"names": layout.names, "shapes": [list(shape) for shape in layout.shapes]}
-    record["given"] = [] if la.adapter.outputs in (None, rewards) else ["adapter"]
+    is_usual = model.network.forward_fn in (default_forward, rewards)
+    record["given"] = [] if is_usual else ["adapter"]
     record["likelihood"] = type(posterior.likelihood).__name__
-    record["likelihood_options"] = _attributes(la._given_likelihood)
+    record["likelihood_options"] = _attributes(given)
     tensors = {
         **{name: getattr(result, name) for name in _RESULT},
         "effective_dim": result.effective_dim.value,
@@ -162,18 +93,12 @@ def state_of(la: Fit, posterior: Posterior) -> State:
     return state_of_correction(posterior.correction, tensors, record)
 
 
-def loaded(la: Fit, state: State, setting: Setting | None = None, later: bool = False) -> Posterior:
-    """Return the record of a state with the options of an object, whose network may be loaded
-    ``later``."""
-    files.check(state, "posterior")
-    if setting is None:
-        model = la._linear_model
-        expected = NetworkState(model.network, state["fingerprint"].cpu() if later else None)
-        setting = Setting(model, expected, la.adapter.targets)
-    record = _record(state)
-    _refuse_others(la, state, record, setting)
-    here, given = setting.linear_model.network.device, la._given_likelihood
-    place = place_of_vectors(state["w_samples"].nbytes, la.compute, here, free_memory(here))
+def loaded(state: State, setting: Setting, given: Likelihood, compute: Compute) -> Posterior:
+    """Return the record of a state, which belongs to a ``setting``."""
+    record, network = _record(state), setting.linear_model.network
+    _refuse_others(state, record, setting, given)
+    vectors = state["w_samples"].nbytes
+    place = place_of_vectors(vectors, compute, network.device, free_memory(network.device))
     tensor = partial(_tensor, state, place)
     known: dict[str, Any] = {name: tensor(name) for name in _RESULT}
     evidence, error = tensor("_log_evidence")
@@ -191,7 +116,7 @@ def loaded(la: Fit, state: State, setting: Setting | None = None, later: bool = 
         result,
         training=None if deviations is None else TrainingExamples(given, deviations, largest),
         num_data=record["num_data"],
-        tolerance=record.get("tolerance") or la.compute.tolerance,
+        tolerance=record.get("tolerance") or compute.tolerance,
         num_inputs=record.get("num_inputs", 0),
         trained_on=tuple(record.get("trained_on", ())),
         history=tuple(record["history"]),
@@ -281,16 +206,19 @@ def _attributes(given: Likelihood) -> str | None:
     return None if is_named(given) else files.plain(vars(given))
 
 
-def _refuse_others(la: Fit, state: State, record: dict[str, Any], setting: Setting) -> None:
+def _refuse_others(
+    state: State, record: dict[str, Any], setting: Setting, given: Likelihood
+) -> None:
     """Raise an error if a state is of another network, posterior or likelihood, or is damaged."""
-    layout, given = setting.linear_model.layout, la._given_likelihood
+    layout, network = setting.linear_model.layout, setting.linear_model.network
+    has_adapter = network.forward_fn is not default_forward
     _refuse_other_network(state, setting.state.fingerprint)
     attributes = record.get("likelihood_options")
     own = _attributes(given) if attributes is not None else None
     shapes = [list(shape) for shape in layout.shapes]
     for name, saved, here in (
         ("parameters", (record["names"], record["shapes"]), (list(layout.names), shapes)),
-        ("adapter", record["given"], record["given"] if la.adapter.outputs else []),
+        ("adapter", record["given"], record["given"] if has_adapter else []),
         ("likelihood", (record["likelihood"], attributes), (type(given).__name__, own)),
     ):
         if saved != here:

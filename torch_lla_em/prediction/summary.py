@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_lla_em.jacobian import LinearModel
+from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import Calibration
-from torch_lla_em.prediction.posterior import Holder, Posterior, Posteriors, Record
-from torch_lla_em.prediction.printed import CALL, Cells, Table
+from torch_lla_em.prediction.posterior import Posterior, Posteriors, Record
+from torch_lla_em.prediction.printed import CALL, Cells
 from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.solvers import is_accurate, relative_error
 
@@ -59,14 +61,13 @@ def accuracy(posterior: Posterior) -> Accuracy:
     return Accuracy(error, result.certificate.max().item(), tolerance)
 
 
-def details(la: Holder) -> Table:
-    """Return all numbers of the fit in the terms of the method."""
-    title, rows = table_of(la)
-    for i, fit in enumerate(la._fits):
-        name = "" if fit is la else f"member {i}: "
-        if fit.posterior is not None:
-            rows += [(f"{name}{kind}", words) for kind, words in _numbers(fit.posterior)]
-    return Table(title, rows)
+def numbers(record: Record) -> Cells:
+    """Return all numbers of the fits in the terms of the method."""
+    rows: Cells = []
+    for i, member in enumerate(record.members):
+        prefix = f"member {i}: " if isinstance(record, Posteriors) else ""
+        rows += [(f"{prefix}{kind}", words) for kind, words in _numbers(member)]
+    return rows
 
 
 def _numbers(posterior: Posterior) -> Iterator[tuple[str, str]]:
@@ -84,21 +85,19 @@ def _numbers(posterior: Posterior) -> Iterator[tuple[str, str]]:
     yield from (("memory plan", plan) for plan in posterior.messages[:1])
 
 
-def table_of(la: Holder) -> tuple[str, Cells]:
-    """Return the title and the table that ``print(la)`` shows, of a posterior or an ensemble."""
-    fits, record = la._fits, la.posterior
-    several, first = fits[0] is not la, fits[0]
-    kinds = ", ".join(sorted({type(fit.model).__name__ for fit in fits}))
-    title = f"{type(la).__name__} of {f'{len(fits)} posteriors of ' if several else ''}{kinds}"
-    rows = [("likelihood", type(first.likelihood).__name__)]
-    chosen = first._linear_model.layout.size
-    total = sum(p.numel() for p in first.model.parameters())
+def table_of(
+    name: str, models: Sequence[LinearModel], likelihood: Likelihood, record: Record | str
+) -> tuple[str, Cells]:
+    """Return the title and the table that ``print(la)`` shows; in place of a record, what has to be
+    done first."""
+    modules = [model.network.module for model in models]
+    title = f"{name} of {', '.join(sorted({type(module).__name__ for module in modules}))}"
+    rows = [("likelihood", type(likelihood).__name__)]
+    chosen, total = models[0].layout.size, sum(p.numel() for p in modules[0].parameters())
     size = f"{f'all {total:,}' if chosen == total else f'{chosen:,} of {total:,}'} parameters"
-    if record is None:
-        missing = sum(fit.posterior is None for fit in fits)
-        words = f"{missing} of {len(fits)} members are not fitted: call fit of each"
-        words = words if several else "none yet: call la.fit(train_loader)"
-        return title, [*rows, ("posterior", f"{words}; {size}")]
+    if isinstance(record, str):
+        return title, [*rows, ("posterior", f"{record}; {size}")]
+    several = isinstance(record, Posteriors)
     members = record.members
     samples = f"{len(members[0].result.w_samples)} samples of {size}{' each' if several else ''}"
     rows += [("posterior", samples), ("training data", _training_data(members))]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
-from torch_lla_em.data import Inputs, as_targets, map_tensors, tensors_in
+from torch_lla_em.data import Inputs, as_targets, rows_of, tensors_in
 from torch_lla_em.laplace import LinearisedLaplace
 from torch_lla_em.likelihoods import Likelihood, Task
 from torch_lla_em.prediction import (
@@ -146,12 +146,10 @@ class LaplaceEnsemble(Predicts):
         if likelihood is None:
             likelihood = "regression" if targets.is_floating_point() else "classification"
         members, unseen = [], []
-        fold_of = torch.zeros(count, dtype=torch.long, device="cpu")
-        for k, out in enumerate(
-            tqdm(_folds(targets, folds, seed), "Folds", disable=not progress_bar)
-        ):
-            kept = torch.ones(count, dtype=torch.bool, device="cpu").index_fill(0, out, False)
-            rows = _part(x, kept), _part(targets, kept)
+        fold_of = _folds(targets, folds, seed)
+        for k in tqdm(range(folds), "Folds", disable=not progress_bar):
+            out = fold_of == k
+            rows = rows_of((x, targets), ~out)
             network = train(*rows)
             if not isinstance(network, nn.Module):
                 raise TypeError(
@@ -159,8 +157,7 @@ class LaplaceEnsemble(Predicts):
                 )
             la = LinearisedLaplace(network, likelihood, **{"seed": seed + k, **options})
             members.append(la.fit(*rows, validation=False, progress_bar=False))
-            unseen.append([(_part(x, out), _part(targets, out))])
-            fold_of[out] = k
+            unseen.append([rows_of((x, targets), out)])
         ensemble = cls(members)
         known = Posteriors(required(ensemble).members)
         ensemble.take(calibrated_by_folds(known, unseen))
@@ -234,8 +231,8 @@ class LaplaceEnsemble(Predicts):
         return ensemble
 
 
-def _folds(y: Tensor, folds: int, seed: int) -> tuple[Tensor, ...]:
-    """Return the examples of each fold, at random, with the classes spread evenly."""
+def _folds(y: Tensor, folds: int, seed: int) -> Tensor:
+    """Return the fold of each example, (N,), at random, with the classes spread evenly."""
     count = len(y)
     if not 2 <= folds <= count:
         raise ValueError(
@@ -244,8 +241,4 @@ def _folds(y: Tensor, folds: int, seed: int) -> tuple[Tensor, ...]:
     order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     if y.dim() == 1 and not y.is_floating_point():
         order = order[y.cpu()[order].argsort(stable=True)]
-    return tuple(order[k::folds].sort().values for k in range(folds))
-
-
-def _part(tree: Any, examples: Tensor) -> Any:
-    return map_tensors(lambda tensor: tensor[examples.to(tensor.device)], tree)
+    return (torch.arange(count, device="cpu") % folds)[order.argsort()]

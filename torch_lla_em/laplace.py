@@ -36,14 +36,7 @@ from torch_lla_em.jacobian import (
     leaves_out,
     select_parameters,
 )
-from torch_lla_em.likelihoods import (
-    LIKELIHOODS,
-    BradleyTerry,
-    Likelihood,
-    Task,
-    preferred,
-    rewards,
-)
+from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, Task, preferred, rewards
 from torch_lla_em.prediction import (
     Accuracy,
     Cells,
@@ -193,7 +186,8 @@ class LinearisedLaplace(Predicts):
         network = Network(model, adapter.outputs, int(class_dim), compute.precision)
         self._given_likelihood: Likelihood = likelihood
         self._posterior: Posterior | None = None
-        self._parameters_asked, self._base = parameters, _linear_model(network, parameters)
+        self._parameters_asked = parameters
+        self._linear_model = _linear_model(network, parameters)
         self.prior, self.layerwise, self.curvature = prior, layerwise, curvature
         self.num_samples = int(num_samples)
         self.seed, self.adapter, self.compute = int(seed), adapter, compute
@@ -303,6 +297,7 @@ class LinearisedLaplace(Predicts):
         words = "the record of a fit, as la.posterior, or predict(record, x) for one of several"
         require(isinstance(posterior, Posterior), "posterior", posterior, words, TypeError)
         self._posterior = posterior.members[0]
+        self._linear_model = self._posterior.setting.linear_model
 
     @property
     def likelihood(self) -> Likelihood:
@@ -326,7 +321,7 @@ class LinearisedLaplace(Predicts):
         posterior, network = self._posterior, self._linear_model.network
         unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
         self.model._apply(fn)
-        self._base = model = LinearModel(network, self._linear_model.layout)  # to be probed
+        self._linear_model = model = LinearModel(network, self._linear_model.layout)  # not probed
         if posterior is not None:
             state = NetworkState(network) if unchanged else posterior.setting.state
             setting = posterior.setting._replace(linear_model=model, state=state)
@@ -338,10 +333,6 @@ class LinearisedLaplace(Predicts):
         """The largest numerical error of the samples that is asked for, in posterior standard
         deviations."""
         return self.compute.tolerance or usual_tolerance(self.num_samples)
-
-    @property
-    def _linear_model(self) -> LinearModel:
-        return self._base if self.posterior is None else self.posterior.setting.linear_model
 
     def fit(
         self,

@@ -31,6 +31,7 @@ from torch_lla_em.data.trees import (
     leaves_of,
     map_tensors,
     merged,
+    rows_of,
     tensors_in,
     to_device,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "map_tensors",
     "merged",
     "paired",
+    "rows_of",
     "tensors_in",
     "to_device",
     "unlabelled",

@@ -49,6 +49,13 @@ def merged(trees: Sequence[Any]) -> Any:
     return map_tensors(lambda *parts: torch.cat(parts), *trees)
 
 
+def rows_of(tree: Tree, rows: Tensor | slice) -> Any:
+    """Return some rows of every tensor of a tree."""
+    if isinstance(rows, slice):
+        return map_tensors(lambda tensor: tensor[rows], tree)
+    return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], tree)
+
+
 def leaves_of(tree: Tree) -> list[Any]:
     """Return every leaf of a tree, tensors and others."""
     return tree_leaves(tree, is_leaf=is_opaque)

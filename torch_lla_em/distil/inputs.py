@@ -15,6 +15,7 @@ from torch_lla_em.data import (
     inputs_of,
     map_tensors,
     merged,
+    rows_of,
     tensors_in,
     to_device,
     unlabelled,
@@ -54,11 +55,6 @@ def number_of(x: Any) -> int:
         rows = f"have {sorted(sizes) or 'no'} rows, but must be tensors with one row per example"
         raise TypeError(f"Inputs of distil {rows}, alone or in a tuple or dict.")
     return sizes.pop()
-
-
-def rows_of(tree: Any, rows: Tensor | slice) -> Any:
-    """Return some examples of a tree of tensors."""
-    return map_tensors(lambda tensor: tensor[rows], tree)
 
 
 def pieces(tree: Any) -> Iterator[Any]:

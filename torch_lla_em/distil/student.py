@@ -97,6 +97,8 @@ class Student(Printed, nn.Module):
         >>> p_values = student.predict(x).p_value
     """
 
+    _place: Tensor
+
     def __init__(self, network: nn.Module, form: Form, example: Inputs | int):
         """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its
         number of features."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
-from torch_lla_em.data import Inputs, Loader, merged, tensors_in
+from torch_lla_em.data import Inputs, Loader, merged, rows_of, tensors_in
 from torch_lla_em.distil.inputs import (
     BATCH,
     Way,
@@ -21,7 +21,6 @@ from torch_lla_em.distil.inputs import (
     gathered,
     number_of,
     pieces,
-    rows_of,
 )
 from torch_lla_em.distil.student import Form, Student, StudentError
 from torch_lla_em.jacobian import Network, last_layers

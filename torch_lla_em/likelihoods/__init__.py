@@ -8,11 +8,7 @@ should be able to choose it by name.
 from typing import Literal
 
 from torch_lla_em.likelihoods.base import Likelihood, average, mean_square, sum_rows
-from torch_lla_em.likelihoods.checks import (
-    compare_with_log_prob,
-    require_labels,
-    warn_if_mistaken,
-)
+from torch_lla_em.likelihoods.checks import compare_with_log_prob, require_labels, warn_if_mistaken
 from torch_lla_em.likelihoods.discrete import (
     Bernoulli,
     BradleyTerry,

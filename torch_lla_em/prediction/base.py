@@ -4,7 +4,7 @@ sets."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
+from math import ceil, pi
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +17,7 @@ from torch_lla_em.prediction.conformal import (
     Interval,
     aligned,
     conformal_interval,
-    conformal_set,
     crossed,
-    gaussian_entropy,
     has_classes,
     has_values,
     mass_above,
@@ -133,7 +131,7 @@ class BasePrediction(Printed):
         For regression it is that of a Gaussian with the same mean and variance.
         """
         if self.likelihood.real_valued:
-            return gaussian_entropy(self.predictive_variance)
+            return 0.5 * (2 * pi * self.predictive_variance).log() + 0.5
         return self._shaped(self._entropy())
 
     @property
@@ -274,7 +272,7 @@ class BasePrediction(Printed):
         reference, judged = self._judged("prediction_set")
         probs = judged.expectation
         threshold = reference.quantiles(reference.errors, level, self._stated, probs.shape[1])
-        return self._shaped(conformal_set(probs, threshold, self._ties))
+        return self._shaped(mass_above(probs, self._ties) <= threshold + self._ties)
 
     def interval(self, level: float = 0.9, joint: bool = False) -> Interval:
         """Return conformal prediction intervals, which contain y with probability ``level``.

@@ -7,7 +7,7 @@ rounding are ties.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import ceil, nan, pi
+from math import ceil, nan
 from typing import NamedTuple
 
 import torch
@@ -238,13 +238,3 @@ def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
     mass_in_order = mass.gather(1, order)
     above = torch.zeros_like(mass).scatter(1, order, mass_in_order.cumsum(1) - mass_in_order)
     return above[:, : probs.shape[1]]
-
-
-def conformal_set(probs: Tensor, threshold: Tensor, room: float | Tensor) -> Tensor:
-    """Return the classes that are less probable than classes of at most this mass, (B, C)."""
-    return mass_above(probs, room) <= threshold + room
-
-
-def gaussian_entropy(variance: Tensor) -> Tensor:
-    """Return the entropy of a Gaussian in nats."""
-    return 0.5 * (2 * pi * variance).log() + 0.5

@@ -32,7 +32,8 @@ class TrainingExamples(NamedTuple):
         The second is the posterior standard deviation d of a difference of outputs, the first d /
         √(σ σ') by their own.
         """
-        known, K = self._features(), len(deviations)
+        # distances are differences of squares, in which float32 would lose half of its digits
+        known, K = centred(self.likelihood, self.deviations).flatten(1).double(), len(deviations)
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
         if points.shape[1] != known.shape[1]:
             raise ValueError(
@@ -59,10 +60,6 @@ class TrainingExamples(NamedTuple):
         round."""
         outputs = self.deviations[:1, 0].numel()
         return (self.largest_variance.double() * outputs).sqrt()
-
-    def _features(self) -> Tensor:
-        # distances are differences of squares, in which float32 would lose half of its digits
-        return centred(self.likelihood, self.deviations).flatten(1).double()
 
 
 def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:

@@ -12,11 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_lla_em.data import AnyInputs, Loader, Values, inputs_in_order, to_device, unlabelled
 from torch_lla_em.prediction.posterior import Fitted, Posterior, Record, required
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.pushforward import (
-    Pushforward,
-    joined,
-    stack_members,
-)
+from torch_lla_em.prediction.pushforward import Pushforward, joined, stack_members
 from torch_lla_em.prediction.reference import Stated
 
 Mean = Literal["network", "linear"]

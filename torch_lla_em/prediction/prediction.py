@@ -11,12 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_lla_em.likelihoods import (
-    HeteroscedasticRegression,
-    Likelihood,
-    average,
-    mean_square,
-)
+from torch_lla_em.likelihoods import HeteroscedasticRegression, Likelihood, average, mean_square
 from torch_lla_em.prediction.base import BasePrediction
 from torch_lla_em.prediction.conformal import (
     ROUNDING,
@@ -25,10 +20,9 @@ from torch_lla_em.prediction.conformal import (
     require_share,
     rounding,
 )
-from torch_lla_em.prediction.mixture import Mixture
+from torch_lla_em.prediction.mixture import Mixture, TargetMixture, log_mean_exp
 from torch_lla_em.prediction.neighbours import centred
 from torch_lla_em.prediction.reference import Reference, Stated
-from torch_lla_em.prediction.target_mixture import TargetMixture, log_mean_exp
 from torch_lla_em.runtime import check_whole, without_autocast
 
 

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Values
-from torch_lla_em.prediction.conformal import (
-    p_values,
-    quantiles,
-    require,
-)
+from torch_lla_em.prediction.conformal import p_values, quantiles, require
 from torch_lla_em.runtime import check_choice
 
 Score = Literal["all", "epistemic", "distance"]

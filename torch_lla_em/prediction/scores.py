@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, require_labels
+from torch_lla_em.prediction.mixture import log_mean_exp
 from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.target_mixture import log_mean_exp
 
 
 def label_log_prob(prediction: Prediction, y: Tensor) -> Tensor:

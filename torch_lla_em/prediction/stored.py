@@ -87,9 +87,10 @@ def state_of(posterior: Posterior, given: Likelihood) -> State:
         "effective_dim": result.effective_dim.value,
         "effective_dim_error": result.effective_dim.standard_error,
         "_log_evidence": torch.stack(list(result.log_evidence)),
-        **_training(posterior.training),
         "fingerprint": posterior.setting.state.fingerprint,
     }
+    if (kept := posterior.training) is not None:
+        tensors |= dict(zip(_TRAINING, (kept.deviations, kept.largest_variance), strict=True))
     return state_of_correction(posterior.correction, tensors, record)
 
 
@@ -122,13 +123,6 @@ def loaded(state: State, setting: Setting, given: Likelihood, compute: Compute) 
         history=tuple(record["history"]),
         messages=tuple(record.get("said", ())),
     ).corrected(correction_of(state, place))
-
-
-def _training(examples: TrainingExamples | None) -> dict[str, Tensor]:
-    """Return the tensors of the training examples that a posterior keeps, by name."""
-    if examples is None:
-        return {}
-    return dict(zip(_TRAINING, (examples.deviations, examples.largest_variance), strict=True))
 
 
 def state_of_correction(

@@ -69,7 +69,7 @@ def _traced(network: Network, names: tuple[str, ...], x: Inputs) -> tuple[Tensor
     leaves = network.leaves(names)
     with torch.enable_grad():
         f = network.outputs(x, leaves)
-    ends = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
+    ends = {id(getattr(node, "variable", None)) for node in upstream([f.grad_fn])}
     parameters = dict(network.module.named_parameters())
     elsewhere = [name for name in names if id(parameters[name]) in ends]
     if elsewhere:
@@ -87,16 +87,11 @@ def _skips_weights(network: Network, x: Inputs) -> bool:
         x = map_tensors(
             lambda t: t.detach().requires_grad_().clone() if t.is_floating_point() else t, x
         )
-        nodes = nodes_of(network.outputs(x))
+        nodes = upstream([network.outputs(x).grad_fn])
         return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
 
 
-def nodes_of(f: Tensor) -> Iterator[Any]:
-    """Yield every node of the graph of f."""
-    return _upstream([f.grad_fn])
-
-
-def _upstream(nodes: list[Any]) -> Iterator[Any]:
+def upstream(nodes: list[Any]) -> Iterator[Any]:
     """Yield every node of a graph from which one of these is computed, and these."""
     nodes, seen = [*nodes], set()
     while nodes:
@@ -142,9 +137,9 @@ def last_layers(network: Network, x: Inputs) -> tuple[str, ...]:
         if failures:
             calls.clear()
             f = network.outputs(x)
-        of_f = set(nodes_of(f))
+        of_f = set(upstream([f.grad_fn]))
         acting = [call for call in calls if not of_f.isdisjoint(call[2])]
-        within = set(_upstream([node for _, given, _ in acting for node in given]))
+        within = set(upstream([node for _, given, _ in acting for node in given]))
         last = [layer for layer, _, returned in acting if within.isdisjoint(returned)]
     if not calls:
         raise ValueError(

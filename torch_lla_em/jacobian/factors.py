@@ -6,6 +6,7 @@ J W̃ = B (W̃ a) and Jᵀu = (Bᵀu) aᵀ are large matrix products without a g
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -118,16 +119,20 @@ class Dense(NamedTuple):
 Term = Outer | Lookup | Dense
 
 
+@dataclass(eq=False)
 class ByFactors(Rows):
-    """The linear model at a batch by factors."""
+    """The linear model at a batch by factors, for ``columns`` at once, None: all."""
 
-    def __init__(
-        self, layout: ParameterLayout, f: Tensor, parts: list[Term], columns: int | None = None
-    ):
-        """``columns``: the most at once, None: all."""
-        self.layout, self.columns, self.f, self.parts = layout, columns, f, parts
-        held = [entry for term in parts for entry in term if isinstance(entry, Tensor)]
-        self.nbytes = f.nbytes + sum(tensor.nbytes for tensor in held)
+    layout: ParameterLayout
+    f: Tensor
+    parts: list[Term]
+    columns: int | None = None
+
+    @property
+    def nbytes(self) -> float:
+        """Memory in bytes for storing this between passes."""
+        held = [entry for term in self.parts for entry in term if isinstance(entry, Tensor)]
+        return self.f.nbytes + sum(tensor.nbytes for tensor in held)
 
     @property
     def features(self) -> Tensor | None:

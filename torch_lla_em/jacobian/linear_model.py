@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import copy
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -26,6 +27,7 @@ logger = logging.getLogger("torch_lla_em")
 _COPIED = 250_000
 
 
+@dataclass(eq=False, repr=False)
 class LinearModel:
     """Jacobian J(x) of a network at its trained weights w_MAP, never materialised.
 
@@ -33,10 +35,10 @@ class LinearModel:
     J w and pulls u to Jᵀ u. The probe chooses how J is computed, on the first batch.
     """
 
-    def __init__(self, network: Network, layout: ParameterLayout):
-        self.network, self.layout = network, layout
-        self.ways: Ways | None = None
-        """The result of the probe."""
+    network: Network
+    layout: ParameterLayout
+    ways: Ways | None = None
+    """The result of the probe."""
 
     @property
     def factored(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ at the trained ones."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,11 @@ from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows
 
 
+@dataclass(eq=False)
 class Intercepted(TorchFunctionMode):
     """Gives every torch function of a forward pass to another function, with its arguments."""
 
-    def __init__(self, call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]):
-        super().__init__()
-        self._call = call
+    call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
     def __torch_function__(
         self,
@@ -32,7 +32,7 @@ class Intercepted(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return self._call(func, args, kwargs or {})
+        return self.call(func, args, kwargs or {})
 
 
 def as_in_training(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

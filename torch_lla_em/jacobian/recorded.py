@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from torch_lla_em.data import Inputs
-from torch_lla_em.jacobian.checks import nodes_of
+from torch_lla_em.jacobian.checks import upstream
 from torch_lla_em.jacobian.factors import ByFactors, Dense, Lookup, Outer, Term
 from torch_lla_em.jacobian.linearised import Intercepted
 from torch_lla_em.jacobian.network import Network
@@ -161,7 +161,7 @@ def _recorded(
     rows = num_examples(x)
     with torch.enable_grad(), Intercepted(see):
         f = network.outputs(x, leaves)
-    reached = {id(getattr(node, "variable", None)) for node in nodes_of(f)}
+    reached = {id(getattr(node, "variable", None)) for node in upstream([f.grad_fn])}
     return f, calls, not reached.isdisjoint(names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 from textwrap import TextWrapper
 
@@ -46,11 +47,12 @@ class Printed:
         return f"{table}<ul>{below}</ul>" if below else table
 
 
+@dataclass(repr=False)
 class Table(Printed):
     """A title and cells; print it."""
 
-    def __init__(self, title: str, rows: Cells):
-        self.title, self.rows = title, rows
+    title: str
+    rows: Cells
 
     def _table(self) -> tuple[str, Cells]:
         return self.title, self.rows

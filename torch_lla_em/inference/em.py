@@ -24,6 +24,10 @@ from torch_lla_em.solvers import Minimum, Search, Solver
 
 Problems = TypeVar("Problems", bound=LinearProblem)
 
+Step = tuple[State, State]
+"""The posterior with which a fit ends if its time is over, and the state from which it goes on: the
+same one if that has this posterior."""
+
 
 class Engine(Protocol[Problems]):
     """What EM runs on: linear problems at any H and σ, with the solvers for them."""
@@ -51,7 +55,7 @@ class Engine(Protocol[Problems]):
 
 def em(
     engine: Engine[Problems], q: State, update: Callable[[Engine[Problems], State], State]
-) -> Iterator[tuple[State, State]]:
+) -> Iterator[Step]:
     """Yield the posterior at λ and σ, and the state with the next ones by ``update``, until that
     says why EM ended."""
     while not q.fate.why:

@@ -66,14 +66,14 @@ class SpanFit:
         self._most = em_steps or (20 if over.expected.number else 0)
         """Largest number of solutions; if λ is given, for H."""
 
-    def run(self, start: State | None, precision: float | None) -> Iterator[State]:
-        """Yield the state after every extension of the span, until it says why the fit ended;
-        ``start`` is that of an earlier run."""
+    def run(self, q: State) -> Iterator[State]:
+        """Yield the state after every extension of the span, until it says why the fit ended; the
+        first one has no posterior yet, or is that of an earlier run."""
         over, span, grew = self.over, self.span, True
-        if start is None:
-            q = self._posterior(over.first(precision))
-        else:
-            q = start if start.fate.cut else self._extended(start)[0]
+        if not len(q.samples):
+            q = self._posterior(q)
+        elif not q.fate.cut:
+            q = self._extended(q)[0]
         while True:
             # λ, σ and H are found anew over a span that has grown enough
             due = span.size >= GROWTH * q.fate.solved or not over.expected.number

@@ -1,0 +1,114 @@
+"""The end of a fit: why it ends, what it says then, and its result.
+
+``why`` of a ``Fate``, of the result and of the last entry of ``history`` is what ended the fit:
+
+================================ ===================================================================
+accurate                         λ has converged, or had all its steps, and errors are tolerable
+all directions                   the span has all directions; the rest of the error is rounding
+all steps                        by a solver: λ had all its steps before it converged
+budget                           the time was over
+rounding leaves no new direction residuals are in the span up to rounding, unlike in float64
+no memory for more directions    a span of the allowed size was restricted too often
+rounding dominates ...           at the λ that was learnt it is rounding; it is at a larger one
+the solver has not converged     by a solver: the last solve had all its passes
+================================ ===================================================================
+
+``SpanFit.judged`` decides over a span, ``over_head.updated`` for a last layer, ``by_solver`` for a
+solver, and what a fit runs in when its time is over. All come here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_lla_em.inference.em import Engine
+from torch_lla_em.inference.mackay import mackay_noise
+from torch_lla_em.inference.over_head import OverHead
+from torch_lla_em.inference.over_span import OverSpan
+from torch_lla_em.inference.prior import StochasticPrior
+from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average
+from torch_lla_em.inference.samples import refuse_noise
+from torch_lla_em.inference.state import State
+from torch_lla_em.runtime import PRECISION_BOUNDS, or_float64, report
+from torch_lla_em.solvers import is_accurate
+
+
+def by_directions(
+    over: OverSpan | OverHead, q: State, columns: Tensor, noise: StochasticPrior, tolerance: float
+) -> FitResult:
+    """Return the result of a fit over a span, or of a last layer, whose state has no weights:
+    ``columns`` are the mean and the samples as parameters, (1 + K, P)."""
+    problem, error = over.problem, max(q.errors)
+    if q.fate.why != "budget" and not is_accurate(error, tolerance):
+        refuse_noise(error, q.precision, problem.dtype, 10.0)
+        report(
+            "warn",
+            f"The posterior has a numerical error of {error:.2g} posterior standard deviations, "
+            f"above the tolerance of {tolerance:.2g}: {q.fate.why}. Use fewer samples, or increase "
+            f"Compute(tolerance=){or_float64(problem.dtype)}.",
+        )
+    result = result_of(q._replace(mean=columns[0], samples=columns[1:].clone()), noise)
+    if over.expected.number:
+        result = result._replace(mixture=average(problem.likelihood, over, q).to(columns.device))
+        if over.span.sites is None:  # examples are not sites
+            examples, leverages = (part.to(columns.device) for part in at_examples(over, q))
+            result = result._replace(examples=examples, leverages=leverages)
+    return result
+
+
+def result_of(q: State, noise: StochasticPrior) -> FitResult:
+    """Return the result of a state."""
+    return FitResult(
+        q.precision,
+        q.sigma,
+        w_lin=q.mean,
+        w_samples=q.samples,
+        scale=noise.prior.scale,
+        effective_dim=Estimate.of(q.gamma),
+        certificate=q.certificate,
+        log_evidence=Estimate.of(q.bounds),
+        mode_error=q.errors[1],
+        why=q.fate.why,
+    )
+
+
+def tell(model: Engine[Any], q: State, tolerance: float, em_steps: int) -> None:
+    """Warn of a fit out of time, of a λ that still moves or is at a bound, and of a σ lost to
+    rounding."""
+    if q.fate.why == "budget":
+        rests = "" if q.fate.converged else ", and the prior precision has not converged"
+        report(
+            "log",
+            f"The budget is spent. The numerical error is {max(q.errors):.2g} posterior standard "
+            f"deviations (tolerance {tolerance:.2g}){rests}. With "
+            "Compute(checkpoint=folder), the same fit continues from here.",
+        )
+    if q.fate.why == "budget" or not em_steps:
+        return
+    if q.fate.number >= em_steps and not q.fate.converged:
+        report(
+            "log",
+            f"The prior precision has not converged after {em_steps} EM steps. Increase "
+            "em_steps, or pass a prior_precision closer to the result.",
+        )
+    low, high = PRECISION_BOUNDS
+    if not ((low < q.precision) & (q.precision < high)).all():
+        report(
+            "warn",
+            f"The prior precision reached a bound of [{low:g}, {high:g}]: the evidence prefers a "
+            "model without these parameters, or without a prior. Check that the network is "
+            "trained, and on these targets.",
+        )
+    if q.sigma is None:
+        return
+    if mackay_noise(model.problem, q.sigma, q.gamma, model.outputs(q))[1].any():
+        dtype, remedy = model.problem.dtype, " If the noise is that small, convert to float64."
+        report(
+            "warn",
+            "Residuals of the linear model are so small that their noise may be lost to rounding: "
+            f"sigma_noise is held above {torch.finfo(dtype).eps ** 0.5:.0e} of the size of the "
+            f"targets. Check that they vary.{'' if dtype == torch.float64 else remedy}",
+        )

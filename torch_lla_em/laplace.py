@@ -50,7 +50,6 @@ from torch_lla_em.prediction import (
     stored,
     summary,
     usual_tolerance,
-    warn_of_collapse,
     without_validation,
 )
 from torch_lla_em.predicts import Predicts
@@ -446,7 +445,6 @@ class LinearisedLaplace(Predicts):
                 num_data=facts.num_labelled,
                 num_inputs=facts.num_inputs,
             )
-            warn_of_collapse(found, problem)
             found = replace(found, messages=tuple(around.messages))
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
                 around.keep(partial(stored.state_of, found, self._given_likelihood))

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch_lla_em import plot
 from torch_lla_em.data import Loader
 from torch_lla_em.prediction import (
-    CALL,
     Holder,
     PredictedData,
     Record,
@@ -34,6 +33,7 @@ from torch_lla_em.prediction import (
     summary,
     suspicious_among,
 )
+from torch_lla_em.runtime import CALL
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width"><style>

@@ -168,13 +168,13 @@ class Session:
         self._saved_if_due(progress)  # at least one step is taken
         self._stage = _LEARNING
 
-    def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], q: State) -> State:
-        """Take the steps of a fit from a state, of which each is saved, may be the last in time,
-        and has an entry in the history if λ, σ and H were found anew.
+    def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], number: int) -> State:
+        """Take the steps of a fit, of which each is saved, may be the last in time, and has an
+        entry in the history if its number is above the last one: λ, σ and H were found anew.
 
         Return the state in which they end, or with which the budget ends them.
         """
-        number = q.fate.number
+        q: State | None = None
         for posterior, q in steps:
             self._draw()
             fate, is_end = q.fate, posterior is q and bool(q.fate.why)
@@ -190,6 +190,7 @@ class Session:
                 )
             if self._saved_if_due(partial(saved, q)) and not is_end:
                 return posterior._replace(fate=posterior.fate._replace(why="budget"))
+        assert q is not None
         return q
 
     def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:

@@ -12,9 +12,9 @@ from torch_lla_em.inference.span import Span
 class Alone:
     """Nothing happens around a fit."""
 
-    def run(self, steps, saved, q):
-        for _, following in steps:
-            q = following
+    def run(self, steps, saved, number):
+        for step in steps:
+            q = step[1]
         return q
 
     def is_late(self):

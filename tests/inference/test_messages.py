@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_lla_em import BlockCG, Compute, LinearisedLaplace
-from torch_lla_em.prediction import CALL
+from torch_lla_em.runtime import CALL
 
 MOST = 40
 """Words of a message."""

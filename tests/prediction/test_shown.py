@@ -32,12 +32,12 @@ from torch_lla_em import (
     NotFittedError,
     compare,
 )
-from torch_lla_em.inference import Estimate
+from torch_lla_em.inference.ends import tell
+from torch_lla_em.inference.state import State
 from torch_lla_em.likelihoods import Poisson, Regression
-from torch_lla_em.prediction import CALL, predicted_data, scores
-from torch_lla_em.prediction.collapse import warnings_of
+from torch_lla_em.prediction import predicted_data, scores
 from torch_lla_em.prediction.compare import Comparison
-from torch_lla_em.prediction.pushforward import Member, Pushforward
+from torch_lla_em.runtime import CALL, collected
 
 
 def words_of(shown):
@@ -106,23 +106,29 @@ def test_calibrated_predictions_have_no_warnings_of_fitted_ones():
     "changed, words",
     [
         ({}, None),
-        ({"effective_dim": 0.1}, 'is close to the prior. Try prior="isotropic", a smaller'),
-        ({"effective_dim": 0.1, "scale": 1.0}, "is close to the prior. Try a smaller"),
-        ({"effective_dim": 10.0, "effective_dim_error": 6.0}, "is close to the prior"),
-        ({"effective_dim": 3.0, "effective_dim_error": 0.5}, None),
-        ({"effective_dim": 0.1, "prior_precision": 1e20}, None),  # the fit has warned
-        ({"prior_precision": [1.0, 130.0]}, None),
+        ({"gamma": 0.1}, 'is close to the prior. Try prior="isotropic", a smaller'),
+        ({"gamma": 0.1, "scale": 1.0}, "is close to the prior. Try a smaller"),
+        ({"gamma": 10.0, "error": 6.0}, "is close to the prior"),
+        ({"gamma": 3.0, "error": 0.5}, None),
+        ({"gamma": 0.1, "precision": 1e20}, None),  # the fit warns of that
+        ({"precision": [1.0, 130.0]}, None),
+        ({"gamma": 70.0, "likelihood": Regression(1.0)}, "is 35% of the number of targets"),
+        ({"gamma": 50.0, "likelihood": Regression(1.0)}, None),
     ],
 )
-def test_a_posterior_without_data_is_noticed(changed, words):
-    well = {"effective_dim": 20.0, "effective_dim_error": 1.0, "prior_precision": 1.0, "scale": 2.0}
-    found = {name: torch.tensor(value) for name, value in (well | changed).items()}
-    gamma = Estimate(found.pop("effective_dim"), found.pop("effective_dim_error"))
-    result = SimpleNamespace(**found, effective_dim=gamma, w_samples=torch.zeros(32, 1))
-    f, posterior = torch.zeros(9, 3), SimpleNamespace(result=result, num_data=200)
-    given = [*warnings_of(posterior, Pushforward((Member(Poisson(), f, f[None]),), f))]
-    assert len(given) == (words is not None) and all(len(w.split()) <= 40 for w in given)
-    assert words is None or words in given[0]
+def test_fits_that_have_failed_are_noticed_by_their_effective_dimension(changed, words):
+    well = {"gamma": 20.0, "error": 1.0, "precision": 1.0, "scale": 2.0, "likelihood": Poisson()}
+    given = SimpleNamespace(**{**well, **changed})
+    facts = SimpleNamespace(num_rows=220, num_labelled=200, num_targets=220)
+    data, around = SimpleNamespace(facts=facts), torch.tensor([1.0, -1.0]).repeat(16)
+    engine = SimpleNamespace(problem=SimpleNamespace(likelihood=given.likelihood, data=data))
+    gamma = given.gamma + given.error * (31.0**0.5) * around
+    q = State(torch.tensor(given.precision), gamma=gamma)
+    noise, told = SimpleNamespace(prior=SimpleNamespace(scale=torch.tensor(given.scale))), []
+    with collected(told):
+        tell(engine, q, noise, tolerance=0.03, em_steps=0)
+    assert len(told) == (words is not None) and all(len(w.split()) <= 40 for w in told)
+    assert words is None or words in told[0]
 
 
 def test_outputs_of_different_units_are_noticed():

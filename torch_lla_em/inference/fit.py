@@ -85,9 +85,9 @@ class Surroundings(Protocol):
     def drawn(self, progress: Callable[[], Progress]) -> None:
         """Note that the random probes are drawn."""
 
-    def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], q: State) -> State:
-        """Take steps from a state q until they end, or the time is over, and return the last state;
-        ``saved`` returns what a checkpoint stores of one."""
+    def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], number: int) -> State:
+        """Take steps until they end, or the time is over, and return the last state. ``saved``
+        returns what a checkpoint stores of one, ``number`` is that of an earlier run."""
 
     def is_late(self) -> bool:
         """Return whether the time of the fit is over."""
@@ -188,9 +188,12 @@ def over_span(
 
     schedule = SpanFit(over, options.em_steps, options.tolerance, around.is_late)
     given = options.prior_precision
-    q = last or over.first(None if given is None else float(given))
-    if q.fate.why in ("", "budget"):
-        q = around.run(((q, q) for q in schedule.run(q)), saved, q)
+    if last is None or last.fate.why in ("", "budget"):
+        number = 0 if last is None else last.fate.number
+        states = schedule.run(last or over.first(None if given is None else float(given)))
+        q = around.run(((q, q) for q in states), saved, number)
+    else:
+        q = last
     learnt = q.precision
     while options.em_steps and given is None and q.fate.why != "budget" and not max(q.errors) <= 10:
         if q.precision >= PRECISION_BOUNDS[1]:
@@ -200,7 +203,7 @@ def over_span(
         why = f"rounding dominates at the prior precision of {learnt:.1e}"
         q = q._replace(fate=q.fate._replace(why=why))
     columns = noise.prior.scale * span.scaled(torch.cat([q.mean[None], q.samples]))
-    tell(over, q, options.tolerance, options.em_steps)
+    tell(over, q, noise, options.tolerance, options.em_steps)
     return by_directions(over, q, columns, noise, options.tolerance)
 
 
@@ -231,13 +234,13 @@ def over_head(
         q = begun
         for posterior, q in em(over, begun, partial(updated, em_steps=options.em_steps)):
             yield posterior, q
-        if q.fate.why != "accurate":
-            q = over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
-            q = q._replace(fate=q.fate._replace(number=q.fate.number + 1))
-            yield q, q
+        q = over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
+        q = q._replace(fate=q.fate._replace(number=q.fate.number + 1))
+        yield q, q
 
     try:
-        q = around.run(steps(q), saved, q)
+        if q.fate.why != "accurate":
+            q = around.run(steps(q), saved, q.fate.number)
     except DivergenceError as error:
         report("log", f"Products of features diverge: {error} The fit takes a span.")
         return None
@@ -245,7 +248,7 @@ def over_head(
         words = f"Products of features reach an error of {max(q.errors):.2g}: the fit takes a span."
         report("log", words)
         return None
-    tell(over, q, options.tolerance, options.em_steps)
+    tell(over, q, noise, options.tolerance, options.em_steps)
     columns = torch.cat([q.mean[None], q.samples])
     return by_directions(over, q, columns, noise, options.tolerance)
 
@@ -296,7 +299,7 @@ def by_solver(
         q = State(precision, problem.sigma, mean=problem.w_MAP * (prior.scale > 0))
     if options.em_steps:
         steps = em(model, q, partial(whole.updated, em_steps=options.em_steps))
-        q = around.run(steps, lambda q: start._replace(state=q), q)
+        q = around.run(steps, lambda q: start._replace(state=q), q.fate.number)
     if q.fate.why != "budget":
         last = whole.Whole(problem, noise, solver, (options.tolerance, options.tolerance))
         q, why = e_step(last, q), "all steps"
@@ -304,7 +307,7 @@ def by_solver(
             reached = is_accurate(max(q.errors), options.tolerance)
             why = "accurate" if reached else "the solver has not converged"
         q = q._replace(fate=q.fate._replace(why=why))
-    tell(model, q, options.tolerance, options.em_steps)
+    tell(model, q, noise, options.tolerance, options.em_steps)
     return result_of(q, noise)
 
 

@@ -16,7 +16,6 @@ from torch_lla_em.prediction.calibrate import (
 )
 from torch_lla_em.prediction.calibration import Calibration, Correction
 from torch_lla_em.prediction.check import Check, check
-from torch_lla_em.prediction.collapse import warn_of_collapse
 from torch_lla_em.prediction.compare import Comparison, PredictedData, compare, predicted_data
 from torch_lla_em.prediction.conformal import Compared, Interval, mean_and_error
 from torch_lla_em.prediction.export import export, program_of
@@ -35,7 +34,7 @@ from torch_lla_em.prediction.posterior import (
 )
 from torch_lla_em.prediction.predict import LOADERS, Mean, predict, predictions
 from torch_lla_em.prediction.prediction import Prediction, functions_of
-from torch_lla_em.prediction.printed import CALL, Cells, Printed, Table
+from torch_lla_em.prediction.printed import Cells, Printed, Table
 from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Reference, Score, Stated
 from torch_lla_em.prediction.risk import RiskControl
@@ -52,7 +51,6 @@ from torch_lla_em.prediction.summary import Accuracy, advice, usual_tolerance
 from torch_lla_em.prediction.suspicious import SuspiciousTargets, suspicious, suspicious_among
 
 __all__ = [
-    "CALL",
     "LOADERS",
     "Accuracy",
     "BasePrediction",
@@ -111,6 +109,5 @@ __all__ = [
     "suspicious_among",
     "temperature_of_neighbours",
     "usual_tolerance",
-    "warn_of_collapse",
     "without_validation",
 ]

@@ -21,9 +21,8 @@ from torch_lla_em.prediction.moved import NoDistance, moved, moves_of
 from torch_lla_em.prediction.numbers import temperature_of
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Fitted, Posterior, Posteriors, Record, required
-from torch_lla_em.prediction.printed import CALL
 from torch_lla_em.prediction.reference import Stated
-from torch_lla_em.runtime import Group, group_of, report
+from torch_lla_em.runtime import CALL, Group, group_of, report
 from torch_lla_em.runtime import first as first_of
 
 

@@ -31,7 +31,7 @@ from torch_lla_em.jacobian import Network
 from torch_lla_em.likelihoods import Classification, Likelihood
 from torch_lla_em.prediction.conformal import aligned
 from torch_lla_em.prediction.numbers import temperature_of
-from torch_lla_em.prediction.printed import CALL
+from torch_lla_em.runtime import CALL
 
 _MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different

@@ -11,9 +11,6 @@ Cells = list[tuple[str, ...]]
 _WIDTH = 76
 """Number of characters of a line of the last column."""
 
-CALL = "Call la.calibrate(validation_loader)"
-"""The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
-
 
 class Printed:
     """Base class of objects that are printed as a title, a table, and the sentences of

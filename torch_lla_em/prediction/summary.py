@@ -12,8 +12,9 @@ from torch_lla_em.jacobian import LinearModel
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.calibration import Calibration
 from torch_lla_em.prediction.posterior import Posterior, Posteriors, Record
-from torch_lla_em.prediction.printed import CALL, Cells
+from torch_lla_em.prediction.printed import Cells
 from torch_lla_em.prediction.reference import Reference
+from torch_lla_em.runtime import CALL
 from torch_lla_em.solvers import is_accurate, relative_error
 
 _FEW = 38

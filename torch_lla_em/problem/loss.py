@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -155,8 +156,17 @@ class TargetFacts(NamedTuple):
     ) -> TargetFacts:
         """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether
         σ is."""
-        totals = sums.cpu()
+        totals, given = sums.cpu(), likelihood.observation_noise
         noise = sigma = moments = None
+        errors = totals[2] / totals[3]
+        least, output = errors.reshape(-1).min(0)
+        if given is not None and not given.dim() and least < 0.01 * errors.mean():
+            report(
+                "log",
+                f"All outputs share sigma_noise, but residuals of output {output} are only "
+                f"{(least / errors.mean()).sqrt():.1%} of it: its intervals are far too wide. Pass "
+                f"Regression(torch.ones({len(errors)})) to learn one for each.",
+            )
         if is_learnt:
             noise = noise_of_residuals(totals, likelihood, is_start=False)
         if likelihood.from_data:
@@ -164,6 +174,22 @@ class TargetFacts(NamedTuple):
         if has_offset(likelihood) and totals[4].min() >= _FEWEST:
             moments = moments_of(sums, dtype)
         return cls(sigma, moments, noise)
+
+
+def warn_if_untrained(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Report a warning if outputs predict labels no better than equal probabilities."""
+    if not likelihood.gives_probabilities:
+        return
+    mask, classes = likelihood.mask(y), 2 if likelihood.elementwise else f.shape[-1]
+    count, most = y.numel() if mask is None else int(mask.sum()), math.log(classes)
+    nll = -likelihood.log_prob(f, y).double().sum().item() / max(count, 1)
+    if count and nll >= most:
+        report(
+            "log",
+            f"The network's NLL on training data, {nll:.3g}, is not below that of equal "
+            f"probabilities, {most:.3g}. The posterior is that of a trained network: train it "
+            "before fit.",
+        )
 
 
 def check_weights(likelihood: Likelihood) -> None:

@@ -13,7 +13,13 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, warn_if_mistaken
-from torch_lla_em.problem.loss import Loss, TargetFacts, check_weights, has_offset
+from torch_lla_em.problem.loss import (
+    Loss,
+    TargetFacts,
+    check_weights,
+    has_offset,
+    warn_if_untrained,
+)
 from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
@@ -271,6 +277,7 @@ class Problem:
             if not tally:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 warn_if_mistaken(self.likelihood, f, batch.targets)
+                warn_if_untrained(self.likelihood, f, batch.targets)
             tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:
             at_batch = type(error)(f"Batch {batch.index}: {error}")

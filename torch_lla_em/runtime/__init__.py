@@ -11,7 +11,7 @@ from torch_lla_em.runtime.memory import (
     shortage_of,
     suppressed,
 )
-from torch_lla_em.runtime.messages import collected, or_float64, report
+from torch_lla_em.runtime.messages import CALL, collected, or_float64, report
 from torch_lla_em.runtime.modes import ONE_AT_A_TIME, tf32, without_autocast
 from torch_lla_em.runtime.noise import normals
 from torch_lla_em.runtime.options import (
@@ -27,6 +27,7 @@ from torch_lla_em.runtime.options import (
 )
 
 __all__ = [
+    "CALL",
     "ONE_AT_A_TIME",
     "PRECISION_BOUNDS",
     "PRIORS",

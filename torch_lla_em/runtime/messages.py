@@ -13,6 +13,9 @@ import torch
 
 logger = logging.getLogger("torch_lla_em")
 
+CALL = "Call la.calibrate(validation_loader)"
+"""The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
+
 _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
 
 

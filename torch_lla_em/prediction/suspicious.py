@@ -15,12 +15,18 @@ from torch_lla_em.data import Data, GivenWeights, Inputs, Loader, paired, with_w
 from torch_lla_em.jacobian import ParameterLayout, select_parameters
 from torch_lla_em.likelihoods import Likelihood, Poisson
 from torch_lla_em.prediction.compare import PredictedData
+from torch_lla_em.prediction.mixture import log_mean_exp
 from torch_lla_em.prediction.posterior import Fitted, required
 from torch_lla_em.prediction.predict import predicted
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Stated
+
+_OWN = 0.25
+"""Functions count by p(y)^-.25 of the label that is judged, so that it has less to say: 0 leaves it
+in, 1 leaves it out, with more Monte Carlo error. AUROC over ten tables with 10 % of wrong labels,
+30 and 200 epochs: .917 and .909, at 0 .915 and .904, at .5 .916 and .905, at 1 .905 and .884."""
 
 
 class Judged(NamedTuple):
@@ -46,9 +52,9 @@ class SuspiciousTargets(Printed):
     """
 
     score: Tensor
-    """How suspicious each target is, (N,): -log p(label | x), or of numbers -log of their two-sided
-    probability. Of several outputs it is that of the least probable one, of sites the mean. It is 0
-    for examples without a label."""
+    """How suspicious each target is, (N,): -log p(label | x), for which the label itself counts
+    less, or of numbers -log of their two-sided probability. Of several outputs it is that of the
+    least probable one, of sites the mean. It is 0 for examples without a label."""
 
     mask: Tensor
     """Which examples to look at, (N,)."""
@@ -78,7 +84,7 @@ class SuspiciousTargets(Printed):
     def number(self) -> int:
         """The estimated number of wrong targets, those of the mask.
 
-        With 0, 2, 5, 10 and 20 % of wrong labels it was off by 5, 4, 4, 3 and 8 % of N on average
+        With 0, 2, 5, 10 and 20 % of wrong labels it was off by 4, 4, 2, 3 and 10 % of N on average
         over eleven tables.
         """
         return int(self.mask.sum())
@@ -125,8 +131,9 @@ def suspicious(
         for batch in data:
             prediction = predicted(record, record.at(batch.inputs))
             y = prediction._aligned(batch.targets)
-            several = (prediction,) if folds is None else prediction.members
-            each = [judged(replace(one, _class_dim=-1), y) for one in several]
+            # a member that has not seen an example is judged as it is
+            several, own = ((prediction,), _OWN) if folds is None else (prediction.members, 0.0)
+            each = [judged(replace(one, _class_dim=-1), y, own) for one in several]
             counts = _counts(y, record.likelihood.mask(y), batch.weights)
             parts.append((y[None], counts[None], *map(torch.stack, zip(*each, strict=True))))
     require_one_shape([y[0] for y, *_ in parts])
@@ -169,7 +176,7 @@ def of_all(likelihood: Likelihood, y: Tensor, counts: Tensor, found: Judged) -> 
     kept = counts > 0
     limit = -log(max(1, kept.sum().item()))
     if likelihood.gives_probabilities:
-        limit = (((found.margin >= 0) * counts).sum() / counts.sum()).log().item()
+        limit = ((counts * (-found.score).exp()).sum() / counts.sum()).log().item()
     map = score = found.score.where(kept, 0)
     margin = found.margin.where(kept, torch.inf)
     if likelihood.elementwise and y.dim() > 1:
@@ -180,18 +187,28 @@ def of_all(likelihood: Likelihood, y: Tensor, counts: Tensor, found: Judged) -> 
     return SuspiciousTargets(score, margin < limit, y, found.label, found.probability, map)
 
 
-def judged(prediction: Prediction, y: Tensor) -> Judged:
-    """Return what a prediction, classes last, says of targets."""
+def judged(prediction: Prediction, y: Tensor, own: float = _OWN) -> Judged:
+    """Return what a prediction, classes last, says of targets; a label that is judged counts less
+    by this power."""
     likelihood = prediction.likelihood
     if likelihood.gives_probabilities:
-        log_p, known = prediction.log_probs.double(), likelihood.mask(y)
-        if likelihood.elementwise:
-            log_p = torch.stack([(-prediction.probs.double()).log1p(), log_p], -1)
+        known = likelihood.mask(y)
         index = (y if known is None else y.where(known, 0)).long().unsqueeze(-1)
-        own = log_p.gather(-1, index).squeeze(-1)
+
+        def of_labels(f: Tensor, weights: Tensor | None, rows: slice) -> Tensor:
+            log_p = likelihood.log_mean(f.double())
+            if likelihood.elementwise:
+                log_p = torch.stack([(-log_p.expm1()).log(), log_p], -1)
+            log_p = log_p.clamp_min(log(torch.finfo(log_p.dtype).tiny))
+            given = log_p.gather(-1, index[rows].expand(*log_p.shape[:-1], 1))
+            total = log_mean_exp(log_p - own * given, weights)
+            return total - log_mean_exp(-own * given, weights)
+
+        log_p = prediction._mixture.over_rows(of_labels)
+        given = log_p.gather(-1, index).squeeze(-1)
         other = log_p.scatter(-1, index, -torch.inf).amax(-1)
         best = log_p.max(-1)
-        return Judged(-own, own - other, best.indices, best.values.exp())
+        return Judged(-given, given - other, best.indices, best.values.exp())
     mean = prediction.expectation.double()
     if likelihood.real_valued:
         away = (y - mean).abs() / prediction.predictive_variance.double().sqrt()

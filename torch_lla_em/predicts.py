@@ -306,9 +306,9 @@ class Predicts(Printed, nn.Module):
         set; print it.
 
         A label is suspicious if the posterior finds it improbable although it has seen it. It is in
-        the mask if another label is more probable by a factor over 1 / a, where a is the share of
-        all labels that are the most probable ones. Numbers are in the mask if fewer than one of all
-        is expected to be as far from its prediction.
+        the mask if another label is more probable by a factor over 1 / m, where m is the mean
+        probability of all given labels. Numbers are in the mask if fewer than one of all is
+        expected to be as far from its prediction.
 
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): The training data, without

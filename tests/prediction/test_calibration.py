@@ -19,7 +19,7 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.prediction.calibration import Calibration, calibrated
-from torch_lla_em.prediction.numbers import most_probable, numbers_of
+from torch_lla_em.prediction.numbers import LabelProbs, most_probable, numbers_of
 from torch_lla_em.prediction.pushforward import Member, Pushforward, posterior_alone
 from torch_lla_em.prediction.scores import count_labels
 from torch_lla_em.prediction.scores import label_log_prob as label_log_probs
@@ -75,8 +75,8 @@ def test_calibration_maximises_the_posterior_density(likelihood):
         prior = 0.5 * (theta / torch.tensor(numbers.deviations)).square().sum()
         return predicted(own, f, Jw, table).log_prob(y).sum() - prior
 
-    theta = most_probable(numbers, parts(*problem))
-    for step in 0.03 * torch.eye(len(theta), dtype=torch.float64):
+    theta = most_probable(LabelProbs(numbers, parts(*problem)))
+    for step in 0.05 * torch.eye(len(theta), dtype=torch.float64):  # components are interpolated
         assert max(density(theta + step), density(theta - step)) < density(theta) + 1e-6
 
 

@@ -13,12 +13,12 @@ from torch_lla_em.prediction.conformal import has_classes, mean_and_error
 from torch_lla_em.prediction.mixture import MODE, NETWORK
 from torch_lla_em.prediction.neighbours import output_variance
 from torch_lla_em.prediction.numbers import (
+    LabelProbs,
     Numbers,
-    determined,
     log_probs,
     most_probable,
+    networks_alone,
     numbers_of,
-    of_temperature,
     scaled,
     table_of,
     temperature,
@@ -150,7 +150,8 @@ def calibrated(
             "possible. Pass labelled examples."
         )
     numbers, alone = numbers_of(likelihood), temperature(parts)
-    theta = most_probable(numbers, parts, alone, length is None)
+    probs = LabelProbs(numbers, parts)
+    theta = most_probable(probs, alone, length is None)
     errors = _squared_errors(parts, before)
     kept = None if likelihood.observation_noise is None else _mean_of(before)
     if errors is not None and kept is not None:
@@ -158,17 +159,18 @@ def calibrated(
         fall, error = (0.0, 0.0) if after is None else mean_and_error(errors - after)
         if not fall > 2 * error:
             numbers = numbers_of(likelihood, kept)
-            theta = most_probable(numbers, parts, alone)
+            probs = LabelProbs(numbers, parts)
+            theta = most_probable(probs, alone)
     table, noise = numbers.at(theta)
     old = torch.cat([log_probs([part], own) for part, own in zip(parts, before, strict=True)])
-    new, optimism = log_probs(parts, table, noise), determined(numbers, theta, parts) / labels
+    new, optimism = log_probs(parts, table, noise), probs.determined(theta) / labels
     nll, (gain, error) = -old.sum().item() / labels, mean_and_error((new - old) * count / labels)
     networks = [part.without_samples() for part in parts]
     network = -log_probs(networks, posterior_alone(scale=0.0)).sum().item() / labels
     with_scaling, applied, rmse = None, gain > optimism, None
     if len(alone):
         inside = -log_probs(networks, scaled(alone)).sum().item() / labels
-        with_scaling = inside + determined(of_temperature(parts), alone, networks) / labels
+        with_scaling = inside + networks_alone(parts).determined(alone) / labels
         applied = applied or (length is None and gain > 0 and inside + 1 / labels < nll)
     if errors is not None:
         after = _squared_errors(parts, [table] * len(parts)) if applied else errors
@@ -256,7 +258,7 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
     word = "" if groups is None else "class" if by_class else "group"
     labels = kept[kept].long() if groups is None else groups
     second = second_half(labels, weights, word)
-    table, noise = numbers.at(most_probable(numbers, [data.part(~second)]))
+    table, noise = numbers.at(most_probable(LabelProbs(numbers, [data.part(~second)])))
     own, weights = (each if each is None else each[second] for each in (groups, weights))
     found = reference_of([data.part(second)], table_of(table, data.f.double()), noise)
     classes, groups = (own, None) if by_class else (None, own)
@@ -284,9 +286,11 @@ def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> T
     form."""
     found: list[Tensor] = []
     for part, table in zip(parts, tables, strict=True):
+        if not part.likelihood.real_valued:
+            return None
         for piece in part.pieces():
             mean = piece.prediction(table).expectation
-            if not part.likelihood.real_valued or mean.shape != piece.y.shape:
+            if mean.shape != piece.y.shape:
                 return None
             found.append((mean - piece.y).square().reshape(len(mean), -1).mean(1))
     return torch.cat(found)

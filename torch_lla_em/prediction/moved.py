@@ -142,8 +142,9 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
             best = min(best, (errors.square().mean().item(), width, ridge))
     whole = kernel(best[1], slice(None))
     whole.diagonal().add_(best[2])
-    inverse = torch.linalg.inv(whole)
-    found: Tensor = table - inverse @ (table - table.mean(0)) / inverse.diagonal()[:, None]
+    eye, centred = torch.eye(len(whole), device=whole.device).to(whole), table - table.mean(0)
+    root = torch.linalg.solve_triangular(torch.linalg.cholesky(whole), eye, upper=False)
+    found: Tensor = table - root.T @ (root @ centred) / root.square().sum(0)[:, None]
     return found
 
 

@@ -55,6 +55,20 @@ class Member(NamedTuple):
     """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin;
     None: 1."""
 
+    shares: Tensor | None = None
+    """By what means are shrunk, (B,), if it is known."""
+
+    def shrunk_by(self) -> Tensor | None:
+        """Return by what means are shrunk where the variance exceeds that of all training examples,
+        (B,); None: by nothing."""
+        if self.shares is not None or self.training is None:
+            return self.shares
+        if not self.likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
+            return None
+        variance = output_variance(self.training.likelihood, self.Jw[1:])
+        largest = self.training.largest_variance.to(variance)
+        return torch.where(variance > largest, largest / variance, 1.0)
+
     def components(
         self, table: Table, noise: Tensor | None, members: int = 1, owner: int = 0
     ) -> Iterator[Component]:
@@ -67,14 +81,9 @@ class Member(NamedTuple):
             factor = self.network_noise if noise is None else noise * self.network_noise.to(noise)
         if factor is not None and likelihood.observation_noise is not None:
             likelihood = likelihood.with_noise(likelihood.observation_noise.to(factor) * factor)
-        deviations = self.Jw[1:]
-        if self.training is not None and likelihood.gives_probabilities:
-            # of counts, a mean of 0 would be a rate of 1
-            variance = output_variance(self.training.likelihood, deviations)
-            largest = self.training.largest_variance.to(variance)
-            kept = torch.where(variance > largest, largest / variance, 1.0)
-            f, h = (kept.view(-1, *(1,) * (f.dim() - 1)) * mean for mean in (f, h))
-        deviations = rows[0][SCALE] ** 0.5 * deviations
+        if (shares := self.shrunk_by()) is not None:
+            f, h = (shares.to(f).view(-1, *(1,) * (f.dim() - 1)) * mean for mean in (f, h))
+        deviations = rows[0][SCALE] ** 0.5 * self.Jw[1:]
         for weight, of_mode, of_f, _ in rows:
             # a number that is fitted is a tensor, through which gradients pass
             terms = [
@@ -88,7 +97,12 @@ class Member(NamedTuple):
 
     def part(self, examples: slice | Tensor) -> Member:
         """Return some of the examples."""
-        return self._replace(f=self.f[examples], Jw=self.Jw[:, examples])
+        shares = None if self.shares is None else self.shares[examples]
+        return self._replace(f=self.f[examples], Jw=self.Jw[:, examples], shares=shares)
+
+    def without_samples(self) -> Member:
+        """Return the means alone, which are shrunk as before."""
+        return self._replace(Jw=self.Jw[:1], training=None, shares=self.shrunk_by())
 
 
 class Pushforward(NamedTuple):

@@ -27,20 +27,16 @@ from torch_lla_em.runtime import check_whole, without_autocast
 
 
 class Origin(Protocol):
-    """What a prediction was made of: the ``Pushforward`` of its inputs."""
+    """What a prediction was made of: the ``Pushforward`` of its inputs, which documents these."""
 
     @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood of the first posterior."""
+    def likelihood(self) -> Likelihood: ...
 
-    def member(self, i: int) -> Origin:
-        """Return the inputs under one of the posteriors."""
+    def member(self, i: int) -> Origin: ...
 
-    def distances(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the distances to the nearest training example, and their unit."""
+    def distances(self) -> tuple[Tensor | None, Tensor | None]: ...
 
-    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction:
-        """Return the prediction by a table of components."""
+    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction: ...
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -221,7 +221,7 @@ SOLVERS = [(SGD(epochs=10), False), (BlockCG(), True)]
 @pytest.mark.parametrize("solver, layerwise", daily((BlockCG(), False), rest=SOLVERS))
 @pytest.mark.filterwarnings("ignore:The samples", "ignore:The mode")
 def test_fits_on_smaller_gpus_are_the_same(solver, layerwise, monkeypatch, caplog):
-    monkeypatch.setattr(blocks, "_ENTRIES", 1 << 12)  # as small as those of a large problem
+    monkeypatch.setattr(blocks, "NUMBERS", 1 << 12)  # as small as those of a large problem
     (x, y), model = rows(96), network(20)
 
     def fit():

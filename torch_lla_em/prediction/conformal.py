@@ -16,10 +16,7 @@ from torch.nn.functional import pad
 
 from torch_lla_em.data import as_targets
 from torch_lla_em.likelihoods import Likelihood
-
-NUMBERS = 4_000_000
-"""Numbers, of comparisons, of differences between examples, or of functions, that are held in
-memory at a time."""
+from torch_lla_em.runtime import NUMBERS
 
 ROUNDING = 1e-9
 """Scores below this are rounding errors of double precision, and products of a level and a count

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood, average, mean_square
-from torch_lla_em.prediction.conformal import NUMBERS
-from torch_lla_em.runtime import without_autocast
+from torch_lla_em.runtime import NUMBERS, without_autocast
 
 Take = Callable[[Tensor, "Tensor | None", slice], Tensor]
 """Maps functions (S, b, ..., C), their weights (S,) or None, and the rows of these examples to

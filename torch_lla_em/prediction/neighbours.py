@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.conformal import NUMBERS, in_parts
+from torch_lla_em.prediction.conformal import in_parts
+from torch_lla_em.runtime import NUMBERS
 
 _MOST = 0.95
 """Largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
-from torch_lla_em.prediction.conformal import NUMBERS
 from torch_lla_em.prediction.mixture import MODE, SCALE, Component, Mixture
 from torch_lla_em.prediction.neighbours import TrainingExamples, output_variance
 from torch_lla_em.prediction.prediction import Prediction
 from torch_lla_em.prediction.reference import Reference
+from torch_lla_em.runtime import NUMBERS
 
 Rows = list[list[Any]]
 """A table of components as numbers, or as tensors of one number each if it is differentiated."""

@@ -3,6 +3,7 @@
 from torch_lla_em.runtime.files import write_atomically
 from torch_lla_em.runtime.group import Group, first, group_of
 from torch_lla_em.runtime.memory import (
+    NUMBERS,
     DoesNotFit,
     free_for_each,
     free_memory,
@@ -28,6 +29,7 @@ from torch_lla_em.runtime.options import (
 
 __all__ = [
     "CALL",
+    "NUMBERS",
     "ONE_AT_A_TIME",
     "PRECISION_BOUNDS",
     "PRIORS",

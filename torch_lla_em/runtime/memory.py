@@ -25,6 +25,10 @@ _WORDS = re.compile(
     "|could not create a primitive(?! descriptor)"
 )
 
+NUMBERS = 4_000_000
+"""Numbers of a temporary tensor that are held at a time: of comparisons, of differences between
+examples, of functions, or of vectors in float64."""
+
 
 class DoesNotFit(MemoryError):
     """One column of one example does not fit into memory."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# numbers that are converted to float64 at a time
-_ENTRIES = 4_000_000
+from torch_lla_em.runtime import NUMBERS
+
 # relative singular value that the products of vectors resolve in float64
 _RESOLVED = 2e-8
 # number of entries that are summed in float32, whose rounding error grows with it
@@ -123,6 +123,6 @@ def add_combined(total: Tensor, coefficients: Tensor, rows: Tensor, factor: floa
 
 def _pieces(*blocks: Tensor) -> Iterator[slice]:
     """Yield the columns of blocks in pieces, which need little memory in another precision."""
-    size, step = blocks[0].shape[1], max(1, _ENTRIES // max(1, sum(map(len, blocks))))
+    size, step = blocks[0].shape[1], max(1, NUMBERS // max(1, sum(map(len, blocks))))
     for start in range(0, size, step):
         yield slice(start, start + step)

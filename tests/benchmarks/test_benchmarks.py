@@ -25,7 +25,7 @@ import uci
 from fresh import run_python
 from methods import markdown, peers, tasks
 from methods.metrics import Classes, Numbers
-from tiny import batched, tiny
+from tiny import batched, draw, tiny
 from torch.testing import assert_close
 from torchvision.io import encode_jpeg
 
@@ -35,10 +35,6 @@ from torch_lla_em.solvers import BlockCG
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_scores_of_classes_reward_dependent_functions():
@@ -53,14 +49,14 @@ def test_scores_of_classes_reward_dependent_functions():
 
 
 def test_scores_of_numbers_are_those_of_gaussians_in_the_unit_of_the_targets():
-    f, y = drawn(50, 12).double(), torch.linspace(-1, 1, 12).double()
+    f, y = draw(50, 12), torch.linspace(-1, 1, 12).double()
     sd = (Numbers.of(f, 0.5).covariance.diagonal() + 0.25).sqrt()
     nll = -torch.distributions.Normal(f.mean(0), sd).log_prob(y).mean()
     assert abs(Numbers.of(f, 0.5).scores(y)["nll"] - nll.item()) < 1e-6
     scales = torch.logspace(-3, 1, 400).tolist()
     nll = {s: Numbers.of(f, s).scores(y)["nll"] for s in scales}
     assert peers.best_noise(f, y) == pytest.approx(min(scales, key=nll.get))
-    y, draws = drawn(4000, 1), 10 * drawn(2, 4000, seed=1)
+    y, draws = draw(4000, 1), 10 * draw(2, 4000, seed=1)
     found = uci.scores((torch.zeros(1, 4000), torch.ones(1, 4000)), y, unit=10.0)
     nll = -torch.distributions.Normal(0.0, 10.0).log_prob(10 * y).mean().item()
     # E|Y - y| - E|Y - Y'| / 2, by Monte Carlo
@@ -103,9 +99,8 @@ def test_records_become_rows_of_tables_and_killed_runs_continue(tmp_path):
     measured, path = [], tmp_path / "lines.jsonl"
     for count in (1, 2):
         cases = [{"seed": seed} for seed in range(count)]
-        found = markdown.resume(
-            path, cases, lambda seed: measured.append(seed) or [{"nll": seed}], {}
-        )
+        run = lambda seed: measured.append(seed) or [{"nll": seed}]  # noqa: E731
+        found = markdown.resume(path, cases, run, {})
     assert measured == [0, 1] and [line["nll"] for line in found] == [0, 1]
     assert report.kept(path) == found
 
@@ -160,14 +155,14 @@ def test_the_system_of_the_race_is_that_of_the_dense_posterior():
 
 def splits(folder):
     """Return where a table of 60 rows lies as ``uci.py`` reads it, in units of 100."""
-    x = drawn(60, 3)
+    x = draw(60, 3)
     for kind in ("standard", "gap"):
         data = folder / kind / "table" / "data"
         data.mkdir(parents=True)
         for part, rows in (("train", range(10, 60)), ("test", range(10))):
             np.savetxt(data / f"index_{part}_0.txt", rows, fmt="%d")
     data = folder / "standard" / "table" / "data"
-    np.savetxt(data / "data.txt", torch.cat([x, 100 * x[:, :1] + drawn(60, 1, seed=1)], 1))
+    np.savetxt(data / "data.txt", torch.cat([x, 100 * x[:, :1] + draw(60, 1, seed=1)], 1))
     np.savetxt(data / "index_features.txt", range(3), fmt="%d")
     np.savetxt(data / "index_target.txt", [3], fmt="%d")
     return folder
@@ -175,15 +170,13 @@ def splits(folder):
 
 def test_powers_of_the_scale_lie_between_one_number_per_tensor_and_the_default():
     layout = ParameterLayout(("0.weight", "0.bias"), (torch.Size([4, 3]), torch.Size([4])))
-    squares, w = 0.1 + drawn(16).square(), drawn(16, seed=1)
+    squares, w = 0.1 + draw(16).square(), draw(16, seed=1)
     squares[5] = 0
     of = {name: scale(squares, layout, w) for name, scale in scaling.SCALES.items()}
     assert_close(scaling.powered(1.0, squares, layout, w), of["no units"])
     assert_close(of["power 1/2"].square(), of["no units"] * of["power 0"])
     live = squares > 0
-    for part, alive in zip(
-        of["power 0"].split(layout.sizes), live.split(layout.sizes), strict=True
-    ):
+    for part, alive in batched([*layout.sizes], of["power 0"], live):
         assert_close(part[alive], part[:1].expand(int(alive.sum())))
     for scale in of.values():
         assert ((scale > 0) == live).all()
@@ -251,7 +244,7 @@ def test_scalings_of_the_prior_are_compared_whole(tmp_path, capsys):
 def little_pictures(tmp_path, monkeypatch):
     """A folder of 120 and 80 random pictures in the form of CIFAR-10."""
     for part, count in (("train", 120), ("test", 80)):
-        pixels = (255 * drawn(count, 3, 32, 32).sigmoid()).to(torch.uint8)
+        pixels = (255 * draw(count, 3, 32, 32).sigmoid()).to(torch.uint8)
         files = [encode_jpeg(picture).numpy() for picture in pixels]
         stored = {"jpeg": np.concatenate(files), "sizes": np.array([*map(len, files)], np.int32)}
         labels = (np.arange(count) % 10).astype(np.uint8)
@@ -296,7 +289,7 @@ def test_a_gpu_is_measured_whole(tmp_path, device, quick_costs):
 
 
 @pytest.mark.slow
-def test_pictures_are_drawn(tmp_path):
+def test_pictures_are_draw(tmp_path):
     run_python(BENCHMARKS / "gallery.py", "--tiny", "--out", tmp_path)
     shown = {path.name for path in (ROOT / "docs/images/gallery").glob("*.png")}
     assert {path.name for path in tmp_path.glob("*.png")} == shown

@@ -58,8 +58,8 @@ def loaded(x, y, size=5, **options):
     return DataLoader(TensorDataset(x, y), size, **options)
 
 
-def image_of(model, batch):
-    return model(batch.image)
+def by(targets, outputs=None):
+    return {"adapter": Adapter(outputs, targets)}
 
 
 def joined(loader, at_most=10, target_fn=None):
@@ -73,18 +73,12 @@ FORMS = {
     "list": (lambda x, y: [x, y], {}),
     "numpy": (lambda x, y: (x.numpy(), y.numpy()), {}),
     "dict": (lambda x, y: {"image": x, "labels": y}, {}),
-    "other keys": (
-        lambda x, y: {"image": x, "label": y},
-        {"adapter": Adapter(targets=lambda b: b["label"])},
-    ),
-    "label first": (lambda x, y: (y, x), {"adapter": Adapter(targets=lambda b: b[0])}),
-    "one-hot": (
-        lambda x, y: (x, functional.one_hot(y, 3)),
-        {"adapter": Adapter(targets=lambda b: b[1].argmax(1))},
-    ),
+    "other keys": (lambda x, y: {"image": x, "label": y}, by(lambda b: b["label"])),
+    "label first": (lambda x, y: (y, x), by(lambda b: b[0])),
+    "one-hot": (lambda x, y: (x, functional.one_hot(y, 3)), by(lambda b: b[1].argmax(1))),
     "UserDict": (lambda x, y: UserDict(image=x.numpy(), labels=y.numpy()), {}),
     "namedtuple": (Pair, {}),
-    "namedtuple by name": (Pair, {"adapter": Adapter(outputs=image_of, targets=lambda b: b.label)}),
+    "namedtuple by name": (Pair, by(lambda b: b.label, lambda model, b: model(b.image))),
 }
 
 
@@ -148,9 +142,7 @@ def test_causal_labels_are_shifted():
     batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
     with pytest.raises(ValueError, match="Pass the label after each token") as caught:
         list(Data([batch], CPU))
-    own = eval(
-        re.search(r"lambda .*\)(?=\))", str(caught.value))[0]
-    )  # the remedy is that of the message
+    own = eval(re.search(r"lambda .*\)(?=\))", str(caught.value))[0])  # the remedy that it names
     assert own(batch).tolist() == [[6, 7, -100, -100], [9, 3, 4, -100]]
     (found,) = Data([batch], CPU, own)
     assert torch.equal(found.targets, own(batch))
@@ -222,9 +214,8 @@ def test_ranks_share_tensors_by_examples(size):
         assert part.rows.tolist() == own
         assert torch.equal(part.inputs, x[own]) and torch.equal(part.targets, y[own])
     found = [part.rows.tolist() for part in Data(batched(7, x, y), CPU, group=Ranks(1, size))]
-    assert found == (
-        [[*range(7, 12)]] if size == 2 else [[*range(1, 7, size)], [*range(8, 12, size)]]
-    )
+    whole = [[*range(7, 12)]]
+    assert found == (whole if size == 2 else [[*range(1, 7, size)], [*range(8, 12, size)]])
 
 
 def test_batches_are_joined_as_far_as_they_fit():
@@ -417,15 +408,16 @@ def test_random_augmentation_is_found_at_the_first_batch_of_the_first_pass():
         assert len(read) == 5
 
 
+TYPES = "bool", "uint8", "bfloat16", "float64", "complex64"
+
+
 def identity_of(x, rows=None):
     identity, rows = Identity(), torch.arange(len(x)) if rows is None else rows
     identity.add(Batch(0, rows, x[rows], torch.zeros(len(rows))))
     return identity
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64]
-)
+@pytest.mark.parametrize("dtype", [getattr(torch, kind) for kind in TYPES])
 @pytest.mark.parametrize("width", [1, 3])
 def test_every_type_is_compared_by_its_bytes(dtype, width):
     x = (torch.randn(40, 1 + width) * 100).to(dtype)[:, 1:]
@@ -454,8 +446,8 @@ COLLATED = {
     "padded text": lambda words, y: (pad_sequence(words, True, 1), y),
     "padded by zeros": lambda words, y: (pad_sequence(words, True), y),
     "token targets": lambda words, y: (
-        pad_sequence(words, True),
-        torch.where(pad_sequence(words, True) > 1, 1, -100),
+        (x := pad_sequence(words, True)),
+        torch.where(x > 1, 1, -100),
     ),
     "sentences": lambda words, y: (["abcdefghij"[int(s[0]) % 10] * len(s) for s in words], y),
     "objects": lambda words, y: (Graph(torch.cat(words)[:, None] * torch.ones(4)), y),

@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 from daily import daily
-from tiny import draw, fitted, likelihood_of, tiny
+from models import of_onnx
+from tiny import draw, fitted, likelihood_of, posterior_of
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 from torch.testing import assert_close
@@ -71,9 +72,7 @@ def test_a_student_learns_the_posterior(classified):
     other = copy.deepcopy(student)  # whose features are those of its own network
     other.head[-1].bias.add_(9.0)
     assert_close(other.predict(case.x).log_scores, student.predict(case.x).log_scores + 9)
-    assert (
-        other.predict(case.x).aleatoric >= 0
-    ).all()  # the mutual information is at most the entropy
+    assert (other.predict(case.x).aleatoric >= 0).all()
 
 
 def test_networks_random_numbers_and_formats_of_inputs():
@@ -121,8 +120,7 @@ def test_all_likelihoods(name):
 
 
 def posterior(network, likelihood, *data, **options):
-    la = LinearisedLaplace(network.double(), likelihood, num_samples=4, **options)
-    return la.fit(*data, progress_bar=False, em_steps=2)
+    return posterior_of(network.double(), likelihood, *data, **options, em_steps=2)
 
 
 def small(outputs):
@@ -156,6 +154,11 @@ def test_two_outputs_pairs_sites_and_tokens():
     assert la.distil(tokens, **QUICK).error.kl < 0.1
 
 
+def known_values(found, given):
+    """Return which numbers are among those of their column."""
+    return torch.stack([torch.isin(a, b) for a, b in zip(found.T, given.T, strict=True)], 1)
+
+
 def test_inputs_are_made_from_others():
     x, mask = draw(40, 3), torch.ones(40, 2).long()
     tokens = 2 + torch.arange(160).view(40, 4) % 7
@@ -170,14 +173,10 @@ def test_inputs_are_made_from_others():
     gap = torch.cdist(noisy, x).amin(1)
     assert 0 < gap.median() < 1 < gap.max()
     swapped, others, masks = made("swap", (x, tokens, mask), 400)
-    whole = torch.stack([torch.isin(a, b) for a, b in zip(swapped.T, x.T, strict=True)], 1).all(
-        1
-    )  # not mixed
+    whole = known_values(swapped, x).all(1)  # not mixed
     assert 150 < whole.sum() < 250 and (torch.cdist(swapped[whole], x).amin(1) > 0).any()
     assert ((swapped >= x.amin(0)) & (swapped <= x.amax(0))).all()
-    assert all(
-        torch.isin(found, given).all() for found, given in zip(others.T, tokens.T, strict=True)
-    )
+    assert known_values(others, tokens).all()
     assert not {*map(tuple, others.tolist())} <= known
     assert torch.equal(masks, mask[:1].expand(400, 2))
     double = made(["noise", lambda inputs: (100 + inputs[0], inputs[1])], (x, tokens), 301)[0]
@@ -188,16 +187,16 @@ def test_inputs_are_made_from_others():
 def test_categories_keep_their_values():
     """Columns of one category are replaced together, a constant one among them, and others are not mixed."""
     generator = torch.Generator().manual_seed(0)
-    # a column that is no category, then 0, 1 or 2 of four, the same of three, and 0 or 1
+    # a column that is no category, then 0, 1 or 2 of four, the same of three, 0 or 1, and 0 to 2
     kind, order = torch.randint(3, (400,), generator=generator), torch.tensor([0, 2, 3])
     four, three = (nn.functional.one_hot(kind, n).double() for n in (4, 3))
     binary = (draw(400, 2) > 0).double()
-    parts = binary[:, :1], draw(400, 1), four[:, [0, 3, 1, 2]], three, binary[:, 1:]
+    parts = binary[:, :1], draw(400, 1), four[:, [0, 3, 1, 2]], three, binary[:, 1:], kind[:, None]
     x = torch.cat([parts[0], *[3 * part - 1 for part in parts[1:]]], 1)
     for way, changed in (("swap", 0.5), ("noise", 1)):
         found = torch.cat([*augmented(x, 2_000, [way], generator)])
-        is_known = torch.stack([torch.isin(a, b) for a, b in zip(found.T, x.T, strict=True)], 1)
-        assert is_known[:, [0, *range(2, 10)]].all()
+        is_known = known_values(found, x)
+        assert is_known[:, [0, *range(2, 11)]].all()
         assert abs((~is_known[:, 1]).double().mean() - changed) < 5 * (0.25 / 2_000) ** 0.5
         for columns in (slice(2, 6), slice(6, 9)):
             assert (found[:, columns].sum(1) == x[0, columns].sum()).all()
@@ -303,10 +302,8 @@ def test_kl_is_that_of_torch():
     assert_close(labels, kl_divergence(Bernoulli(logits=f), Bernoulli(logits=g)).mean(1))
     v, w = draw(6, 6, seed=2).exp(), draw(6, 6, seed=3).exp()
     totals = [each[:, :3] + each[:, 3:] for each in (v, w)]
-    expected = kl_divergence(
-        *(Normal(m, t.sqrt()) for m, t in zip((f, g), totals, strict=True))
-    ).mean(1)
-    assert_close(found(Regression(), f, v, w.log()), expected)
+    one, other = (Normal(m, t.sqrt()) for m, t in zip((f, g), totals, strict=True))
+    assert_close(found(Regression(), f, v, w.log()), kl_divergence(one, other).mean(1))
 
 
 def drawn(case, count, generator):
@@ -382,28 +379,6 @@ def test_scores_and_outputs_can_be_compared_apart(student):
         p.mean
 
 
-def test_ties_of_discrete_inputs_remain_when_a_student_is_cast():
-    """The reference keeps its digits, and scores tie by the rounding of the coarser dtype."""
-    generator = torch.Generator().manual_seed(0)
-
-    def discrete(count):
-        x = torch.randint(0, 2, (count, 2), generator=generator).float()
-        return x, (x.sum(1) + torch.rand(count, generator=generator)).long()
-
-    la = LinearisedLaplace(tiny("classification").model.float(), "classification", num_samples=4)
-    student = la.fit(*discrete(60), progress_bar=False).distil(discrete(100)[0], **QUICK)
-    student.calibrate(*discrete(99))
-    x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    due = student.predict(x)
-    assert "p_value" not in student.export(x).module()(x)
-    program = student.export(x, p_value=True).module()
-    assert_close(program(x)["p_value"], due.p_value, rtol=0, atol=1e-12)
-    now = student.double().predict(x.double())
-    assert_close(now.p_value, due.p_value, rtol=0, atol=1e-12)
-    assert torch.equal(now.prediction_set(0.8), due.prediction_set(0.8))
-    assert student.reference.unusual.dtype == torch.float64
-
-
 def assert_alike(one, other):
     for quantity in ("expectation", "epistemic", "aleatoric", "p_value"):
         assert_close(getattr(one, quantity), getattr(other, quantity))
@@ -451,7 +426,6 @@ def test_exported(name, suffix, request, tmp_path, capfd, caplog):
     case, _, student = request.getfixturevalue(name)
     student.calibrate(case.x, case.y)
     path = tmp_path / f"student.{suffix}"
-    runtime = pytest.importorskip("onnxruntime") if suffix == "onnx" else None
     caplog.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter
@@ -459,20 +433,13 @@ def test_exported(name, suffix, request, tmp_path, capfd, caplog):
         student.export(case.x[:4], path, level=0.8, p_value=True)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not "".join(capfd.readouterr())
-    session = runtime and runtime.InferenceSession(path)
-
-    def program(x):
-        if not session:
-            return torch.export.load(path).module()(x)
-        names = [each.name for each in session.get_outputs()]
-        return dict(
-            zip(names, map(torch.from_numpy, session.run(None, {"x": x.numpy()})), strict=True)
-        )
-
+    program = of_onnx(path)[0] if suffix == "onnx" else torch.export.load(path).module()
     is_regression = case.name == "regression"
     names = ["expectation", "predictive_variance"] if is_regression else ["probs"]
     names += ["epistemic", "aleatoric", "ood_score", "p_value"]
-    for x in (draw(25, 2, seed=7), draw(1, 2, seed=8)):  # no ties with the reference
+    if suffix == "pt2":
+        assert "p_value" not in student.export(case.x).module()(case.x)
+    for x in (draw(25, 2, seed=7), draw(1, 2, seed=8), case.x):  # the last ties with the reference
         prediction, found = student.predict(x), program(x)
         due = {each: getattr(prediction, each) for each in names}
         if is_regression:
@@ -493,15 +460,3 @@ def test_a_random_program_is_refused(classified):
     student = la.distil(case.x, **QUICK | {"steps": 5}, student=Random(*case.model))
     with pytest.raises(RuntimeError, match=r"off by .* in 'probs'"):
         student.export(case.x)
-
-
-@pytest.mark.cuda
-def test_a_student_on_a_gpu():
-    case, la = fitted()
-    la.to("cuda")
-    student = la.distil(case.x, **QUICK).calibrate(case.x, case.y)
-    prediction = student.predict(case.x)
-    assert prediction.probs.device.type == prediction.p_value.device.type == "cuda"
-    here = copy.deepcopy(student).to("cpu").predict(case.x)
-    both = ((each.probs.cpu(), each.p_value.cpu()) for each in (prediction, here))
-    assert_close(*both)

@@ -2,14 +2,13 @@
 
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 from direct import Direct
-from tiny import batched, tiny
+from tiny import batched, posterior_of, tiny
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import BlockCG
 from torch_lla_em.checkpoint import Folder
 
 
@@ -41,15 +40,11 @@ class Slow(Fuse):
 SOLVERS = {"krylov": None, "cg": BlockCG(), "function space": Direct()}
 
 
-READ = Compute(keep_data=False)  # in every pass, so that loaders can interrupt it
-
-
-def fit(solver, loader, folder, **options):
-    name = options.pop("likelihood", "classification")
-    options = {"num_samples": 4, "curvature": "network", "compute": READ, **options}
-    own = {"checkpoint": folder, "solver": SOLVERS[solver]}
-    options["compute"] = replace(options["compute"], **own)
-    return LinearisedLaplace(tiny(name).model, name, **options).fit(loader, progress_bar=False)
+def fit(solver, loader, folder, likelihood="classification", model=None, **options):
+    """Fit with batches that are read in every pass, so that loaders can interrupt it."""
+    own = {"curvature": "network", "keep_data": False, "solver": SOLVERS[solver]}
+    model = tiny("classification").model if model is None else model
+    return posterior_of(model, likelihood, loader, checkpoint=folder, **own | options)
 
 
 def fit_slowly(folder):

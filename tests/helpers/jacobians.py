@@ -41,10 +41,8 @@ def dense(model, names, forward):
         return f.detach(), torch.cat([own.flatten(1) for own in each], 1).double()
     for output in f.reshape(-1):
         grads = torch.autograd.grad(output, chosen, retain_graph=True, allow_unused=True)
-        each = [
-            torch.zeros_like(p) if g is None else g.to_dense()
-            for g, p in zip(grads, chosen, strict=True)
-        ]
+        pairs = zip(grads, chosen, strict=True)
+        each = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs]
         rows.append(torch.cat([g.reshape(-1) for g in each]))
     return f.detach(), torch.stack(rows).double()
 
@@ -61,9 +59,8 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7, de
     flags = [p.requires_grad for p in module.parameters()]
     linear.probe(x)
     assert torch.equal(torch.get_rng_state(), random_state)
-    f, J = dense(
-        module, names, lambda m: (forward_fn or default_forward)(m, x).movedim(class_dim, -1)
-    )
+    forward = forward_fn or default_forward
+    f, J = dense(module, names, lambda m: forward(m, x).movedim(class_dim, -1))
     generator, factors, near = torch.Generator().manual_seed(1), None, {"rtol": rtol, "atol": rtol}
     w = torch.randn(3, len(J[0]), generator=generator, dtype=torch.float64)
     u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
@@ -76,9 +73,8 @@ def check(model, x, selection=None, forward_fn=None, class_dim=-1, rtol=1e-7, de
             ways.append(factors)
         for rows in ways:
             for columns in (1, 3):
-                assert_close(
-                    rows.push(w[:columns]).double(), (w[:columns] @ J.T).view(-1, *f.shape), **near
-                )
+                due = (w[:columns] @ J.T).view(-1, *f.shape)
+                assert_close(rows.push(w[:columns]).double(), due, **near)
                 total = rows.pull(u[:columns]).added_to(torch.zeros_like(w[:columns]))
                 assert_close(total, u[:columns].flatten(1) @ J, **near)
             assert_close(rows.f, f, **near)

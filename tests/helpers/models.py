@@ -1,7 +1,17 @@
 """Networks that several test files use."""
 
+from itertools import pairwise
+
+import pytest
 import torch
 from torch import nn
+
+
+def network(*widths):
+    """Linear layers with tanh between them."""
+    torch.manual_seed(0)
+    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
 
 
 def small_cnn():
@@ -24,6 +34,12 @@ def trained(model, x, y, steps, rate=0.02, loss=nn.functional.cross_entropy):
         loss(model(x), y).backward()
         optimizer.step()
     return model
+
+
+def gaussian_nll(f, y):
+    """The loss of a network that predicts means and log variances."""
+    mean, log_variance = f.chunk(2, -1)
+    return nn.functional.gaussian_nll_loss(mean, y, log_variance.exp())
 
 
 class Centred(nn.Sequential):
@@ -49,3 +65,16 @@ class Bent(nn.Module):
             # forward mode takes the other branch, reverse mode 0 times infinity
             root = torch.where(z > 0, root, 0.0 * z)
         return self.net(x) + torch.where(x[:, :1] == 0, root, 0.0)  # 0 for other inputs
+
+
+def of_onnx(path):
+    """An exported program as a function of tensors, run by onnxruntime, and the names of its inputs and outputs."""
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    names = [[each.name for each in of()] for of in (session.get_inputs, session.get_outputs)]
+
+    def program(x):
+        x = x if isinstance(x, tuple) else (x,)
+        values = session.run(None, dict(zip(names[0], (part.numpy() for part in x), strict=True)))
+        return dict(zip(names[1], map(torch.tensor, values), strict=True))
+
+    return program, *names

@@ -33,13 +33,8 @@ def run(size, function, folder, *arguments, timeout=60.0):
 def _work(rank, size, name, folder, arguments, timeout):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    own = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout)}
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", **own)
     function = getattr(importlib.import_module(name[0]), name[1])
     try:
         result = function(rank, *arguments)

@@ -68,9 +68,7 @@ def likelihood_of(name: str) -> Likelihood:
     }[name]
 
 
-def problem_of(
-    model: nn.Module, likelihood: Likelihood, loader, selection=None, weights=None
-) -> Problem:
+def problem_of(model, likelihood: Likelihood, loader, selection=None, weights=None) -> Problem:
     layout = ParameterLayout.of(model, select_parameters(model, selection))
     linear = LinearModel(Network(model), layout)
     data = Data(loader, torch.device("cpu"), weights=weights)
@@ -122,23 +120,33 @@ def tiny(name: str) -> Tiny:
     return Tiny(model, x, y, name)
 
 
-OF_FIT = "em_steps prior_precision validation weights".split()
-OF_COMPUTE = "checkpoint budget shard".split()
+OF_FIT = "em_steps prior_precision validation weights progress_bar".split()
+OF_COMPUTE = "budget checkpoint keep_data precision shard solver span_memory tolerance".split()
+
+
+def posterior_of(model: nn.Module, likelihood, x, y=None, *, at=None, **options):
+    """Return a fitted posterior; arguments of ``fit`` and fields of ``Compute`` are among the options.
+
+    ``at`` is a prior precision that is not learnt.
+    """
+    if at is not None:
+        options |= {"em_steps": 0, "prior_precision": at}
+    of_compute = {key: options.pop(key) for key in OF_COMPUTE if key in options}
+    options["compute"] = replace(options.get("compute", Compute()), **of_compute)
+    of_fit = {key: options.pop(key) for key in OF_FIT if key in options}
+    la = LinearisedLaplace(model, likelihood, **{"num_samples": 4, **options})
+    return la.fit(x, y, **{"progress_bar": False, **of_fit})
 
 
 def fitted(
     name: str = "classification", loader=None, model=None, likelihood=None, **options
 ) -> tuple[Tiny, LinearisedLaplace]:
-    """Return a tiny problem and its posterior; arguments of ``fit`` and fields of ``Compute`` are among the options."""
+    """Return a tiny problem and its posterior, as ``posterior_of`` does."""
     case = tiny(name)
-    of_compute = {key: options.pop(key) for key in OF_COMPUTE if key in options}
-    options["compute"] = replace(options.get("compute", Compute()), **of_compute)
-    of_fit = {key: options.pop(key) for key in OF_FIT if key in options}
     likelihood = likelihood_of(name) if likelihood is None else likelihood
-    la = LinearisedLaplace(model or case.model, likelihood, **{"num_samples": 4, **options})
     loader = [(case.x, case.y)] if loader is None else loader
-    of_fit = {"validation": False, **of_fit}
-    return case, la.fit(loader, progress_bar=False, **of_fit)
+    options = {"validation": False, **options}
+    return case, posterior_of(model or case.model, likelihood, loader, **options)
 
 
 @cache

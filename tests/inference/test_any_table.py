@@ -7,10 +7,9 @@ import pytest
 import torch
 from daily import daily
 from models import trained
+from tiny import posterior_of
 from torch import nn
 from torch.nn import functional as F
-
-from torch_lla_em import LinearisedLaplace
 
 
 def network(outputs, layers=1):
@@ -27,8 +26,7 @@ def table(n=40, noise=0.1):
 def quiet_fit(model, x, y, likelihood="regression", **options):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        la = LinearisedLaplace(model, likelihood, num_samples=8, **options)
-        la.fit(x, y, progress_bar=False)
+        la = posterior_of(model, likelihood, x, y, num_samples=8, **options)
     return la, told
 
 

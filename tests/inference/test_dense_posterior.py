@@ -7,11 +7,11 @@ import torch
 from daily import daily
 from dense import gaussian_log_prob
 from steps import complete_span, posterior_at, solved_at
-from tiny import basis_noise, draw, fitted, tiny
+from tiny import basis_noise, draw, fitted, posterior_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import BlockCG
 from torch_lla_em.inference.em import e_step, m_step
 from torch_lla_em.inference.span_problem import log_dets
 from torch_lla_em.inference.sto_samples import get_sto_samples
@@ -125,8 +125,7 @@ def test_the_mode_is_accurate_if_the_network_has_no_curvature_there(num_samples)
     with torch.no_grad():
         model.weight.copy_(weight)
     options = {"prior": "isotropic", "curvature": "network", "num_samples": num_samples}
-    la = LinearisedLaplace(model, "classification", compute=Compute(tolerance=1e-7), **options)
-    la.fit(x, y, em_steps=0, prior_precision=0.01, progress_bar=False, validation=False)
+    la = posterior_of(model, "classification", x, y, at=0.01, tolerance=1e-7, **options)
     w = la.w_lin.clone().requires_grad_()
     f = x @ w[:60].view(3, 20).T + w[60:]
     objective = nn.functional.cross_entropy(f, y, reduction="sum") + 0.005 * w.square().sum()
@@ -147,14 +146,9 @@ def test_examples_of_several_shapes_take_solves(caplog):
 def test_an_effective_dimension_far_below_one_is_not_lost_to_rounding(precision, solver):
     case = tiny("classification")
     dense = case.exact()
-    options = {
-        "num_samples": 64,
-        "prior": "isotropic",
-        "curvature": "network",
-        "compute": Compute(solver=solver),
-    }
-    fit = {"em_steps": 0, "prior_precision": precision}
-    _, la = fitted(loader=[(case.x.float(), case.y)], model=case.model.float(), **fit, **options)
+    options = {"num_samples": 64, "prior": "isotropic", "curvature": "network", "solver": solver}
+    data = case.model.float(), "classification", case.x.float(), case.y
+    la = posterior_of(*data, at=precision, **options)
     truth = dense.effective_dims(torch.tensor(precision).double()).sum().item()
     error = la.effective_dim_error.item()
     assert 0 < error < 0.2 * truth and abs(la.effective_dim.item() - truth) < 5 * error

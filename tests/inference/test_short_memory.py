@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from models import trained
+from tiny import posterior_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,8 +125,7 @@ def test_the_evidence_does_not_fall_far_below_one_that_a_fit_has_passed(n, class
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, classes))
     options = {"num_samples": 8, "parameters": "last_layer", "compute": Compute(span_memory=memory)}
-    la = LinearisedLaplace(trained(net, x, y, 60), "classification", seed=2, **options)
-    la.fit(x, y, progress_bar=False)
+    la = posterior_of(trained(net, x, y, 60), "classification", x, y, seed=2, **options)
     best = max(la.history[::-1], key=lambda step: step["log_evidence"])  # others may be NaN
     last = la.history[-1]
     assert last["why"] == "accurate" and last["step"] < 40

@@ -4,11 +4,11 @@ import pytest
 import torch
 from daily import daily
 from models import trained
-from tiny import batched, draw, problem_of
+from tiny import batched, draw, posterior_of, problem_of
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import Classification, Compute, LinearisedLaplace
+from torch_lla_em import Classification, Compute
 from torch_lla_em.data import Batch
 from torch_lla_em.problem import sites
 from torch_lla_em.problem.sites import Sites
@@ -39,8 +39,7 @@ def in_rows(model, x, y):
 
 def fit(model, x, y, **options):
     options |= {"prior": "isotropic", "compute": Compute(tolerance=0.02)}
-    la = LinearisedLaplace(model, Classification(), num_samples=6, **options)
-    return la.fit(batched(5, x, y), progress_bar=False)
+    return posterior_of(model, Classification(), batched(5, x, y), num_samples=6, **options)
 
 
 @pytest.mark.parametrize("parameters", daily("last_layer", rest=[None]))
@@ -87,9 +86,8 @@ def test_a_few_labels_in_one_image_are_all_kept():
     y[1, [2, 7, 9]] = 1
     problem = problem_of(nn.Linear(2, 2), Classification(), [(torch.zeros(3, 10, 2), y)])
     batch = Batch(0, torch.arange(3), None, y)
-    rows, f, _ = Sites(1.0, 3, 6, 0).take(
-        problem, batch, torch.arange(60.0).view(3, 10, 2), torch.zeros(1, 3, 10, 2)
-    )
+    f, none = torch.arange(60.0).view(3, 10, 2), torch.zeros(1, 3, 10, 2)
+    rows, f, _ = Sites(1.0, 3, 6, 0).take(problem, batch, f, none)
     assert rows.rows.tolist() == [3, 4, 5] and rows.weights.tolist() == [1, 1, 1]
     assert_close(f[:, 0], torch.tensor([24.0, 34.0, 38.0]))
 
@@ -100,8 +98,7 @@ def test_images_of_which_some_sites_were_kept_are_calibrated_and_have_distances(
     y = (x[:, 0] + draw(10, 6, 6, seed=1) > 0).long()
     for most in (200, sites.KEPT_OUTPUTS):
         monkeypatch.setattr(sites, "KEPT_OUTPUTS", most)
-        la = LinearisedLaplace(net, Classification(), class_dim=1, num_samples=4)
-        la.fit(x[:7], y[:7], progress_bar=False).calibrate(x[7:], y[7:])
+        la = posterior_of(net, Classification(), x[:7], y[:7], class_dim=1).calibrate(x[7:], y[7:])
         assert la.predict(x[:2]).p_value.isfinite().all()
     with pytest.raises(ValueError, match="their distances cannot be compared"):  # of another size
         la.predict(draw(2, 2, 8, 8).float()).p_value

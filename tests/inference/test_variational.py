@@ -8,7 +8,7 @@ from daily import daily
 from loaders import InAnyOrder
 from models import trained
 from steps import Alone, begin, complete_span, posterior_at
-from tiny import basis_noise, batched, likelihood_of, problem_of, tiny
+from tiny import basis_noise, batched, likelihood_of, posterior_of, problem_of, tiny
 from tiny import fitted as tiny_fit
 from torch import nn
 
@@ -169,8 +169,7 @@ def test_a_complete_span_comes_to_rest(monkeypatch):
     found, curved = [], OverSpan.curved
     monkeypatch.setattr(OverSpan, "curved", lambda *a, **b: found.append(1) or curved(*a, **b))
     model, x, y = three_classes(steps=200)  # so certain that the map of H is rough
-    la = LinearisedLaplace(model, "classification", num_samples=8, seed=1)
-    la.fit(x, y, progress_bar=False)
+    la = posterior_of(model, "classification", x, y, num_samples=8, seed=1)
     assert len(found) < 100 and not la.messages[1:]
 
 
@@ -179,8 +178,7 @@ def test_lambda_does_not_depend_on_its_start_once_the_span_is_complete():
     model, x, y = three_classes()
     found = []
     for start in (None, 1e-4, 1e4):
-        la = LinearisedLaplace(model, "classification")
-        la.fit(x, y, prior_precision=start, progress_bar=False)
+        la = posterior_of(model, "classification", x, y, prior_precision=start)
         assert not la.messages[1:]
         found.append(la.prior_precision)
     logs = torch.stack(found).log()
@@ -299,10 +297,8 @@ def test_curvature_comes_to_rest_at_a_given_precision_too():
     x[:, :6] += 2 * torch.eye(6)[y]
     torch.manual_seed(0)
     network = trained(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6)), x, y, 60)
-    learnt = LinearisedLaplace(network, "classification", num_samples=8)
-    learnt.fit(x, y, progress_bar=False)
-    given = LinearisedLaplace(network, "classification", num_samples=8)
-    given.fit(x, y, em_steps=0, prior_precision=learnt.prior_precision, progress_bar=False)
+    learnt = posterior_of(network, "classification", x, y, num_samples=8)
+    given = posterior_of(network, "classification", x, y, num_samples=8, at=learnt.prior_precision)
     assert given.effective_dim.item() == pytest.approx(learnt.effective_dim.item(), rel=0.03)
 
 
@@ -326,9 +322,8 @@ def test_noisy_labels_leave_the_prediction_to_the_posterior(weights):
         with torch.no_grad():
             network.weight.copy_((2 - 4 * flipped) * torch.tensor([[-1.0, 0], [1, 0]]))
         la = LinearisedLaplace(network, "classification", num_samples=8)
-        shares.append(
-            1 - la.fit(x, y.long(), weights=weights, progress_bar=False).mixture[0, 0].item()
-        )
+        la.fit(x, y.long(), weights=weights, progress_bar=False)
+        shares.append(1 - la.mixture[0, 0].item())
         scales.append(la.posterior_scale.item())
     assert shares[1] < 0.1 < shares[0]
     assert scales == [1, 2]
@@ -344,8 +339,7 @@ def test_networks_more_certain_than_their_features_are_trusted_less():
     for factor in (1.0, 30.0):
         with torch.no_grad():
             case.model[2].weight *= factor
-        la = LinearisedLaplace(case.model, "classification", num_samples=8)
-        la.fit([(case.x, case.y)], progress_bar=False)
+        la = posterior_of(case.model, "classification", [(case.x, case.y)], num_samples=8)
         mixture = la.posterior.result.mixture
         weights.append(mixture[2, 0].item())
         assert mixture[:, 0].sum() == pytest.approx(1)
@@ -378,9 +372,8 @@ def test_it_is_the_default_where_it_applies(name, options, fit, expected):
 def test_without_a_span_the_network_is_gone_on_with(monkeypatch):
     case = tiny("bernoulli")
     la = LinearisedLaplace(case.model, "bernoulli", num_samples=4)
-    plain = LinearisedLaplace(
-        case.model, "bernoulli", num_samples=4, compute=Compute(solver=BlockCG())
-    )
+    by_solver = Compute(solver=BlockCG())
+    plain = LinearisedLaplace(case.model, "bernoulli", num_samples=4, compute=by_solver)
 
     def none(*_):  # as in an order that changes
         raise DoesNotFit("they change")

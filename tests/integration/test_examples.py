@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import known
+from tiny import known, posterior_of
 
 import torch_lla_em
-from torch_lla_em import FeatureDensity, Likelihood, LinearisedLaplace, Student
+from torch_lla_em import FeatureDensity, Likelihood, Student
 from torch_lla_em.mixtures import GaussianMixture
 from torch_lla_em.runtime import Group
 
@@ -55,8 +55,7 @@ def names():
 
     def fitted(x, y):
         line = torch.nn.Linear(x.shape[1], 1).to(x)
-        la = LinearisedLaplace(line, "regression", num_samples=4)
-        return la.fit(x, y, em_steps=1, progress_bar=False)
+        return posterior_of(line, "regression", x, y, em_steps=1)
 
     (case, la), (real, regression) = known(), known("regression")
     la, regression = copy(la).calibrate(case.x, case.y), copy(regression).calibrate(real.x, real.y)

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import posterior_of, tiny
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import LinearisedLaplace, NotFittedError
+from torch_lla_em import NotFittedError
 from torch_lla_em.integrations.laplace_torch import Laplace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,16 +75,13 @@ def test_the_evidence_is_that_of_the_fitted_precision_and_noise():
     """Its differences are exact: of the prior's mean, and of σ as of the posterior at that σ."""
     model, x, loader = case_of("regression")
     given = (model, "regression", "all")
-    la, other = (
-        fitted(*given, prior_precision=2.0, prior_mean=m, loader=loader) for m in (0.0, 0.5)
-    )
+    own = {"prior_precision": 2.0, "loader": loader}
+    la, other = (fitted(*given, prior_mean=mean, **own) for mean in (0.0, 0.5))
     due = 0.5 * 2 * ((la.mean - 0.5).square().sum() - la.mean.square().sum())
     assert_close(la.log_marginal_likelihood() - other.log_marginal_likelihood(), due)
     # every example counts half as with √2 of the noise, but for the constant
-    warm, noisy = (
-        fitted(*given, loader=loader, **how)
-        for how in ({"sigma_noise": 0.4, "temperature": 2.0}, {"sigma_noise": 0.4 * 2**0.5})
-    )
+    warm = fitted(*given, loader=loader, sigma_noise=0.4, temperature=2.0)
+    noisy = fitted(*given, loader=loader, sigma_noise=0.4 * 2**0.5)
     gap = warm.log_marginal_likelihood() - noisy.log_marginal_likelihood()
     assert_close(gap.item(), 0.5 * loader.dataset.tensors[1].numel() * math.log(2))
     la.sigma_noise, la.prior_precision = 0.4, 3.0
@@ -134,10 +131,8 @@ def test_a_classification_says_that_its_precision_is_that_of_the_linear_model(cl
     other.optimize_prior_precision(val_loader=loader)
     assert "by EM for the linear model. laplace-torch maximises" in caplog.text
     assert "'val_loader' has no effect: prior_precision is learnt" in caplog.text
-    direct = LinearisedLaplace(
-        la.model, "classification", prior="isotropic", curvature="network", num_samples=4
-    )
-    direct.fit(loader, progress_bar=False)
+    own = {"prior": "isotropic", "curvature": "network"}
+    direct = posterior_of(la.model, "classification", loader, **own)
     assert_close(other.prior_precision, direct.prior_precision)
 
 
@@ -207,9 +202,8 @@ def test_batches_that_are_dicts_are_passed_whole_and_outputs_can_have_sites():
     evidences = (each.log_marginal_likelihood() for each in (la, same))
     assert_close(*evidences, rtol=1e-4, atol=0)
     sites = x.view(4, 5, 3)
-    mean, covariance = fitted(nn.Linear(3, 2), "regression", loader=[(sites, sites[..., :2])])(
-        sites
-    )
+    dense = fitted(nn.Linear(3, 2), "regression", loader=[(sites, sites[..., :2])])
+    mean, covariance = dense(sites)
     assert mean.shape == (4, 5, 2) and covariance.shape == (4, 5, 2, 2)
 
 

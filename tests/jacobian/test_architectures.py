@@ -205,11 +205,13 @@ OF_TWO_LAYERS = {
     "random numbers": lambda m, x: m.b(m.a(x)) + 0 * torch.rand(2),
     "residual added in place": added_in_place,
     "detach": lambda m, x: m.b(m.a(x) * m.a(x).detach()),
+    "arguments by name": lambda m, x: F.linear(weight=m.b.weight, input=F.linear(x, bias=m.a.bias, weight=m.a.weight).tanh(), bias=m.b.bias),
 }  # fmt: skip
 MAPS = {"a": nn.Conv2d(1, 2, 3, padding=1), "b": nn.Conv2d(2, 3, 1)}
 WORDS = torch.tensor([[0, 1, 2, 0], [1, 1, 4, 2], [3, 2, 2, 2], [4, 0, 1, 3]])
 SEQUENCE = embedded(forward=lambda m, ids: m.head(m.embed(ids).tanh()))
 SHARED = nn.Linear(3, 3)
+LAST_AXIS = {"memory_format": torch.channels_last}
 NARROW = nn.Linear(10, 40), nn.Softmax(-1), nn.Flatten()
 LAST = {"pixels": nn.Conv2d(4, 200, 1), "grouped pixels": nn.Conv2d(4, 200, 1, groups=2)}
 BY_FACTORS = {
@@ -231,10 +233,7 @@ BY_FACTORS = {
     },
     "frozen weights": lambda: (mlp().requires_grad_(False), X, ["0.*", "4.*"]),
     "a weight without influence": lambda: (mixed(), X, ["inner.*", "spare.*"]),
-    "channels last": lambda: (
-        net(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(memory_format=torch.channels_last),
-        draw(4, 2, 6, 6).to(memory_format=torch.channels_last),
-    ),
+    "channels last": lambda: (net(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(**LAST_AXIS), draw(4, 2, 6, 6).to(**LAST_AXIS)),
     "modules called several times": lambda: (repeated(), X),
     "hooks": lambda: (hooked(), X),
     "a wide last layer": lambda: (net(nn.Linear(3, 520)), X[:2]),

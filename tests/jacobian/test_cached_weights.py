@@ -3,13 +3,11 @@
 import pytest
 import torch
 from jacobians import Calls
-from tiny import draw
+from tiny import draw, posterior_of
 from torch import nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
-
-from torch_lla_em import LinearisedLaplace
 
 X, Y = draw(20, 3), torch.arange(20) % 3
 
@@ -34,8 +32,7 @@ def in_attribute(own):
 
 
 def fitted(model):
-    la = LinearisedLaplace(model, "classification", num_samples=4, prior="isotropic")
-    return la.fit([(X, Y)], em_steps=0, prior_precision=0.5, progress_bar=False)
+    return posterior_of(model, "classification", [(X, Y)], prior="isotropic", at=0.5)
 
 
 def assert_same(la, plain):

@@ -63,14 +63,6 @@ def test_weights_are_never_kept():
         assert_close(again.by_autodiff(X).push(w), again.at(X, 9).push(w))
 
 
-def test_arguments_of_a_layer_may_be_named_in_any_order():
-    def forward(m, x):
-        h = F.linear(x, bias=m.a.bias, weight=m.a.weight).tanh()
-        return F.linear(weight=m.b.weight, input=h, bias=m.b.bias)
-
-    assert kept(prepared(Calls(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2))), X)
-
-
 def test_what_is_kept_shares_no_memory():
     """The inputs of a head are often a part of a larger tensor, as of the first token."""
     model = Calls(lambda m, x: m.head(m.body(x)[:, 0]), body=nn.Linear(3, 4), head=nn.Linear(4, 2))

@@ -51,18 +51,9 @@ def of_classes(*shape):
 BITS = (draw(5, 2, 3, 4, seed=1) > 0).double()
 CASES = {
     "pixels": (*pixels(3), (draw(5, 3, 4) > 0).long(), Classification(), 1, of_classes(1, 3, 12)),
-    "sequence": (
-        *tagger(), Classification(), -1,
-        lambda f, y: -functional.cross_entropy(f.view(4, 3), y, reduction="sum"),
-    ),
-    "image": (
-        *pixels(2), draw(5, 2, 3, 4, seed=1), Regression(SIGMAS), 1,
-        lambda f, y: gaussian_log_prob(SIGMAS[:, None, None])(f.view(2, 3, 4), y),
-    ),
-    "labels": (
-        *pixels(2), BITS, Bernoulli(), -3,
-        lambda f, y: -functional.binary_cross_entropy_with_logits(f.view(2, 3, 4), y, reduction="sum"),
-    ),
+    "sequence": (*tagger(), Classification(), -1, lambda f, y: -functional.cross_entropy(f.view(4, 3), y, reduction="sum")),
+    "image": (*pixels(2), draw(5, 2, 3, 4, seed=1), Regression(SIGMAS), 1, lambda f, y: gaussian_log_prob(SIGMAS[:, None, None])(f.view(2, 3, 4), y)),
+    "labels": (*pixels(2), BITS, Bernoulli(), -3, lambda f, y: -functional.binary_cross_entropy_with_logits(f.view(2, 3, 4), y, reduction="sum")),
 }  # fmt: skip
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from models import trained
-from tiny import draw, tiny
+from models import gaussian_nll, trained
+from tiny import draw, posterior_of, tiny
 from torch import nn
-from torch.nn.functional import gaussian_nll_loss
 from torch.testing import assert_close
 
 from torch_lla_em import Adapter, BradleyTerry, Compute, LinearisedLaplace, Regression
@@ -13,12 +12,8 @@ from torch_lla_em.likelihoods import preferred, rewards
 from torch_lla_em.prediction import functions_of
 
 FIXED = {"em_steps": 0, "prior_precision": 20.0, "progress_bar": False}
-EXACT = {
-    "curvature": "network",
-    "num_samples": 4,
-    "compute": Compute(tolerance=1e-9),
-    "prior": "isotropic",
-}
+EXACT = {"curvature": "network", "num_samples": 4, "prior": "isotropic"}
+EXACT |= {"compute": Compute(tolerance=1e-9)}
 
 
 def net(inputs, outputs, hidden=4):
@@ -35,19 +30,14 @@ def noisy(count, seed=0):
 def heteroscedastic():
     """A network trained to predict mean and log variance, and its data."""
 
-    def loss(f, y):
-        mu, s = f.chunk(2, -1)
-        return gaussian_nll_loss(mu, y, s.exp())
-
     x, y = noisy(40)
-    return trained(net(1, 2, hidden=5), x, y, 300, loss=loss), x, y
+    return trained(net(1, 2, hidden=5), x, y, 300, loss=gaussian_nll), x, y
 
 
 @pytest.mark.parametrize("curvature", ["network", "variational"])
 def test_fits_with_predicted_noise(heteroscedastic, curvature):
     model, x, y = heteroscedastic
-    la = LinearisedLaplace(model, "heteroscedastic", num_samples=16, curvature=curvature)
-    la.fit([(x, y)], progress_bar=False)
+    la = posterior_of(model, "heteroscedastic", [(x, y)], num_samples=16, curvature=curvature)
     mean, variance = la(x)
     assert mean.shape == variance.shape == (40, 1) and mean.isfinite().all()
     if curvature != "variational":
@@ -83,12 +73,9 @@ def preferences():
 
 def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp_path):
     model, a, b, y, la = preferences
-    difference = {
-        "adapter": Adapter(outputs=lambda model, pair: model(pair[1]) - model(pair[0])),
-        **EXACT,
-    }
-    other = LinearisedLaplace(model, "bernoulli", **difference)
-    other.fit([((a, b), y[:, None].double())], **FIXED)
+    adapter = Adapter(outputs=lambda model, pair: model(pair[1]) - model(pair[0]))
+    difference = EXACT | {"adapter": adapter}
+    other = posterior_of(model, "bernoulli", [((a, b), y[:, None].double())], **difference, **FIXED)
     assert_close(la.w_lin, other.w_lin, rtol=1e-5, atol=1e-7)
     pair = la.predict((a, b))
     assert_close(pair.f_mean.diff(dim=1), model(b) - model(a))
@@ -116,8 +103,7 @@ def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp
 def test_directions_without_data_keep_their_size(dtype, preferences):
     """The last bias moves all rewards alike: up to rounding it has no feature."""
     a, b, y = (part.to(dtype) if part.is_floating_point() else part for part in preferences[1:4])
-    la = LinearisedLaplace(net(3, 1).to(dtype), "reward_modeling", num_samples=8)
-    la.fit([(a, b, y)], progress_bar=False)
+    la = posterior_of(net(3, 1).to(dtype), "reward_modeling", [(a, b, y)], num_samples=8)
     assert la._linear_model.layout.unflatten(la.scale)["2.bias"] == 0
     spread = la.predict(a).f_variance.sqrt().mean()
     assert spread < 100 * la.predict((a, b)).f_variance.sqrt().mean()

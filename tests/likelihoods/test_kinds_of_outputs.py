@@ -4,33 +4,17 @@ import logging
 
 import pytest
 import torch
-from models import trained
+from models import gaussian_nll, trained
+from tiny import posterior_of
 from torch import nn
 from torch.nn.functional import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
-    gaussian_nll_loss,
     mse_loss,
     poisson_nll_loss,
 )
 
-from torch_lla_em import LinearisedLaplace
 from torch_lla_em.likelihoods import LIKELIHOODS, Likelihood, warn_if_mistaken
-
-
-class Rates(nn.Module):
-    """Positive outputs."""
-
-    def forward(self, x):
-        return nn.functional.softplus(x)
-
-
-def gaussian(f, y):
-    return gaussian_nll_loss(f[:, :1], y, f[:, 1:].exp())
-
-
-def squared(f, y):
-    return mse_loss(f[:, :1], y)
 
 
 def plain(*last, outputs=1):
@@ -51,13 +35,17 @@ def data(kind, shift=0.0, count=300):
 
 WRONG = {
     "bernoulli": (plain(nn.Sigmoid()), binary_cross_entropy, "last sigmoid"),
-    "poisson": (plain(Rates()), lambda f, y: poisson_nll_loss(f, y, log_input=False), "last exp"),
-    "heteroscedastic": (plain(outputs=2), squared, "squared error"),
+    "poisson": (
+        plain(nn.Softplus()),
+        lambda f, y: poisson_nll_loss(f, y, log_input=False),
+        "last exp",
+    ),
+    "heteroscedastic": (plain(outputs=2), lambda f, y: mse_loss(f[:, :1], y), "squared error"),
 }
 RIGHT = {
     "bernoulli": (1, binary_cross_entropy_with_logits),
     "poisson": (1, poisson_nll_loss),
-    "heteroscedastic": (2, gaussian),
+    "heteroscedastic": (2, gaussian_nll),
 }
 
 
@@ -67,8 +55,7 @@ def test_outputs_of_another_kind_are_reported_with_a_remedy(kind, caplog):
     x, y = data(kind)
     trained(network, x, y, 200, 0.01, loss)
     with caplog.at_level(logging.WARNING):
-        la = LinearisedLaplace(network, kind, num_samples=2)
-        la.fit(x, y, em_steps=0, prior_precision=1.0, progress_bar=False)
+        la = posterior_of(network, kind, x, y, num_samples=2, at=1.0)
     (found,) = [message for message in la.messages if words in message]
     assert found in caplog.text and len(found.split()) <= 40
 

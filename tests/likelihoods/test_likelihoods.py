@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from tiny import LOG_PROBS, Binomial, draw, likelihood_of, tiny
+from tiny import LOG_PROBS, Binomial, draw, likelihood_of, posterior_of, tiny
 from torch import nn
 from torch.nn.functional import gaussian_nll_loss, logsigmoid, one_hot, softplus
 from torch.testing import assert_close
@@ -305,8 +305,7 @@ def test_targets_are_aligned_once_in_every_path(weighted):
         (OneHot(), nn.functional.one_hot(case.y)),
     ):
         options = {"num_samples": 4, "class_dim": 1}
-        la = LinearisedLaplace(case.model, likelihood, **options)
-        la.fit(case.x, y, weights=weights, em_steps=2, progress_bar=False)
+        la = posterior_of(case.model, likelihood, case.x, y, **options, weights=weights, em_steps=2)
         before = la.predict(case.x)
         record = compare({"la": la}, case.x, y).records["la"]
         la.calibrate(case.x + 1e-3, y)

@@ -3,15 +3,14 @@
 import runpy
 from pathlib import Path
 
-import pytest
 import torch
 from dense import ExactLaplace
-from tiny import draw
+from tiny import draw, posterior_of
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal
 from torch.testing import assert_close
 
-from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em import LinearisedLaplace
 
 RECIPE = Path(__file__).parents[2] / "examples" / "recipes" / "linear_measurements.py"
 LinearOperatorRegression = runpy.run_path(str(RECIPE))["LinearOperatorRegression"]
@@ -20,35 +19,20 @@ SHAPE = 1, SIDE, SIDE
 A = draw(MEASURED, SIDE**2) / SIDE
 
 
-def measured_by(matrix=A, sigma=SIGMA):
-    return LinearOperatorRegression(lambda f: f.flatten(1) @ matrix.T, SHAPE, sigma)
-
-
-@pytest.fixture
-def setting():
-    """A network from image to image, one image, and its measurements."""
+def test_a_fit_learns_noise_and_predicts_image_and_measurements(tmp_path):
+    """Of a network from image to image, one image, and its measurements."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
     model, x = model.double(), draw(1, *SHAPE, seed=1)
-    y = model(x).detach().flatten(1) @ A.T
-    return model, x, y + SIGMA * draw(1, MEASURED, seed=2)
+    y = model(x).detach().flatten(1) @ A.T + SIGMA * draw(1, MEASURED, seed=2)
+    likelihood = LinearOperatorRegression(lambda f: f.flatten(1) @ A.T, SHAPE, 1.0)
+    options = {"prior": "isotropic", "num_samples": 400, "tolerance": 1e-8}
+    la = posterior_of(model, likelihood, [(x, y)], **options)
 
-
-def dense(model, x, y, sigma=SIGMA):
     def log_prob(f, y):
-        return Normal(A @ f, sigma, validate_args=False).log_prob(y).sum()
+        return Normal(A @ f, la.sigma_noise, validate_args=False).log_prob(y).sum()
 
-    return ExactLaplace.of(model, x, y, log_prob, [name for name, _ in model.named_parameters()])
-
-
-def test_a_fit_learns_noise_and_predicts_image_and_measurements(setting, tmp_path):
-    model, x, y = setting
-    likelihood = measured_by(sigma=1.0)
-    la = LinearisedLaplace(
-        model, likelihood, prior="isotropic", num_samples=400, compute=Compute(tolerance=1e-8)
-    )
-    la.fit([(x, y)], progress_bar=False)
-    exact = dense(model, x, y, la.sigma_noise)
+    exact = ExactLaplace.of(model, x, y, log_prob, [name for name, _ in model.named_parameters()])
     J, covariance = exact.J[0], exact.covariance(la.prior_precision)
     gamma, w_lin = exact.effective_dims(la.prior_precision).sum(), exact.mode(la.prior_precision)
     residual = (y[0] - A @ J @ w_lin).square().sum()

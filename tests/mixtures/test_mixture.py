@@ -247,12 +247,6 @@ def test_cuda_agrees_with_the_cpu(kind, structure):
 # scikit-learn fits the same
 
 
-def peer(x, structure, **options):
-    mixture = pytest.importorskip("sklearn.mixture")
-    kind = {"full": "full", "diagonal": "diag"}[structure]
-    return mixture.GaussianMixture(covariance_type=kind, random_state=0, **options).fit(x.numpy())
-
-
 def correlated(seed, n=900):
     """Six columns of which three are nearly linear functions of the others."""
     generator = torch.Generator().manual_seed(seed)
@@ -275,10 +269,11 @@ STARTS = {
 
 @pytest.mark.parametrize("name", daily(*list(STARTS)[:3], rest=list(STARTS)[3:]))
 def test_the_best_of_the_starts_is_not_worse_than_that_of_scikit_learn(name):
-    data, k = STARTS[name]
+    mixture, (data, k) = pytest.importorskip("sklearn.mixture"), STARTS[name]
+    options = {"random_state": 0, "n_init": 5, "max_iter": 500}
     for x in (data(), data()[::2]):
         ours = GaussianMixture(k, max_steps=500).fit(x)
-        theirs = peer(x, "full", n_components=k, n_init=5, max_iter=500)
+        theirs = mixture.GaussianMixture(k, **options).fit(x.numpy())
         assert ours.log_prob(x).mean() > theirs.score(x.numpy()) - 1e-3
 
 

@@ -128,9 +128,8 @@ def test_labels_are_judged_one_at_a_time(kind, members):
     each = label_log_probs(prediction, y)
     mean, counts = prediction.expectation, y != 255
     if kind in ("pixels", "void pixels"):
-        due = (
-            mean.log().gather(-1, y.where(counts, 0)[..., None])[..., 0].where(counts, 0).flatten(1)
-        )
+        own = mean.log().gather(-1, y.where(counts, 0)[..., None])[..., 0]
+        due = own.where(counts, 0)
     elif kind == "labels":
         due = torch.where(y > 0, mean, 1 - mean).log()
     else:
@@ -146,11 +145,10 @@ def test_probabilities_of_pixels_are_not_worse_than_as_fitted(share):
     generator = torch.Generator().manual_seed(0)
 
     def images(K):
-        f = draw(count, 30, 3) + 0.7 * draw(
-            count, 1, 3, seed=1
-        )  # with an error that the pixels share
+        truth, shared = draw(count, 30, 3), 0.7 * draw(count, 1, 3, seed=1)  # an error
+        f = truth + shared
         Jw = torch.cat([0 * f[None], 0.5 * draw(K, count, 1, 3, seed=2).expand(K, count, 30, 3)])
-        truth = likelihood.sample(f - 0.7 * draw(count, 1, 3, seed=1), generator)
+        truth = likelihood.sample(truth, generator)
         return f, Jw, truth.where(torch.rand(truth.shape, generator=generator) >= share, -100)
 
     for K in (8, 16, 32):
@@ -158,16 +156,12 @@ def test_probabilities_of_pixels_are_not_worse_than_as_fitted(share):
         held, new = ((f[part], Jw[:, part], y[part]) for part in (slice(0, 30), slice(30, 60)))
         found = fit((likelihood, *held))
 
-        def nll(table):
-            log_p = predicted(likelihood, *new[:2], table).log_probs.flatten(0, 1)
-            return nn.functional.nll_loss(log_p, new[2].flatten()).item()
+        def nll(table, f, Jw, y):
+            log_p = predicted(likelihood, f, Jw, table).log_probs.flatten(0, 1)
+            return nn.functional.nll_loss(log_p, y.flatten()).item()
 
-        assert nll(found.table) < nll(PLAIN) + 1e-3
-        assert found.calibration.before == pytest.approx(
-            nn.functional.nll_loss(
-                predicted(likelihood, *held[:2], PLAIN).log_probs.flatten(0, 1), held[2].flatten()
-            ).item()
-        )
+        assert nll(found.table, *new) < nll(PLAIN, *new) + 1e-3
+        assert found.calibration.before == pytest.approx(nll(PLAIN, *held))
 
 
 def test_errors_are_those_of_paired_differences():
@@ -180,9 +174,8 @@ def test_errors_are_those_of_paired_differences():
     assert found.calibration.standard_error == pytest.approx(gain.std().item() / 50**0.5 / 3)
     assert found.calibration.labels == 3
     nll, after, error = found.calibration[1:4]
-    assert f"{nll:.4g} → {after:.4g} (improvement {nll - after:.2g} ± {error:.2g})" in str(
-        found.calibration
-    )
+    words = f"{nll:.4g} → {after:.4g} (improvement {nll - after:.2g} ± {error:.2g})"
+    assert words in str(found.calibration)
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
@@ -318,11 +311,9 @@ def test_targets_in_another_unit_are_noticed(unit, noise):
     for sigma in (noise, min(noise, 0.01 + 0.01 * noise)):
         spread = max(1.0, noise)
         f = f if sigma == noise else spread * draw(200, 2, seed=4)
-        found = fit(
-            (Regression(sigma), f, torch.zeros(5, 200, 2).double() + f, unit * y)
-        ).calibration
+        found = fit((Regression(sigma), f, f.expand(5, 200, 2), unit * y)).calibration
         assert ("units of the fit" in found.unlike) == (not 1 / 3 < unit < 3)
-    moved = fit((Regression(noise), f, torch.zeros(5, 200, 2).double() + f, 1e3 * y), length=1.0)
+    moved = fit((Regression(noise), f, f.expand(5, 200, 2), 1e3 * y), length=1.0)
     assert not moved.calibration.unlike
 
 

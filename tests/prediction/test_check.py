@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import trained
-from tiny import batched, draw
+from tiny import batched, draw, posterior_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -108,18 +108,11 @@ def test_inputs_that_flags_miss_are_named():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    la = LinearisedLaplace(
-        trained(net, x[:200], y[:200], 60, 0.01), "classification", num_samples=8
-    )
-    la.fit(x[:200], y[:200], progress_bar=False).calibrate(x[200:400], y[200:400])
+    net, fit = trained(net, x[:200], y[:200], 60, 0.01), (x[:200], y[:200])
+    la = posterior_of(net, "classification", *fit, num_samples=8).calibrate(x[200:400], y[200:400])
     found = la.check(x[400:], y[400:])
-    assert set(found.shifted) == {
-        *WITHOUT_LIGHT,
-        "rotation by 90°",
-        "blur",
-        "noise",
-        "inverted values",
-    }
+    shifts = {*WITHOUT_LIGHT, "rotation by 90°", "blur", "noise", "inverted values"}
+    assert set(found.shifted) == shifts
     again, known = (la.predict(z).p_value for z in (x[400:].rot90(dims=(2, 3)), x[400:]))
     above = (again[:, None] < known).double() + 0.5 * (again[:, None] == known)
     assert found.shifted["rotation by 90°"] == pytest.approx(above.mean().item())
@@ -137,10 +130,7 @@ def test_labels_of_pixels_have_no_coverage_but_flags():
     x = draw(120, 1, 8, 8).float()
     y = (x[:, 0] > 0).long()
     net = nn.Conv2d(1, 2, 1)
-    la = LinearisedLaplace(net, "classification", num_samples=4, class_dim=1)
-    la.fit(x[:40], y[:40], **FIXED)
-    with pytest.raises(ValueError, match="calibrate"):
-        la.check(x[80:], y[80:])
+    la = posterior_of(net, "classification", x[:40], y[:40], class_dim=1, **FIXED)
     found = la.calibrate(x[40:80], y[40:80]).check(x[80:], y[80:])
     assert not found.groups and "blank image" in found.shifted
     assert found.flagged["blank image"] > 0.9

@@ -7,7 +7,7 @@ import tiny
 import torch
 from daily import daily
 from models import trained
-from tiny import batched, draw, prediction_of
+from tiny import batched, draw, posterior_of, prediction_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -92,8 +92,7 @@ def test_outputs_with_too_many_numbers_are_predicted_without_training_examples(m
     torch.manual_seed(0)
     x, y = torch.randn(3, 1, 5, 5), torch.randint(3, (3, 5, 5))
     net, options = nn.Conv2d(1, 3, 3, padding=1), {"num_samples": 4, "class_dim": 1}
-    la = LinearisedLaplace(net, "classification", **options)
-    la.fit([(x, y)], progress_bar=False, em_steps=2)
+    la = posterior_of(net, "classification", [(x, y)], **options, em_steps=2)
     assert la.posterior.training is None
     fresh = LinearisedLaplace(net, "classification", **options)
     fresh.load_state_dict(la.state_dict())
@@ -139,8 +138,7 @@ def test_a_fit_keeps_products_and_the_largest_variance_of_training_examples(most
     monkeypatch.setattr("torch_lla_em.inference.result.EXAMPLES", most)
     torch.manual_seed(0)
     x, y = draw(20, 4), torch.arange(20) % 3
-    la = LinearisedLaplace(nn.Linear(4, 3).double(), "classification", num_samples=64)
-    la.fit(x, y, em_steps=0, prior_precision=100.0, progress_bar=False)
+    la = posterior_of(nn.Linear(4, 3).double(), "classification", x, y, num_samples=64, at=100.0)
     x = x[torch.linspace(0, 19, min(20, most)).round().long()]
     training, Jw = la.posterior.training, la.posterior.at(x).members[0].Jw
     assert_close(training.deviations, Jw[1:].movedim(0, 1), rtol=1e-6, atol=1e-9)
@@ -359,10 +357,13 @@ def test_results_of_an_input_depend_neither_on_its_batch_nor_on_the_dtype(seed):
     la = of_discrete(seed)
     ensemble = LaplaceEnsemble([la, of_discrete(seed + 50)]).calibrate(*discrete(80, seed + 200))
     x = torch.eye(2)[:, [0, 0, 0]]
-    for each in (la, ensemble):
+    student = la.distil(discrete(60, seed)[0], num_inputs=100, steps=40, progress_bar=False)
+    student.calibrate(*discrete(80, seed + 300))
+    for each in (la, ensemble, student):
         found, sets = alone_and_together(each), each.predict(x).prediction_set(0.8)
         cast = copy.deepcopy(each).double()
         now = cast.predict(x.double())
+        assert each.reference.unusual.dtype == torch.float64
         assert_close(now.p_value.double(), found.double(), rtol=0, atol=1e-12)
         assert torch.equal(now.prediction_set(0.8), sets)
     la = of_discrete(seed, "regression")

@@ -8,7 +8,7 @@ from math import ceil, log
 import pytest
 import torch
 from models import trained
-from tiny import draw, label_log_prob, tiny
+from tiny import draw, label_log_prob, posterior_of, tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -114,8 +114,7 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
 def test_members_have_one_likelihood_and_the_same_classes():
     pair = [posterior(name, 0, fitted=False) for name in ("classification", "poisson")]
     case = tiny("classification")
-    two = LinearisedLaplace(nn.Linear(2, 2).double(), "classification", num_samples=4)
-    two.fit(case.x, case.y % 2, em_steps=0, prior_precision=2.0, progress_bar=False)
+    two = posterior_of(nn.Linear(2, 2).double(), "classification", case.x, case.y % 2, at=2.0)
     three, one = posterior("classification", 0), LaplaceEnsemble(pair[:1])
     (x, y), train = data("regression", 10), Trained("regression")
     folds = partial(LaplaceEnsemble.from_folds, progress_bar=False)

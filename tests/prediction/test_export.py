@@ -6,6 +6,7 @@ import pytest
 import torch
 from daily import daily
 from fresh import run_python
+from models import of_onnx
 from tiny import known
 from torch import nn
 from torch.testing import assert_close
@@ -69,19 +70,6 @@ def case_of(make, likelihood="classification"):
     y = torch.arange(60) % 3 if likelihood == "classification" else torch.randn(60, 3)
     la = LinearisedLaplace(make().eval(), likelihood, num_samples=6)
     return la.fit([(inputs(make, 20), y[:20])], **FIXED), [(inputs(make, 38), y[20:58])]
-
-
-def of_onnx(path):
-    """An exported program as a function of tensors, run by onnxruntime, and the names of its inputs and outputs."""
-    session = pytest.importorskip("onnxruntime").InferenceSession(path)
-    names = [[each.name for each in of()] for of in (session.get_inputs, session.get_outputs)]
-
-    def program(x):
-        x = x if isinstance(x, tuple) else (x,)
-        values = session.run(None, dict(zip(names[0], (part.numpy() for part in x), strict=True)))
-        return dict(zip(names[1], map(torch.tensor, values), strict=True))
-
-    return program, *names
 
 
 CASES = [(make, kind) for make in NETWORKS for kind in ("classification", "regression")]

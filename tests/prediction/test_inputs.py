@@ -6,7 +6,7 @@ import weakref
 import pytest
 import tiny
 import torch
-from tiny import draw, known
+from tiny import draw, known, posterior_of
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -93,11 +93,8 @@ def test_all_predictions_are_in_the_order_of_the_dataset():
 def test_two_tensors_in_a_list_are_two_batches_and_in_a_tuple_inputs_and_targets():
     case, la = known("classification")
     expected = la(case.x[:20])
-    for two in (
-        [case.x[:10], case.x[10:20]],
-        (case.x[:20], case.x[:20]),
-        [case.x[:20], case.y[:20]],
-    ):
+    x, y = case.x[:20], case.y[:20]
+    for two in ([x[:10], x[10:]], (x, x), [x, y]):
         found = torch.cat([each.expectation for each in la.predictions(two)])
         assert_close(found, expected)
 
@@ -172,8 +169,7 @@ def test_loaders_are_read_by_the_target_fn(kind):
     case, scale = tiny.tiny("classification"), 1 + draw(30, 1).abs()
     entries = (case.x, case.y, scale) if kind == "entry" else (case.x, scale, case.y + 1)
     loader, own = DataLoader(TensorDataset(*entries), 7), Adapter(targets=TARGETS[kind])
-    la = LinearisedLaplace(Scaled(), "classification", num_samples=4, adapter=own)
-    la.fit(loader, progress_bar=False, em_steps=1)
+    la = posterior_of(Scaled(), "classification", loader, adapter=own, em_steps=1)
     expected = la((case.x, scale))
     for each in (la, LaplaceEnsemble([la])):
         assert_close(each.predict(loader).probs, expected)
@@ -185,14 +181,10 @@ def test_batches_without_targets_are_inputs_and_inputs_have_names():
     case, la = tiny.fitted("classification", adapter=Adapter(targets=lambda batch: batch[1]))
     for rows in (TensorDataset(case.x), list(case.x)):
         assert_close(la.predict(DataLoader(rows, batch_size=7)).probs, la(case.x))
-    own = {
-        "adapter": Adapter(outputs=lambda model, x: model(x["x"]), targets=lambda batch: batch["y"])
-    }
-    case, la = tiny.fitted(loader=[{"x": case.x, "y": case.y}], model=case.model, **own)
-    every, expected = (
-        [{"x": x, "y": y} for x, y in zip(case.x, case.y, strict=True)],
-        la({"x": case.x}),
-    )
+    own = Adapter(outputs=lambda model, x: model(x["x"]), targets=lambda batch: batch["y"])
+    case, la = tiny.fitted(loader=[{"x": case.x, "y": case.y}], model=case.model, adapter=own)
+    every = [{"x": x, "y": y} for x, y in zip(case.x, case.y, strict=True)]
+    expected = la({"x": case.x})
     for rows in (every, [{"x": x} for x in case.x]):
         assert_close(la.predict(DataLoader(rows, batch_size=7)).probs, expected)
     torch.manual_seed(0)
@@ -251,8 +243,7 @@ def test_sparse_inputs_are_fitted_and_checked():
 
 def test_outputs_of_several_lengths_are_predicted_batch_by_batch():
     batches = [(x, x[..., 0].gt(0).long()) for x in (draw(8, 3, 2), draw(8, 5, 2))]
-    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", num_samples=4)
-    la.fit(batches, **FIXED)
+    la = posterior_of(nn.Linear(2, 3).double(), "classification", batches, **FIXED)
     loader = DataLoader([x for x, _ in batches], batch_size=None)
     for call in (lambda: la.calibrate(batches), lambda: la.predict(loader)):
         with pytest.raises(ValueError, match=r"shapes.*pad"):

@@ -18,13 +18,7 @@ from torch_lla_em.likelihoods import (
     Regression,
 )
 from torch_lla_em.prediction import Prediction, functions_of
-from torch_lla_em.prediction.mixture import (
-    FUNCTIONS,
-    JOINT,
-    Component,
-    Mixture,
-    rotated,
-)
+from torch_lla_em.prediction.mixture import FUNCTIONS, JOINT, Component, Mixture, rotated
 
 K, B, C = 9, 4, 3
 LABELS = torch.tensor([0, 2, 1, 1])
@@ -48,19 +42,16 @@ def mixture(likelihood, *sites, outputs=C, class_dim=-1, weights=(0.5, 0.2, 0.3)
 
 def together(*predictions):
     """The mixture of several posteriors, as an ensemble has it."""
-    parts = (
-        part._replace(weight=part.weight / len(predictions), owner=i)
-        for i, p in enumerate(predictions)
-        for part in p._mixture.components
-    )
+    every = [(i, part) for i, p in enumerate(predictions) for part in p._mixture.components]
+    share = len(predictions)
+    parts = (part._replace(weight=part.weight / share, owner=i) for i, part in every)
     return Prediction(Mixture(tuple(parts)), predictions[0]._class_dim)
 
 
 def functions_and_mean(p, at_least=FUNCTIONS):
     """The functions of all components, and the mean over them by the components' weights."""
-    each = [
-        c + rotated(d, at_least) if len(d) else c[None] for _, c, d, *_ in p._mixture.components
-    ]
+    parts = [(c, d) for _, c, d, *_ in p._mixture.components]
+    each = [c + rotated(d, at_least) if len(d) else c[None] for c, d in parts]
     pairs = zip(p._mixture.weights, each, strict=True)
     weights = torch.cat([(w / len(f)).expand(len(f)) for w, f in pairs])
     return torch.cat(each), lambda values: torch.tensordot(weights, values, 1)
@@ -90,6 +81,11 @@ def test_members_are_averages_over_functions(likelihood, class_dim, make):
     p = make(likelihood, *[2] * (type(likelihood) is not Binomial), outputs=4, class_dim=class_dim)
     last = lambda value: value.movedim(class_dim, -1)  # noqa: E731
     functions, mean = functions_and_mean(p)
+    f, weights = functions_of(p)
+    assert_close(f, functions)
+    assert weights is None or torch.allclose(weights.sum(), torch.ones(()).double())
+    average = functions.mean(0) if weights is None else torch.tensordot(weights, functions, 1)
+    assert_close(average, mean(functions))
     given, is_labels = of(functions), likelihood.gives_probabilities
     is_class = is_labels and not likelihood.elementwise
     means = given.probs if is_labels else given.mean
@@ -108,6 +104,8 @@ def test_members_are_averages_over_functions(likelihood, class_dim, make):
         assert_close(p.predictive_variance, p.probs * (1 - p.probs))
         assert_close(p.log_probs, p.probs.log())
     elif type(likelihood) is not Binomial:
+        if isinstance(likelihood, HeteroscedasticRegression):
+            assert_close(last(p.log_variance), last(p.f_mean).chunk(2, -1)[1])
         assert_close(last(p.aleatoric), mean(given.variance))
         assert_close(last(p.epistemic), mean(means**2) - mean(means) ** 2)
         assert_close(p.predictive_variance, p.aleatoric + p.epistemic)
@@ -215,10 +213,8 @@ def test_functions_keep_covariance_and_mean(count):
 def test_samples_of_mixtures_come_in_its_shares():
     p, other = mixture(Classification(), samples=200), mixture(Classification(), samples=50)
     for first in (20, 200):
-        counts = [
-            (p.samples[:first] == f).all(-1).all(-1).sum().item()
-            for _, f, *_ in p._mixture.components[1:]
-        ]
+        few, alone = p.samples[:first], [f for _, f, *_ in p._mixture.components[1:]]
+        counts = [(few == f).all(-1).all(-1).sum().item() for f in alone]
         assert counts == pytest.approx([0.2 * first, 0.3 * first], abs=2)
     both = together(p, other)
     assert_close(both.probs, (p.probs + other.probs) / 2)
@@ -312,22 +308,13 @@ def test_quantiles_of_mixtures_have_gradients(likelihood):
 
     def ends(f):
         first = prediction_of(likelihood, f, deviations * (1 + f.square()))
-        return together(first, prediction_of(likelihood, f.sin() + 1, deviations[:0])).quantile(
-            [0.1, 0.8]
-        )
+        second = prediction_of(likelihood, f.sin() + 1, deviations[:0])
+        return together(first, second).quantile([0.1, 0.8])
 
     assert torch.autograd.gradcheck(ends, start.requires_grad_())
     p = together(*(prediction_of(likelihood, start + k, deviations) for k in range(2)))
     assert_close(torch.stack(p.credible_interval(0.6)), p.quantile(torch.tensor([0.2, 0.8])))
     assert_close(p.quantile([0.2, 0.8])[1], p.quantile(0.8), rtol=0, atol=0)
-
-
-def test_expectation_is_that_of_targets():
-    """Log variances of a heteroscedastic regression have a name of their own."""
-    p = mixture(HeteroscedasticRegression(), 2, outputs=4, class_dim=1)
-    mean, log_variance = p.f_mean.chunk(2, 1)
-    assert_close(p.expectation, mean)
-    assert_close(p.log_variance, log_variance)
 
 
 def test_names_of_earlier_versions_raise_an_error_with_their_replacement():
@@ -337,17 +324,6 @@ def test_names_of_earlier_versions_raise_an_error_with_their_replacement():
             getattr(p, name)
     with pytest.raises(AttributeError, match="'Prediction' object has no attribute 'maen'"):
         p.maen
-
-
-@pytest.mark.parametrize("likelihood", KINDS)
-def test_averages_are_those_over_the_functions_of_a_prediction(likelihood):
-    p = mixture(likelihood, outputs=4)
-    f, weights = functions_of(p)
-    assert_close(weights.sum(), torch.ones(()).double())
-    average = torch.tensordot(weights, likelihood.mean(f), 1)
-    assert_close(p.expectation, average)
-    alone, equal = functions_of(prediction(likelihood, outputs=4))
-    assert equal is None and alone.shape[1:] == f.shape[1:]
 
 
 def test_a_prediction_has_few_public_names():

@@ -27,9 +27,8 @@ def test_among_examples_that_are_alike_false_alarms_keep_to_their_rate(columns, 
     if kind == "rounded ties":
         new, room = scores * (1 + 1e-6 * draw(60, columns, seed=1)), {"room": 3e-4}
     rows = range(60)
-    found = torch.stack(
-        [p_values(others(scores, i), new[i : i + 1], *room.values())[0] for i in rows]
-    )
+    found = [p_values(others(scores, i), new[i : i + 1], *room.values())[0] for i in rows]
+    found = torch.stack(found)
     for rate in RATES:
         share = (found <= rate).double().mean()
         assert share <= rate and (kind != "distinct" or share > rate - 3 / 60)
@@ -109,9 +108,8 @@ def test_the_distance_is_the_standard_deviation_of_a_difference():
     largest = largest_variance(Bernoulli(), known, torch.zeros(5, 6, 6).double())
     unit = examples(Bernoulli(), known)._replace(largest_variance=largest).unit()
     assert_close(unit, sizes[1].max())  # of the difference to an example without a deviation
-    small = examples(Bernoulli(), known).distances(
-        1e-3 * new
-    )  # near 0, and yet not near an example
+    # near 0, and yet not near an example
+    small = examples(Bernoulli(), known).distances(1e-3 * new)
     assert (small[:, 0] > 3 * due[:, 0]).all()
     of_classes = examples(Classification(), known)
     shifted = of_classes.distances(new + draw(6, 4, 1, seed=2))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import draw
+from tiny import draw, posterior_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -152,8 +152,7 @@ def test_predictions_are_around_the_linear_model_with_its_noise(early):
 
 def test_a_noise_that_is_not_learnt_belongs_to_the_network(early):
     model, x, y = early[0].model, *early[1:3]
-    la = LinearisedLaplace(model, "regression", num_samples=2)
-    la.fit(x, y, em_steps=0, prior_precision=1.0, progress_bar=False)
+    la = posterior_of(model, "regression", x, y, num_samples=2, at=1.0)
     assert la.mean == "network"
     assert la.sigma_noise.item() == pytest.approx((model(x) - y).square().mean().sqrt().item())
     weighted = LinearisedLaplace(model, Regression(3.0), num_samples=2)

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from daily import daily
+from loaders import InAnyOrder
 from models import trained
 from tiny import (
     LOG_PROBS,
-    batched,
     draw,
     fitted,
     known,
     label_log_prob,
     likelihood_of,
+    posterior_of,
     prediction_of,
     tiny,
 )
@@ -24,14 +25,7 @@ from torch.nn.functional import mse_loss
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import (
-    BlockCG,
-    Compute,
-    LaplaceEnsemble,
-    LinearisedLaplace,
-    NotFittedError,
-    compare,
-)
+from torch_lla_em import BlockCG, LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
 from torch_lla_em.inference.ends import tell
 from torch_lla_em.inference.state import State
 from torch_lla_em.likelihoods import Poisson, Regression
@@ -83,9 +77,7 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     assert f"Samples and mode are accurate: {found}." in words_of(la)
     assert la.log_marginal_likelihood().value.isfinite()
     with pytest.warns(UserWarning, match="not as accurate as their tolerance"):
-        _, la = fitted(
-            compute=Compute(solver=BlockCG(max_passes=1)), em_steps=0, prior_precision=0.01
-        )
+        _, la = fitted(solver=BlockCG(max_passes=1), at=0.01)
     assert not la.accuracy.is_reached and "are not accurate: " in words_of(la)
 
 
@@ -137,8 +129,7 @@ def test_outputs_of_different_units_are_noticed():
         case.model[2].weight *= units[:, None]
         case.model[2].bias *= units
     for sigma_noise, noticed in ((None, True), (torch.ones(3), False)):
-        la = LinearisedLaplace(case.model, Regression(sigma_noise), num_samples=4)
-        la.fit(case.x, units * case.y, progress_bar=False)
+        la = posterior_of(case.model, Regression(sigma_noise), case.x, units * case.y)
         assert ("residuals of output 0" in "".join(la.messages)) == noticed
         assert (len(la.messages) > 1) == noticed
 
@@ -269,17 +260,6 @@ def test_temperature_scaling_is_fitted_to_the_other_half():
     assert predicted_data(la, [(case.x, case.y)]).scaled_network() is None
 
 
-class Turning:
-    """Batches that begin with another one in every pass."""
-
-    def __init__(self, case):
-        self.batches = batched(10, case.x, case.y)
-
-    def __iter__(self):
-        self.batches = self.batches[1:] + self.batches[:1]
-        return iter(self.batches)
-
-
 def test_what_cannot_be_compared_raises():
     (case, la), (_, real) = known(), known("regression")
     x, y, unfitted = case.x, case.y, LinearisedLaplace(case.model, "classification")
@@ -290,8 +270,12 @@ def test_what_cannot_be_compared_raises():
         (TypeError, classes, lambda: compare({"net": la.model}, x, y)),
         (TypeError, classes, lambda: compare([la, la.model], x, y)),
         (NotFittedError, "fit", lambda: compare([la, unfitted], x, y)),
-        (ValueError, "pass a list of batches", lambda: compare([la, la], Turning(case))),
-        (ValueError, "pass a list of", lambda: LaplaceEnsemble([la, la]).calibrate(Turning(case))),
+        (ValueError, "pass a list of batches", lambda: compare([la, la], InAnyOrder(case))),
+        (
+            ValueError,
+            "pass a list of",
+            lambda: LaplaceEnsemble([la, la]).calibrate(InAnyOrder(case)),
+        ),
     ):
         with pytest.raises(error, match=words):
             call()

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import fitted, known, tiny
+from loaders import Loader
+from tiny import batched, fitted, known, tiny
 from torch import nn
 from torch.testing import assert_close
 
@@ -237,10 +238,8 @@ def test_functions_of_the_user_must_be_passed_to_load(name, tmp_path):
     for other, words in others.items():
         options = {"name": other} if name == "likelihood" else {name: other}
         without = unfitted(case.model, **options)
-        for call in (
-            partial(without.load_state_dict, la.state_dict()),
-            partial(load, **{name: other}),
-        ):
+        by_state = partial(without.load_state_dict, la.state_dict())
+        for call in (by_state, partial(load, **{name: other})):
             with pytest.raises(ValueError, match=words):
                 call()
 
@@ -256,18 +255,15 @@ def test_a_finished_fit_is_that_of_the_same_likelihood(tmp_path):
 # a posterior is replaced at once
 
 
-class Ends:
-    """Batches of which one pass ends with an error."""
+def ending(case, at):
+    """Batches of which one pass ends with an error; whoever takes the first batch alone makes no pass."""
+    left = iter(range(at - 1, -1, -1))
 
-    def __init__(self, case, at):
-        self.batches, self.left = [(case.x[:9], case.y[:9]), (case.x[9:20], case.y[9:20])], at
-
-    def __iter__(self):
-        yield self.batches[0]
-        self.left -= 1  # whoever takes the first batch alone makes no pass
-        if self.left == 0:
+    def act(_):
+        if next(left, 1) == 0:
             raise RuntimeError("planted")
-        yield self.batches[1]
+
+    return Loader(batched([9, 11], case.x[:20], case.y[:20]), act)
 
 
 @pytest.mark.parametrize("at", [1, 4, "calibration"])
@@ -282,7 +278,7 @@ def test_a_fit_that_fails_leaves_the_earlier_posterior(at):
                 each.fit(case.x[:20], case.y[:20], validation=unseen, progress_bar=False)
         else:
             with pytest.raises(RuntimeError, match="planted"):
-                each.fit(Ends(case, at), em_steps=9, progress_bar=False)
+                each.fit(ending(case, at), em_steps=9, progress_bar=False)
     assert la.num_data == 30 and torch.equal(la(case.x), probs)
     assert all(torch.equal(la.state_dict()[name], state[name]) for name in state)
     x, calls = case.x, (fresh, fresh.predict, fresh.functional_samples, fresh.predictions)
@@ -384,17 +380,9 @@ def test_autocast_and_inference_mode_change_nothing():
 
     def answers(la):
         p = la.predict(x)
-        several = [
-            p.probs,
-            p.log_probs,
-            p.entropy,
-            p.epistemic,
-            p.f_covariance,
-            p.f_mean,
-            p.f_variance,
-        ]
-        several += [p.joint_log_prob(y), p.samples, p.standard_error, la.w_samples]
-        return [la(x), *several]
+        names = "probs log_probs entropy epistemic f_covariance f_mean f_variance samples".split()
+        several = [getattr(p, name) for name in (*names, "standard_error")]
+        return [la(x), *several, p.joint_log_prob(y), la.w_samples]
 
     outside = fit()
     expected = answers(outside)

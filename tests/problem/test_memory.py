@@ -4,13 +4,13 @@ import pytest
 import torch
 from allocator import Allocator
 from daily import daily
-from models import Centred
-from tiny import batched, fitted, problem_of
+from models import Centred, network
+from tiny import batched, fitted, posterior_of, problem_of
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace
+from torch_lla_em import SGD, BlockCG, Compute
 from torch_lla_em.data import Share
 from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.problem import pull_back
@@ -18,13 +18,7 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.runtime.memory import DoesNotFit, shortage_of
 from torch_lla_em.solvers import space as blocks
 
-K = 8
-
-
-def network(width=200):
-    torch.manual_seed(0)
-    first, last = nn.Linear(20, width), nn.Linear(50, 3)
-    return nn.Sequential(first, nn.Tanh(), nn.Linear(width, 50), nn.Tanh(), last)
+K, WIDTHS = 8, (20, 200, 50, 3)
 
 
 def rows(count):
@@ -35,9 +29,7 @@ def rows(count):
 def problem(model=None):
     """A problem that has been probed, and takes all columns at once."""
     x, y = rows(300)
-    made = problem_of(
-        model or network(), Classification(), [(x[:200], y[:200]), (x[200:], y[200:])]
-    )
+    made = problem_of(model or network(*WIDTHS), Classification(), batched(200, x, y))
     made.linear_model.probe(x[:8])
     with made.linear_model.network.guarded():  # torch.func, too
         made.linear_model.by_autodiff(x[:8])
@@ -82,7 +74,7 @@ def test_smaller_gpus_give_the_same(work, least):
     assert refused == sorted(refused) and refused[-1] > refused[0]
 
 
-MODELS = [(network(2000), "1 examples "), (Centred(*network()), "200 examples ")]
+MODELS = [(network(20, 2000, 50, 3), "1 examples "), (Centred(*network(*WIDTHS)), "200 examples ")]
 
 
 @pytest.mark.parametrize("model, rows", daily(MODELS[1], rest=MODELS[:1]))
@@ -135,10 +127,7 @@ def test_nothing_is_added_twice_and_no_shortage_is_a_property_of_the_network():
         with EndsOnce(refused):
             try:
                 found = product(small)
-            except (
-                torch.OutOfMemoryError,
-                DoesNotFit,
-            ) as error:  # in checks of a pass, in the probe
+            except (torch.OutOfMemoryError, DoesNotFit) as error:  # in checks, in the probe
                 errors.append(error)
                 found = product(small)
                 assert small.linear_model.ways.names == first.linear_model.ways.names
@@ -222,12 +211,11 @@ SOLVERS = [(SGD(epochs=10), False), (BlockCG(), True)]
 @pytest.mark.filterwarnings("ignore:The samples", "ignore:The mode")
 def test_fits_on_smaller_gpus_are_the_same(solver, layerwise, monkeypatch, caplog):
     monkeypatch.setattr(blocks, "NUMBERS", 1 << 12)  # as small as those of a large problem
-    (x, y), model = rows(96), network(20)
+    (x, y), model = rows(96), network(20, 20, 50, 3)
 
     def fit():
         options = {"compute": Compute(solver=solver), "layerwise": layerwise, "num_samples": 3}
-        la = LinearisedLaplace(model, "classification", **options)
-        return la.fit(batched(64, x, y), em_steps=1, progress_bar=False)
+        return posterior_of(model, "classification", batched(64, x, y), **options, em_steps=1)
 
     fit()  # what is made once a process counts for none
     with Allocator() as unlimited:

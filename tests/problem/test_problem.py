@@ -83,9 +83,8 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
 def test_the_trunk_of_a_last_layer_runs_in_one_pass():
     case = tiny("classification")
     batches, rows = batched(10, case.x, case.y), []
-    problem, other = (
-        problem_of(case.model, likelihood_of(case.name), batches, ["2.*"]) for _ in "ab"
-    )
+    given = case.model, likelihood_of(case.name), batches, ["2.*"]
+    problem, other = (problem_of(*given) for _ in "ab")
     prepare(problem, 2, Compute())
     w = draw(1, problem.size)
     with torch.no_grad():

@@ -7,55 +7,42 @@ import pickle
 import random
 import shutil
 import time
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
-from checkpoints import READ, Fuse, dying_after, fit, fit_slowly, until_done
+from checkpoints import Fuse, dying_after, fit, fit_slowly, until_done
 from daily import daily
 from direct import Direct
 from fresh import CONTEXT
-from tiny import batched, tiny
+from tiny import batched, likelihood_of, posterior_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_lla_em import (
-    SGD,
-    Adapter,
-    BlockCG,
-    Classification,
-    Compute,
-    LinearisedLaplace,
-    Regression,
-)
+from torch_lla_em import SGD, Adapter, BlockCG, Classification
 from torch_lla_em.checkpoint import Folder
 from torch_lla_em.inference import Estimate
 from torch_lla_em.runtime import files
 
-NOISES = torch.tensor([0.4, 0.7, 0.2])
 CASES = {
     "variational": ("classification", {"curvature": None}),
     "krylov": ("classification", {}),
     "krylov, regression": ("regression", {}),
-    "no room for a span": ("classification", {"compute": replace(READ, span_memory=2000)}),
+    "no room for a span": ("classification", {"span_memory": 2000}),
     "cg, a precision per tensor": ("poisson", {"layerwise": True}),
-    "cg, a noise per output": ("regression", {"noises": NOISES}),
-    "block CG": ("classification", {"compute": Compute(solver=BlockCG())}),
-    "function space": ("classification", {"compute": Compute(solver=Direct())}),
-    "sgd": ("classification", {"compute": Compute(solver=SGD(epochs=3), tolerance=9.0)}),
+    "cg, a noise per output": ("regression per output", {}),
+    "block CG": ("classification", {"solver": BlockCG()}),
+    "function space": ("classification", {"solver": Direct()}),
+    "sgd": ("classification", {"solver": SGD(epochs=3), "tolerance": 9.0}),
 }
 
 
-def posterior(name, loader=None, folder=None, compute=READ):
-    likelihood, options = CASES[name]
-    case, options = tiny(likelihood), {"num_samples": 4, "curvature": "network", **options}
+def posterior(name, loader=None, folder=None, keep_data=False):
+    (name, options), given = CASES[name], {"curvature": "network", "keep_data": keep_data}
+    case, likelihood = tiny(name), likelihood_of(name) if "per output" in name else name
     loader = batched(7, case.x, case.y) if loader is None else loader
-    compute = replace(options.pop("compute", compute), checkpoint=folder)
-    given = Regression(options.pop("noises")) if "noises" in options else likelihood
-    la = LinearisedLaplace(case.model, given, compute=compute, **options)
-    return la.fit(loader, progress_bar=False)
+    return posterior_of(case.model, likelihood, loader, checkpoint=folder, **given | options)
 
 
 def same(la, whole):
@@ -64,11 +51,9 @@ def same(la, whole):
             found = la.state_dict()[name]
             assert_close(found, tensor, rtol=0, atol=0, equal_nan=True, msg=name)
     own = "seconds", "columns", "data_passes"  # what this run took, with passes for the span
-    told = [
-        [{k: v for k, v in record.items() if k not in own} for record in found]
-        for found in (la.history, whole.history)
-    ]
-    assert repr(told[0]) == repr(told[1])  # of NaN too
+    for one, other in zip(la.history, whole.history, strict=True):
+        one, other = ({k: v for k, v in step.items() if k not in own} for step in (one, other))
+        assert repr(one) == repr(other)  # of NaN too
 
 
 def interrupted(folder, saves=2, run=lambda folder: fit("krylov", Fuse(), folder)):
@@ -94,14 +79,14 @@ def test_fits_killed_after_every_step_end_like_whole_ones(name, tmp_path):
 @pytest.mark.parametrize("own", daily(True, rest=[False]))
 @pytest.mark.parametrize("name", ["variational"])
 def test_shuffled_rows_come_in_the_order_of_an_unbroken_fit(name, own, keep, tmp_path):
-    case, compute = tiny("classification"), Compute(keep_data=keep)
+    case = tiny("classification")
 
     def run(folder=None):
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(3) if own else None
         data = TensorDataset(case.x, case.y)
         loader = DataLoader(data, batch_size=7, shuffle=True, generator=generator)
-        return posterior(name, loader, folder, compute)
+        return posterior(name, loader, folder, keep)
 
     whole, la = run(), until_done(lambda: run(tmp_path))[0]
     if not keep:
@@ -142,7 +127,7 @@ def test_other_data_and_settings_are_refused_by_name(finished, whole, tmp_path):
         ([(case.x + torch.eye(2)[0], case.y)], "krylov", {}, "belongs to other data"),
         (loader, "krylov", {"seed": 1}, "its seed is '0', but here it is '1'"),
         (loader, "krylov", {"class_dim": 1}, "its class_dim is -1, but here it is 1"),
-        (loader, "krylov", {"compute": replace(READ, precision="tf32")}, "its precision"),
+        (loader, "krylov", {"precision": "tf32"}, "its precision"),
         (loader, "cg", {}, "its solver"),
         (loader, "krylov", {"adapter": Adapter(outputs=lambda m, x: m(2 * x))}, "the outputs"),
     ):
@@ -164,10 +149,7 @@ class Tempered(Classification):
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_functions_of_the_same_name_are_refused(finished, tmp_path):
     def run(folder, outputs, likelihood, loader):
-        options = {"adapter": Adapter(outputs), "compute": replace(READ, checkpoint=folder)}
-        model = tiny("classification").model
-        la = LinearisedLaplace(model, likelihood, num_samples=4, curvature="network", **options)
-        return la.fit(loader, progress_bar=False)
+        return fit("krylov", loader, folder, likelihood, adapter=Adapter(outputs))
 
     own = type("Tempered", (Classification,), {})
     first = (lambda model, x: model(x), own())
@@ -175,10 +157,8 @@ def test_other_functions_of_the_same_name_are_refused(finished, tmp_path):
     refit(Fuse()) if finished else interrupted(tmp_path, run=lambda _: refit(Fuse()))
     again = refit(Fuse())  # what computes the same is the same
     same(again, run(None, *first, Fuse()))
-    for outputs, likelihood, words in (
-        (lambda model, x: model(x) / 4, own(), "outputs"),
-        (first[0], Tempered(), "losses"),
-    ):
+    other = lambda model, x: model(x) / 4  # noqa: E731
+    for outputs, likelihood, words in ((other, own(), "outputs"), (first[0], Tempered(), "losses")):
         with pytest.raises(ValueError, match=f"the {words} for the first training examples"):
             run(tmp_path, outputs, likelihood, Fuse())
 
@@ -254,10 +234,7 @@ class Meddling:
         self.last = self.passes
 
     def fit(self, folder):
-        compute = replace(READ, checkpoint=folder)
-        options = {"num_samples": 4, "curvature": "network", "compute": compute}
-        la = LinearisedLaplace(self.case.model, "classification", **options)
-        return la.fit(self, progress_bar=False)
+        return fit("krylov", self, folder, model=self.case.model)
 
 
 @pytest.mark.parametrize("change", daily("one other sign", rest=["in place"]))

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from daily import daily
 from direct import rows_of
 from fresh import run_fresh
 from loaders import Loader, batches
-from models import images, small_cnn, trained
-from tiny import batched, fitted, known, tiny
-from torch import nn
+from models import images, network, small_cnn, trained
+from tiny import batched, fitted, known, posterior_of, tiny
 from torch.testing import assert_close
 from tqdm.auto import tqdm
 
@@ -29,17 +27,11 @@ from torch_lla_em.session import Budget
 FREE = "torch_lla_em.runtime.memory.free_memory"
 
 
-def network(*widths):
-    torch.manual_seed(0)
-    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], 3))
-
-
 # what a plan says
 
 
 def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
-    model, x, y = network(4, 30, 30), torch.randn(30, 4), torch.arange(30) % 3
+    model, x, y = network(4, 30, 30, 3), torch.randn(30, 4), torch.arange(30) % 3
 
     def plan(num_samples, times=1):
         la = LinearisedLaplace(model, "classification", num_samples=num_samples)
@@ -69,10 +61,9 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
 
 
 def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeypatch, caplog):
-    x, y, model = torch.randn(64, 20), torch.arange(64) % 3, network(20, 1500, 30)
-    la = LinearisedLaplace(
-        model, "classification", num_samples=8, compute=Compute(solver=BlockCG())
-    )
+    x, y, model = torch.randn(64, 20), torch.arange(64) % 3, network(20, 1500, 30, 3)
+    by_solver = Compute(solver=BlockCG())
+    la = LinearisedLaplace(model, "classification", num_samples=8, compute=by_solver)
     plan, logged, draws = la.plan(x, y), [], Problem.probe_features
 
     def noted(self, *args, **options):
@@ -197,8 +188,7 @@ def test_bfloat16_products(layerwise):
         # squared features without factors, as in bfloat16, have a Monte Carlo error of their own
         means = {"compute": Compute(precision=precision), "layerwise": layerwise}
         means |= {"prior": "isotropic", "num_samples": 16}
-        la = LinearisedLaplace(small_cnn(), "classification", **means)
-        fits.append(la.fit(images(), progress_bar=False))
+        fits.append(posterior_of(small_cnn(), "classification", images(), **means))
     assert fits[0]._linear_model.rounding < 1e-6 < 1e-3 < fits[1]._linear_model.rounding
     exact, found = (la.functional_samples(x).var(0).mean().item() for la in fits)
     assert found == pytest.approx(exact, rel=0.1) and fits[1].w_samples.dtype == torch.float32
@@ -210,12 +200,10 @@ def test_models_in_half_precision(dtype, layerwise):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(60, 5, generator=generator)
     y, variances = (x[:, :3] + torch.randn(60, 3, generator=generator)).argmax(1), []
-    model = trained(network(5, 16), x, y, 50)
+    model = trained(network(5, 16, 3), x, y, 50)
     for kind in (torch.float32, dtype):
-        la = LinearisedLaplace(
-            copy.deepcopy(model).to(kind), "classification", layerwise=layerwise, num_samples=16
-        )
-        la.fit(batched(30, x.to(kind), y), progress_bar=False)
+        given = copy.deepcopy(model).to(kind), "classification", batched(30, x.to(kind), y)
+        la = posterior_of(*given, layerwise=layerwise, num_samples=16)
         assert la.w_samples.dtype == torch.float32
         variances.append(la.functional_samples(x.to(kind)).float().var(0))
     exact, found = variances
@@ -295,9 +283,8 @@ def test_a_fit_in_the_shortest_pieces_ends_with_the_posterior_of_a_whole_one(nam
         ends.append(la.history[-1]["why"])
     assert len(ends) > 1 and ends[-1] == whole.history[-1]["why"]
     assert_close(la.prior_precision, whole.prior_precision, rtol=1e-6, atol=0.0)
-    assert_close(
-        la.predict(case.x).f_variance, whole.predict(case.x).f_variance, rtol=1e-6, atol=0.0
-    )
+    found, due = (each.predict(case.x).f_variance for each in (la, whole))
+    assert_close(found, due, rtol=1e-6, atol=0.0)
 
 
 def test_a_budget_that_is_spent_with_the_last_step_ends_nothing(monkeypatch):

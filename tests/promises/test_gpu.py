@@ -11,9 +11,8 @@ import simulated_gpu
 import torch
 from checkpoints import dying_after
 from loaders import batches
-from models import images, small_cnn
+from models import images, network, small_cnn
 from tiny import batched, draw, fitted, likelihood_of, tiny
-from torch import nn
 from torch.testing import assert_close
 
 from torch_lla_em import (
@@ -47,9 +46,8 @@ def of_tiny(device, loader=None, **options):
 
 def predicted_noise():
     x, noise = draw(20, 3).split([2, 1], dim=1)
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    return network, HeteroscedasticRegression(), (x, x.sum(1, keepdim=True) + 0.3 * noise), x
+    data = x, x.sum(1, keepdim=True) + 0.3 * noise
+    return network(2, 3, 2).double(), HeteroscedasticRegression(), data, x
 
 
 def convolutions():
@@ -141,7 +139,7 @@ def features(la, x, y, path):
     yield from (ensemble.predict(x).p_values(), ensemble.predict(x).f_variance)
     str(compare([la, ensemble], [(x, y)]))
     student = la.distil(x, steps=2, num_inputs=10, progress_bar=False).calibrate([(x, y)])
-    yield student.predict(x).epistemic
+    yield from (student.predict(x).epistemic, student.predict(x).p_value)
 
 
 @pytest.mark.parametrize("name", ["classification", "regression"])
@@ -218,9 +216,7 @@ def test_ranks_have_a_gpu_each(tmp_path, simulated):
 
 
 def wide(width=400):
-    torch.manual_seed(0)
-    layers = nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 50), nn.Tanh(), nn.Linear(50, 3)
-    return nn.Sequential(*layers)
+    return network(20, width, 50, 3)
 
 
 def fixed(model, count=200, **compute):

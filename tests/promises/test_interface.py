@@ -12,7 +12,7 @@ import tiny
 import torch
 from direct import Direct
 from jacobians import Calls
-from tiny import LOG_PROBS, batched, draw, known
+from tiny import LOG_PROBS, batched, draw, known, posterior_of
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -159,8 +159,7 @@ def test_inputs_are_not_changed():
     others = {"tokens": tokens[:7].clone(), "x": 3 * draw(7, 3)}
     before, kept = x.clone(), copy.deepcopy(others)
     model = Calls(written_to, table=nn.Embedding(4, 3), head=nn.Linear(6, 3)).double()
-    la = LinearisedLaplace(model, "classification", num_samples=4)
-    la.fit(batches, em_steps=2, progress_bar=False)
+    la = posterior_of(model, "classification", batches, em_steps=2)
     found = la.predict({"inputs": others}, mean="network").f_mean
     assert_close(found, model(copy.deepcopy(kept)).detach())
     torch_lla_em.compare([la], batches)
@@ -280,18 +279,12 @@ SMALL = {"em_steps": 0, "prior_precision": 1e-16}
 NO_GRAD = (NotImplementedError, ArithmeticError), "no_grad"
 REFUSALS = {
     "inputs × 1e6": (ArithmeticError, "scaled as in training", lambda: of_layers(nn.ReLU, 1e6 * X)),
-    "λ = 1e-16": (
-        *(ArithmeticError, "larger `prior_precision`"),
-        lambda: of_layers(nn.Tanh, draw(40, 4).float(), **SMALL),
-    ),
+    "λ = 1e-16": (ArithmeticError, "larger `prior_precision`", lambda: of_layers(nn.Tanh, draw(40, 4).float(), **SMALL)),
     "no_grad in later batches": (*NO_GRAD, lambda: without_gradient_later("0")),
     "no_grad in a later layer": (*NO_GRAD, lambda: without_gradient_later("1")),
     "a parameter in a list": (RuntimeError, "'bias'.*list", a_parameter_in_a_list),
-    "a softmax": (
-        *(ValueError, "Leave out the last softmax, or pass adapter"),
-        lambda: fit(model=nn.Sequential(tiny.tiny("classification").model, nn.Softmax(-1))),
-    ),
-}
+    "a softmax": (ValueError, "Leave out the last softmax, or pass adapter", lambda: fit(model=nn.Sequential(tiny.tiny("classification").model, nn.Softmax(-1)))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -14,7 +14,7 @@ from steps import complete_span
 from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import SGD, BlockCG, Compute, LinearisedLaplace, Regression
+from torch_lla_em import SGD, BlockCG, LinearisedLaplace, Regression
 from torch_lla_em.inference.em import e_step, em, m_step
 from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update, mackay_noise
 from torch_lla_em.inference.map import optimise_MAP
@@ -127,9 +127,8 @@ def test_em_follows_the_dense_path(name, g_prior, layerwise):
     model, state = _BasisModel(problem, noise, BlockCG(), (1e-9, 1e-9)), State(precision, sigma)
     for _ in range(5):
         found = e_step(model, state)
-        state = found._replace(
-            **dict(zip(("precision", "sigma"), m_step(model, found), strict=True))
-        )
+        new = m_step(model, found)
+        state = found._replace(precision=new[0], sigma=new[1])
         precision, sigma, gamma, _ = dense_step(exact, precision, sigma, layout, layerwise)
         # the mode is known to 1e-6, and pruned blocks are all but gone
         assert_close(state.precision, precision, rtol=1e-3, atol=0)
@@ -147,10 +146,8 @@ class _BasisModel(Whole):
         problem = self.problem.with_likelihood(Regression(q.sigma))
         g_prior = not (self.probes.prior.scale == 1).all()
         noise = basis_noise(problem, g_prior, self.probes.prior.layerwise)
-        other = _BasisModel(
-            problem, noise._replace(prior=self.probes.prior), BlockCG(), (1e-9, 1e-9)
-        )
-        return Whole.at(other, q)
+        noise = noise._replace(prior=self.probes.prior)
+        return Whole.at(_BasisModel(problem, noise, BlockCG(), (1e-9, 1e-9)), q)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +212,8 @@ def test_updates_are_their_formulas_within_their_bounds():
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("name", ["classification", "regression"])
 def test_a_whole_fit_is_the_dense_posterior(name, layerwise):
-    options = {
-        "layerwise": layerwise,
-        "num_samples": 64,
-        "compute": Compute(tolerance=1e-5),
-        "curvature": "network",
-    }
-    case, la = fitted(name, **options)
+    options = {"num_samples": 64, "tolerance": 1e-5, "curvature": "network"}
+    case, la = fitted(name, layerwise=layerwise, **options)
     precision, layout, gamma = la.prior_precision, la._linear_model.layout, la.effective_dim
     total = layout.block_sums if precision.dim() else torch.sum
     # the last step of log λ is below the Monte Carlo error of γ
@@ -245,18 +237,9 @@ def test_a_whole_fit_is_the_dense_posterior(name, layerwise):
 @pytest.mark.parametrize("g_prior", [False, True])
 def test_functions_of_random_samples_have_the_dense_covariance(name, g_prior, count=2000):
     """What is truly random, once."""
-    options = {
-        "num_samples": count,
-        "compute": Compute(tolerance=1e-8),
-        "curvature": "network",
-        "em_steps": 0,
-    }
-    case, la = fitted(
-        name,
-        prior="g" if g_prior else "isotropic",
-        prior_precision=30.0 if g_prior else 2.0,
-        **options,
-    )
+    options = {"num_samples": count, "tolerance": 1e-8, "curvature": "network"}
+    own = {"prior": "g", "at": 30.0} if g_prior else {"prior": "isotropic", "at": 2.0}
+    case, la = fitted(name, **own, **options)
     exact = case.exact(la.scale)
     covariance = exact.covariance(la.prior_precision)
     J = exact.J[:4].flatten(0, 1)  # four inputs, jointly

@@ -109,9 +109,8 @@ def one_pass(loader):
     """Return this rank's inputs by the number of their example, what a pass counts, and the largest share."""
     problem = tiny("regression").problem()
     data = Data(loader(tiny("regression")), torch.device("cpu"), group=group_of())
-    rows = {
-        int(n): x.tolist() for batch in data for n, x in zip(batch.rows, batch.inputs, strict=True)
-    }
+    pairs = (pair for batch in data for pair in zip(batch.rows, batch.inputs, strict=True))
+    rows = {int(n): x.tolist() for n, x in pairs}
     problem = Problem(problem.linear_model, problem.likelihood, data)
     problem.ggn_product(problem.zeros(1))
     counts = data.facts.num_rows, data.facts.num_targets, data.facts.num_outputs
@@ -119,13 +118,10 @@ def one_pass(loader):
 
 
 def by_sgd(loader):
-    options = {
-        "compute": Compute(solver=SGD(epochs=4, tolerance=9.0), tolerance=9.0),
-        "prior": "isotropic",
-    }
+    options = {"solver": SGD(epochs=4, tolerance=9.0), "tolerance": 9.0, "prior": "isotropic"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return facts(fitted(loader=loader, em_steps=0, prior_precision=10.0, **options)[1])
+        return facts(fitted(loader=loader, at=10.0, **options)[1])
 
 
 def stored_by_a_fit():
@@ -382,9 +378,8 @@ def test_ranks_that_round_differently_take_the_same_steps(name, monkeypatch):
     monkeypatch.setattr(Group, "from_first", lambda group, tensor: next(given).clone())
     monkeypatch.setattr(torch.linalg, "eigh", lambda A: (lambda v, V: (rounded(v), V))(*eigh(A)))
     found = fit()
-    assert (
-        count > 20 and next(given, None) is None and len(calls) == 2 * number
-    )  # as many collectives
+    assert count > 20 and next(given, None) is None  # as many collectives
+    assert len(calls) == 2 * number
     assert found.prior_precision == expected.prior_precision
     assert [step["why"] for step in found.history[-1:]] == [expected.history[-1]["why"]]
     assert len(found.history) == len(expected.history)
@@ -424,9 +419,8 @@ def test_a_rank_that_fails_dies_or_hangs_ends_all(act, victim, tmp_path):
     results = ranks.run(3, fit_with_a_fault, tmp_path, tmp_path, victim, act, timeout=timeout)
     for rank in {0, 1, 2} - {victim}:
         assert isinstance(results[rank], RuntimeError)
-        assert ("Timed out" in str(results[rank])) == (
-            act is None
-        )  # else the others notice at once
+        # else the others notice at once
+        assert ("Timed out" in str(results[rank])) == (act is None)
     if act is die:
         assert results[victim] is None
     if act is fail:

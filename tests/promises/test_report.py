@@ -10,7 +10,7 @@ from math import log
 import pytest
 import torch
 from daily import daily
-from tiny import draw, fitted, known, prediction_of
+from tiny import draw, fitted, known, posterior_of, prediction_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
-from torch_lla_em import LinearisedLaplace, plot
+from torch_lla_em import plot
 from torch_lla_em.prediction import binned, predicted_data, stated_and_right
 from torch_lla_em.report import to_do_for as advice
 
@@ -148,8 +148,7 @@ def test_suspicious_images_have_their_labels(tmp_path):
     x[:, 0, 0, 0] += 4 * y
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).double()
     given = y.index_fill(0, torch.tensor([4]), 1)
-    la = LinearisedLaplace(net, "classification", num_samples=4)
-    la.fit(x, given, em_steps=0, prior_precision=1.0, progress_bar=False, validation=False)
+    la = posterior_of(net, "classification", x, given, validation=False, at=1.0)
     axes, record = plot.suspicious(la, [(x, given)]), la.suspicious(x, given)
     i = int(record.order[0])
     words = [text.get_text() for text in axes.texts]

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from jacobians import Calls
-from tiny import fitted, tiny
+from tiny import fitted, posterior_of, tiny
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import Compute, LinearisedLaplace
+from torch_lla_em import Compute
 from torch_lla_em.jacobian.state import ONE_AT_A_TIME
 
 
@@ -80,8 +80,7 @@ def test_predictions_wait_for_a_batch_of_a_fit_and_not_for_a_pass():
 
     sized = [(case.x[:n], case.y[:n]) for n in range(10, 30)]
     options = {"parameters": ["net.*"], "compute": Compute(keep_data=False), "num_samples": 2}
-    la = LinearisedLaplace(Calls(forward, net=case.model), "classification", **options)
-    la.fit(sized, em_steps=0, prior_precision=1.0, progress_bar=False)
+    la = posterior_of(Calls(forward, net=case.model), "classification", sized, **options, at=1.0)
     assert la.prior_precision > 0 and len(waits) > 20
     # it enters the network a few times for an answer; a pass has 20 batches
     assert max(waits) <= 5, waits

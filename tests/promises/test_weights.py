@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense import ExactLaplace
 from direct import rows_of
-from tiny import LOG_PROBS, batched, likelihood_of, problem_of, tiny
+from tiny import LOG_PROBS, batched, likelihood_of, posterior_of, problem_of, tiny
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,8 +38,7 @@ def dense(case, w):
 def fit(case, data, la=None, **options):
     own = {"curvature": "network", "prior": "isotropic", "num_samples": 16}
     own |= {"compute": Compute(tolerance=1e-8), **(la or {})}
-    posterior = LinearisedLaplace(case.model, likelihood_of(case.name), **own)
-    return posterior.fit(*data, **{**FIT, **options})
+    return posterior_of(case.model, likelihood_of(case.name), *data, **own, **{**FIT, **options})
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
@@ -63,14 +62,11 @@ def test_products_and_fits_use_the_weights(name):
     assert abs(la.effective_dim - gamma) < 5 * la.effective_dim_error
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compute": Compute(solver=BlockCG())},
-        {"curvature": "variational", "compute": Compute(), "prior": "g"},
-    ],
-    ids=str,
-)
+REPEATED = [{"compute": Compute(solver=BlockCG())}]
+REPEATED += [{"curvature": "variational", "compute": Compute(), "prior": "g"}]
+
+
+@pytest.mark.parametrize("options", REPEATED, ids=str)
 def test_integer_weights_equal_repeated_examples(options):
     case, count = tiny("classification"), torch.arange(30) % 3
     repeated = (case.x.repeat_interleave(count, 0), case.y.repeat_interleave(count, 0))

@@ -441,29 +441,34 @@ class Stiff(Quadratic):
         return Operator(product)
 
 
-@pytest.mark.parametrize("max_passes", [1, 2, 3, 5, 40])
-def test_newton_takes_no_more_passes_than_it_may(max_passes):
-    loss = Stiff()
-    zeros = torch.zeros_like(loss.A)
-    found = Newton(1e-12, max_passes, forcing=0.0).minimise(loss, zeros)
-    assert not found.converged and found.passes == loss.passes <= max_passes
-    value, gradient = loss.value_and_gradient(found.w)
-    assert found.loss == value and value + 0.5 * found.w.square().sum() <= 0
-    assert found.error == pytest.approx((gradient + found.w).norm() / max(found.w.norm(), 1e-300))
-
-
-@pytest.mark.parametrize("max_passes", [3, 4, 5, 6, 7, 12])
-def test_a_line_search_counts_as_passes_and_ends_where_the_loss_is_lower(max_passes):
-    """A start far away, where H is close to 0: whole Newton steps go much too far."""
+def far_away():
+    """A start where H is close to 0: whole Newton steps go much too far."""
     generator = torch.Generator().manual_seed(0)
     R = 3 * torch.randn(60, SIZE, generator=generator, dtype=torch.float64)
-    loss, start = Logistic(R, (torch.rand(60, generator=generator) < 0.5).double()), ZEROS + 30
+    return Logistic(R, (torch.rand(60, generator=generator) < 0.5).double()), ZEROS + 30
+
+
+def stiff():
+    return Stiff(), torch.zeros_like(Stiff.A)
+
+
+LIMITS = [(stiff, 0.0, most) for most in (1, 2, 3, 5, 40)]
+LIMITS += [(far_away, 0.1, most) for most in (3, 4, 5, 6, 7, 12)]
+
+
+@pytest.mark.parametrize("make, forcing, most", LIMITS)
+def test_newton_takes_no_more_passes_than_it_may_and_ends_where_the_loss_is_lower(
+    make, forcing, most
+):
+    """Passes are those of products and of line searches."""
+    loss, start = make()
     first = loss.value_and_gradient(start)[0] + 0.5 * start.square().sum()
     loss.passes = 0
-    found = Newton(1e-12, max_passes).minimise(loss, start)
-    assert found.passes == loss.passes <= max_passes and not found.converged
-    value = loss.value_and_gradient(found.w)[0]
+    found = Newton(1e-12, most, forcing).minimise(loss, start)
+    assert not found.converged and found.passes == loss.passes <= most
+    value, gradient = loss.value_and_gradient(found.w)
     assert found.loss == value and value + 0.5 * found.w.square().sum() <= first
+    assert found.error == pytest.approx((gradient + found.w).norm() / max(found.w.norm(), 1e-300))
 
 
 def test_faults_of_a_loss_are_refused(loss):

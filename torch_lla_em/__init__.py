@@ -8,6 +8,7 @@ densities of features.
 
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
@@ -93,20 +94,19 @@ _MOVED = {
 }
 
 
-class _Moved(ModuleType):
-    """A module by its former name, with the names that were public."""
-
-    def __getattr__(self, name: str) -> object:
-        if name not in (names := _MOVED[self.__name__.split(".")[1]]):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        new = f"torch_lla_em.integrations.{names[name]}"
-        words = f"Import {name} from {new} instead of {self.__name__}."
-        warnings.warn(words, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(new), name)
+def _moved(module: str, name: str) -> object:
+    """Return what a module had by its former name, if it was public."""
+    if name not in (names := _MOVED[module]):
+        raise AttributeError(f"module '{__name__}.{module}' has no attribute {name!r}")
+    new = f"torch_lla_em.integrations.{names[name]}"
+    words = f"Import {name} from {new} instead of {__name__}.{module}."
+    warnings.warn(words, DeprecationWarning, stacklevel=2)
+    return getattr(import_module(new), name)
 
 
 for _name in _MOVED:
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _Moved(f"{__name__}.{_name}")
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = ModuleType(f"{__name__}.{_name}")
+    vars(globals()[_name])["__getattr__"] = partial(_moved, _name)
 
 
 def __getattr__(name: str) -> None:

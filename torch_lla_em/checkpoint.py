@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,41 +28,6 @@ STATE, POSTERIOR = "state.pt", "posterior.pt"
 _REMEDY = "Delete the folder to start a new fit, or pass another one."
 
 
-class Computed(NamedTuple):
-    """What the network and the likelihood compute: functions of the same name may differ."""
-
-    data: str
-    """A hash of the first training examples. Other data are refused later."""
-
-    outputs: Tensor
-    losses: Tensor
-    """The outputs for these examples, and the sum of their losses, (1,)."""
-
-    @classmethod
-    def by(cls, problem: Problem) -> Computed:
-        """Return what is computed for the first examples."""
-        network, sweep = problem.linear_model.network, problem.sweep
-        with network.guarded(), torch.no_grad():
-            few = sweep.aligned(sweep.pieces(problem.data.first(), FEW)[0])
-            f = network.outputs(few.inputs)
-            loss = problem.loss(few.targets, few.weights)
-            loss.check(f)
-            data = files.plain((few.inputs, few.targets, few.weights))
-            return cls(data, f.cpu(), loss.value(f[None])[None].cpu())
-
-    def differs(self, other: Computed) -> str:
-        """Return what differs by more than rounding for the same examples, as words; empty if
-        nothing does."""
-        if self.data != other.data:
-            return ""
-        for name in ("outputs", "losses"):
-            here, there = getattr(self, name).double(), getattr(other, name).double()
-            rounding = torch.finfo(self.outputs.dtype).eps ** 0.5
-            if here.shape != there.shape or (here - there).norm() > rounding * here.norm():
-                return f"{name} for the first training examples"
-        return ""
-
-
 class Folder:
     """A folder with the last state, or the posterior; rank 0 reads and writes, and the others
     receive what it has read."""
@@ -72,7 +37,7 @@ class Folder:
         folder: str | os.PathLike[str],
         header: dict[str, Any],
         group: Group = Group(),
-        computed: Computed | None = None,
+        computed: dict[str, Any] | None = None,
     ):
         if not os.fspath(folder):
             raise ValueError("checkpoint='' is not the name of a folder. Pass a name, or None.")
@@ -135,7 +100,7 @@ class Folder:
         self._saved = time.monotonic()
         self._took = self._saved - began
 
-    def _check_header(self, header: dict[str, Any], computed: Computed | None) -> None:
+    def _check_header(self, header: dict[str, Any], computed: dict[str, Any] | None) -> None:
         """Write the header, or raise an error that names the first entry in which it differs from
         the folder's."""
         path = self.path / "header.pt"
@@ -149,12 +114,36 @@ class Folder:
                     f"The checkpoint in {str(self.path)!r} belongs to another fit: its {name} is "
                     f"{saved.get(name)!r}, but here it is {header.get(name)!r}. {_REMEDY}"
                 )
-        if computed is not None and before is not None and (words := computed.differs(before)):
+        if computed is not None and before is not None and (words := _differs(computed, before)):
             raise ValueError(
                 f"The checkpoint in {str(self.path)!r} belongs to another fit: the {words} are not "
                 "those that the network, Adapter(outputs=...) and the likelihood computed for it, "
                 f"although their names and weights are the same. {_REMEDY}"
             )
+
+
+def computed_by(problem: Problem) -> dict[str, Any]:
+    """Return what the network and the likelihood compute for the first training examples, and a
+    hash of these: functions of the same name may differ."""
+    network, sweep = problem.linear_model.network, problem.sweep
+    with network.guarded(), torch.no_grad():
+        few = sweep.aligned(sweep.pieces(problem.data.first(), FEW)[0])
+        f = network.outputs(few.inputs)
+        loss = problem.loss(few.targets, few.weights)
+        loss.check(f)
+        data = files.plain((few.inputs, few.targets, few.weights))
+        return {"data": data, "outputs": f.cpu(), "losses": loss.value(f[None])[None].cpu()}
+
+
+def _differs(here: dict[str, Any], there: dict[str, Any]) -> str:
+    """Return which results differ by more than rounding, in words; empty if none does. Other data
+    are refused later."""
+    rounding = torch.finfo(here["outputs"].dtype).eps ** 0.5
+    for name in ("outputs", "losses") if here["data"] == there["data"] else ():
+        own, other = here[name].double(), there[name].double()
+        if own.shape != other.shape or (own - other).norm() > rounding * own.norm():
+            return f"{name} for the first training examples"
+    return ""
 
 
 def header_of(problem: Problem, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from torch_lla_em.checkpoint import POSTERIOR, STATE, Computed, Folder
+from torch_lla_em.checkpoint import POSTERIOR, STATE, Folder, computed_by
 from torch_lla_em.data import Identity
 from torch_lla_em.inference import FitOptions, Progress, State, Step, record
 from torch_lla_em.prediction import refuse_training_data
@@ -129,7 +129,7 @@ class Session:
         data."""
         if self._checkpoint is None:
             return None
-        computed = Computed.by(self.problem)
+        computed = computed_by(self.problem)
         self._folder = Folder(self._checkpoint, self._header, self._group, computed)
         state: dict[str, Any] | None = self._folder.load(POSTERIOR, self._device)
         if state is not None:

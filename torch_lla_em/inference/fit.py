@@ -297,7 +297,7 @@ def by_solver(
         if prior.layerwise and not precision.dim():
             precision = precision.expand(len(prior.layout.names)).clone()
         q = State(precision, problem.sigma, mean=problem.w_MAP * (prior.scale > 0))
-    if options.em_steps:
+    if options.em_steps and not q.fate.why:  # of a checkpoint EM may have ended
         steps = em(model, q, partial(whole.updated, em_steps=options.em_steps))
         q = around.run(steps, lambda q: start._replace(state=q), q.fate.number)
     if q.fate.why != "budget":

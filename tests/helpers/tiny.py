@@ -1,6 +1,6 @@
 """Tiny problems with their exact answers, and a basis in place of random noise."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -121,7 +121,7 @@ def tiny(name: str) -> Tiny:
 
 
 OF_FIT = "em_steps prior_precision validation weights progress_bar".split()
-OF_COMPUTE = "budget checkpoint keep_data precision shard solver span_memory tolerance".split()
+OF_COMPUTE = [field.name for field in fields(Compute)]
 
 
 def posterior_of(model: nn.Module, likelihood, x, y=None, *, at=None, **options):

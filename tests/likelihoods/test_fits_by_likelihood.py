@@ -86,11 +86,9 @@ def test_preferences_are_bernoulli_in_the_difference_of_rewards(preferences, tmp
     assert la.predict(a).f_variance.shape == (30, 1)
     assert_close(la.functional_samples((a, b))[..., :1], la.functional_samples(a))
     # chosen and rejected are a pair, and there may be several candidates
-    modes = [
-        LinearisedLaplace(model, "reward_modeling", **EXACT).fit([batch], **FIXED).w_lin
-        for batch in ({"chosen": a, "rejected": b}, ((a, b), torch.zeros(30).long()))
-    ]
-    assert_close(*modes)
+    every = {"chosen": a, "rejected": b}, ((a, b), torch.zeros(30).long())
+    how = model, "reward_modeling"
+    assert_close(*(posterior_of(*how, [batch], **EXACT, **FIXED).w_lin for batch in every))
     assert torch.equal(preferred((a, torch.ones(2))), torch.ones(2))
     la = LinearisedLaplace(model, "reward_modeling", num_samples=4)
     la.fit([((a, b, a + b), y)], progress_bar=False).save(tmp_path / "posterior.pt")
@@ -125,12 +123,9 @@ def test_rewards_are_single_numbers(preferences):
 def test_one_weight_for_all_is_a_scale_at_another_precision():
     """(w G + Λ)⁻¹ = (G + Λ / w)⁻¹ / w."""
     case, w = tiny("classification"), 4.0
-    cold, plain = (
-        LinearisedLaplace(case.model, "classification", **EXACT).fit(
-            [(case.x, case.y)], **{**FIXED, "prior_precision": p, "weights": each}
-        )
-        for each, p in ((w, 20.0), (None, 5.0))
-    )
+    given = case.model, "classification", case.x, case.y
+    cold = posterior_of(*given, at=20.0, weights=w, **EXACT)
+    plain = posterior_of(*given, at=5.0, **EXACT)
     assert_close(cold.w_samples, w**-0.5 * plain.w_samples, rtol=1e-5, atol=1e-8)
     assert_close(cold.w_lin, plain.w_lin, rtol=1e-5, atol=1e-7)
     assert_close(cold.effective_dim, plain.effective_dim)

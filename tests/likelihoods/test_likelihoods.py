@@ -32,10 +32,9 @@ def example(name):
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_derivatives_equal_those_of_the_density(name):
     likelihood, f, y = example(name)
-    gradient = torch.stack(
-        [-torch.func.grad(LOG_PROBS[name])(a, b) for a, b in zip(f, y, strict=True)]
-    )
-    H = torch.stack([-torch.func.hessian(LOG_PROBS[name])(a, b) for a, b in zip(f, y, strict=True)])
+    grad, hessian = (derive(LOG_PROBS[name]) for derive in (torch.func.grad, torch.func.hessian))
+    gradient = torch.stack([-grad(a, b) for a, b in zip(f, y, strict=True)])
+    H = torch.stack([-hessian(a, b) for a, b in zip(f, y, strict=True)])
     assert_close(likelihood.gradient(f, y), gradient)
     basis = torch.eye(3).double()[:, None].expand(3, 5, 3)
     assert_close(likelihood.hessian_product(f, basis), H.movedim(1, 0))
@@ -298,12 +297,8 @@ class OneHot(Classification):
 def test_targets_are_aligned_once_in_every_path(weighted):
     case, found = tiny("classification"), []
     weights = 0.5 + torch.rand(30, generator=torch.Generator().manual_seed(0)) if weighted else None
-    plain = "classification", case.y
-    for likelihood, y in (
-        plain,
-        (FromOne(), case.y + 1),
-        (OneHot(), nn.functional.one_hot(case.y)),
-    ):
+    others = (FromOne(), case.y + 1), (OneHot(), nn.functional.one_hot(case.y))
+    for likelihood, y in (("classification", case.y), *others):
         options = {"num_samples": 4, "class_dim": 1}
         la = posterior_of(case.model, likelihood, case.x, y, **options, weights=weights, em_steps=2)
         before = la.predict(case.x)

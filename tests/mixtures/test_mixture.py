@@ -98,9 +98,8 @@ def log_prior(x, parameters, structure, worth):
 
 
 @EVERY_STRUCTURE
-@pytest.mark.parametrize(
-    "by_label, prior", [(False, None), (True, None), (False, 3.0), (True, 3.0)]
-)
+@pytest.mark.parametrize("prior", [None, 3.0])
+@pytest.mark.parametrize("by_label", [False, True])
 def test_a_fit_ends_at_the_mode_of_the_posterior(structure, by_label, prior):
     """There the gradient vanishes, and the bound is the height up to a constant.
 

@@ -63,9 +63,8 @@ def test_noise_that_depends_on_the_inputs_or_the_group_is_found():
     assert found.residuals.p_value == pytest.approx(0.002)  # the least of two families
     assert "size of residuals" in str(found)
     assert 'likelihood="heteroscedastic"' in found.problems[-1]
-    assert {g.name for g in found.groups if g.is_low(0.9)} >= {
-        f"predicted mean, {name} quarter" for name in ("lowest", "highest")
-    }
+    low = {g.name for g in found.groups if g.is_low(0.9)}
+    assert low >= {f"predicted mean, {name} quarter" for name in ("lowest", "highest")}
     loud = (x[:, 1].abs() > 1).long()
     shown = repr(la.check(x[600:], y[600:], groups=loud[600:]))
     assert "group 1" in shown and "groups=labels" in shown

@@ -127,11 +127,7 @@ def test_members_have_one_likelihood_and_the_same_classes():
         (RuntimeError, "Call la.fit", lambda: one.predict(case.x)),
         (ValueError, "folds=1, but it must lie between 2 and .* 10", lambda: folds(train, x, y, 1)),
         (ValueError, "folds=11, .* 10", lambda: folds(train, x, y, 11)),
-        (
-            ValueError,
-            "10 targets, but tensors of x have lengths .9.",
-            lambda: folds(train, x[1:], y),
-        ),
+        (ValueError, "10 targets, but tensors .* lengths .9.", lambda: folds(train, x[1:], y)),
         (TypeError, "must return a trained nn.Module, not NoneType", lambda: folds(print, x, y)),
     ):
         with pytest.raises(error, match=words):
@@ -228,9 +224,8 @@ def test_numbers_are_fitted_to_predictions_of_examples_that_a_network_has_not_se
         if y.dim() == 1:
             sizes = y.bincount(minlength=3) - 3 * y[mask].bincount(minlength=3)
             assert sizes.abs().max() < 3
-    before = [
-        -la.predict(x[m]).log_prob(y[m]) for la, m in zip(ensemble.members, masks, strict=True)
-    ]
+    pairs = zip(ensemble.members, masks, strict=True)
+    before = [-la.predict(x[m]).log_prob(y[m]) for la, m in pairs]
     assert_close(ensemble.calibration.before, torch.cat(before).mean().item())
 
     def loss(scale):

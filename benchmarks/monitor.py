@@ -1,6 +1,6 @@
 """How often and how late a monitor raises an alarm, beside windows of a Kolmogorov-Smirnov test and detectors of river.
 
-    python benchmarks/monitor.py                    # streams, two CNNs and four tables: a quarter of an hour of one core
+    python benchmarks/monitor.py                    # streams, three networks and four tables: half an hour of one core
     python benchmarks/monitor.py --report           # the tables of results/monitor.jsonl
 
 "alarms" are the shares of 10,000 streams of 2,000 inputs, distributed as the validation set (of 200 or 2,000 examples), in which an
@@ -15,6 +15,7 @@ a share of alarms below the rate for ours alone, and delays of 5 to 50 inputs fo
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ from torch_lla_em.prediction.conformal import Compared
 
 RATES, POWERS, WINDOW, BEFORE, ORDERS = (0.1, 0.01, 0.001), (0.25, 0.5, 0.75, 2.0), 100, 300, 20
 NETWORKS = {"LeNet": lenet, "CNN with BatchNorm": images.batch_norm}
+CELLS = "solar cells"
 TABLES = "segment", "penbased", "phoneme", "spambase"
 
 
@@ -82,8 +84,10 @@ def alarms(examples: int, streams: int, length: int) -> Iterator[dict]:
         yield {"part": "alarms", "length": length, "streams": streams} | record
 
 
-def problem(case: str, seed: int) -> Task:
-    """Return examples, the network and the shifts of test inputs."""
+def problem(case: str, seed: int, features: Path) -> Task:
+    """Return examples, the network and the shifts of test inputs; of solar cells by their features in a file."""
+    if case == CELLS:
+        return images.solar(features, seed, False)
     if case in NETWORKS:
         found = digits("mnist_lenet", seed)
         shifted = images.shifted(found.test.x)
@@ -119,9 +123,9 @@ def first(raised: Callable[[float], bool], values: np.ndarray) -> float:
     return next((i for i, value in enumerate(values, 1) if raised(float(value))), inf)
 
 
-def delays(case: str, seed: int) -> Iterator[dict]:
+def delays(case: str, seed: int, features: Path) -> Iterator[dict]:
     """Yield the share of false alarms before a change, and the median delay after it, of all methods."""
-    found = problem(case, seed)
+    found = problem(case, seed, features)
     torch.manual_seed(seed)
     network = found.network()
     descend(network, found.train, 40, torch.optim.Adam(network.parameters(), 2e-3), 64)
@@ -181,15 +185,17 @@ def of_delays(lines: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "monitor")
-    parser.add_argument("--cases", nargs="+", default=[*NETWORKS, *TABLES])
+    parser.add_argument("--cases", nargs="+", default=[*NETWORKS, CELLS, *TABLES])
     parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--features", type=Path, default=Path("results/cells.pt"))
     args = begin(parser, argv)
     origin = provenance(("torch", "river", "scipy"))
     for examples in () if args.report else (200, 2000):
         run = partial(alarms, streams=args.streams, length=2000)
         markdown.resume(args.out, [{"examples": examples}], run, origin)
     cases = [{"case": name, "seed": 0} for name in args.cases]
-    measured = markdown.resume(args.out, [] if args.report else cases, delays, origin)
+    run = partial(delays, features=args.features)
+    measured = markdown.resume(args.out, [] if args.report else cases, run, origin)
     print(of_alarms(measured), of_delays(measured), sep="\n\n")
 
 

@@ -53,7 +53,7 @@ def test_wrong_labels_are_found_and_counted():
     assert record.label[wrong].equal(y[wrong]) and record.given.equal(given)
     assert_close(record.probability, log_p.exp().amax(1))
     lines = repr(record).splitlines()
-    assert len(lines) == 6 and f"{record.number} of 200" in lines[1]
+    assert len(lines) == 5 and f"{record.number} of 200" in lines[1]
     assert "the posterior says" in lines[2]
     # labels that are right: hardly any is in the mask
     assert la.suspicious(x, y).number <= 2
@@ -192,6 +192,15 @@ def test_what_cannot_be_judged_is_refused():
     counts, binomial = known("binomial")
     with pytest.raises(TypeError, match="log_prob"):
         binomial.suspicious(counts.x, counts.y)
+    x = case.x.clone()
+    x[4, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="prediction of example 4 is not finite"):
+        la.suspicious([(x[:2], case.y[:2]), (x[2:], case.y[2:])])
+    with pytest.raises(FloatingPointError, match="prediction of example 0 is not finite"):
+        la.suspicious(x * torch.nan, case.y)
+    for folds in (torch.arange(30) % 2, -torch.ones(30).long()):
+        with pytest.raises(ValueError, match="but there are 1 members"):
+            la.suspicious(case.x, case.y, folds=folds)
     own, changed = fitted("classification", em_steps=1)
     with pytest.raises(NotFittedError):
         LinearisedLaplace(own.model, "classification").suspicious(own.x, own.y)

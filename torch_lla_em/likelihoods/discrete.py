@@ -121,7 +121,7 @@ class Classification(Labels):
                 'one-hot labels y.argmax(-1). For several 0/1 labels use likelihood="bernoulli"; '
                 "if axis 1 of the outputs holds the classes, pass class_dim=1."
             )
-        is_logit = (f < 0).any() | (f > 1).any() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
+        is_logit = ~((f >= 0) & (f <= 1)).all() | ((f.sum(-1) - 1).abs() >= 1e-3).any()
         beyond = self.mask(y) & ((y < 0) | (y >= f.shape[-1]))
         is_logit, is_beyond = torch.stack([is_logit, beyond.any()]).tolist()  # one GPU sync
         if not is_logit and f[..., 0].numel() >= 4:  # fewer may sum to 1 by chance

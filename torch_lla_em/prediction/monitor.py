@@ -75,7 +75,8 @@ class Monitor(Printed):
 
     def reset(self) -> None:
         """Begin again without evidence and without an alarm."""
-        self.state: dict[str, Any] = {**_NEW}
+        with self._lock:
+            self.state: dict[str, Any] = {**_NEW}
 
     @property
     def alarm(self) -> bool:
@@ -166,7 +167,8 @@ class Monitor(Printed):
                 "This is not the state of a monitor with the same rate, level and seed, of an "
                 "object with the same validation set: make the monitor as the saved one was made."
             )
-        self.state = {key: state[key] for key in _NEW}
+        with self._lock:
+            self.state = {key: state[key] for key in _NEW}
 
     @property
     def findings(self) -> list[str]:

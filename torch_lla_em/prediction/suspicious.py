@@ -107,7 +107,7 @@ class SuspiciousTargets(Printed):
 
     def _table(self) -> tuple[str, Cells]:
         share = f"{self.number:,} of {len(self.score):,} ({self.number / len(self.score):.1%})"
-        return "Targets that may be wrong", [("to look at", share), *self.cells(3)]
+        return "Targets that may be wrong", [("to look at", share), *self.cells(2)]
 
 
 def suspicious(
@@ -141,11 +141,19 @@ def suspicious(
     members = Stated.of(len(y), device, folds).groups
     if members is None:
         members = torch.zeros(len(y), dtype=torch.long, device=device)
+    if not 0 <= members.min() <= members.max() < len(columns[0]):
+        raise ValueError(
+            f"folds holds numbers from {members.min()} to {members.max()}, but there are "
+            f"{len(columns[0])} members, counted from 0: pass ensemble.folds."
+        )
     score, margin, label, probability = (
         column[members, torch.arange(len(y), device=device)] for column in columns
     )
     if not counts.any():
         raise ValueError("No example has a label and a positive weight, so none can be judged.")
+    if score.isnan().any():
+        (i, *_), *_ = score.isnan().nonzero().tolist()
+        raise FloatingPointError(f"The prediction of example {i} is not finite. Check its inputs.")
     found = Judged(score, margin, label, probability)
     whole = of_all(record.likelihood, y, counts, found)
     if model.layout.size < ParameterLayout.of(module, select_parameters(module, None)).size:

@@ -33,7 +33,6 @@ from torch_lla_em.jacobian import (
     ParameterLayout,
     Selection,
     last_layers,
-    leaves_out,
     select_parameters,
 )
 from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, Task, preferred, rewards
@@ -401,11 +400,9 @@ class LinearisedLaplace(Predicts):
             require(is_data, "validation", held_out, words, TypeError)
             unseen = self._data(held_out, group_of(self.compute.shard)).read()
         found = self._fit(data, weights, options, progress_bar, unseen)
-        model = found.setting.linear_model
-        is_partial = leaves_out(model.network.module, model.layout.names)
         if held_out is not None:
             found = found.corrected(calibrated_on(found, held_out))
-        elif validation is None and em_steps and is_partial:
+        elif validation is None and em_steps:
             found = without_validation(found, data, weights)
         self.take(found)
         self.trained_with = data, weights

@@ -58,9 +58,7 @@ def report(
     """Write an HTML page about a posterior, as ``LinearisedLaplace.report``."""
     rows, (title, known) = predicted_data(la, loader), la._table()
     record = required(la)
-    every = {"network": rows.network, "temperature scaling": rows.scaled_network()}
-    every["posterior"] = rows.posterior
-    each = {name: scores(p, rows.targets) for name, p in every.items() if p is not None}
+    each = {name: scores(p, rows.targets) for name, p in rows.every().items()}
     cells: list[tuple[str, ...]] = [("", *each)]
     cells += [(key, *(f"{own[key]:.4g}" for own in each.values())) for key in each["posterior"]]
     of_scores = Table(f"Scores on {len(rows.targets):,} examples", cells)

@@ -255,9 +255,9 @@ def test_temperature_scaling_is_fitted_to_the_other_half():
         due[own] = (best * f[own]).log_softmax(-1).gather(1, y[own][:, None])[:, 0]
     found = compare([la], case.x, case.y).records["0: Sequential"]["temperature scaling NLL"]
     assert found == pytest.approx(-due.mean().item(), rel=1e-4)
-    assert rows.scaled_network().probs.shape == (len(y), 3)
+    assert rows.every()["temperature scaling"].probs.shape == (len(y), 3)
     case, la = known("regression")
-    assert predicted_data(la, [(case.x, case.y)]).scaled_network() is None
+    assert [*predicted_data(la, [(case.x, case.y)]).every()] == ["network", "posterior"]
 
 
 def test_what_cannot_be_compared_raises():

@@ -9,7 +9,7 @@ from torch_lla_em.likelihoods.base import Likelihood
 from torch_lla_em.runtime import normals, report, suppressed
 
 # the largest numbers of examples, and of their outputs, that are checked
-_EXAMPLES, _NUMBERS = 64, 1 << 16
+_EXAMPLES, _NUMBERS = 64, 65_536
 _TOLERANCE = 1e-3
 _DRAWS = 256
 

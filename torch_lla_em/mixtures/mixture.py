@@ -174,28 +174,28 @@ class GaussianMixture:
         By default they are those of the fit. P is the number of free parameters. Of fits with
         several numbers of components, that with the lowest is chosen.
         """
-        n, log_prob = self._log_evidence(x)
-        return self._num_parameters * math.log(n) - 2 * log_prob
+        n, count, log_prob = self._log_evidence(x)
+        return count * math.log(n) - 2 * log_prob
 
     def aic(self, x: Rows | None = None) -> float:
         """Return Akaike's information criterion, −2 log p(x) + 2 P, as ``bic``."""
-        return 2 * self._num_parameters - 2 * self._log_evidence(x)[1]
+        _, count, log_prob = self._log_evidence(x)
+        return 2 * count - 2 * log_prob
 
-    def _log_evidence(self, x: Rows | None) -> tuple[int, float]:
-        """Return the number of examples and log p of all."""
+    def _log_evidence(self, x: Rows | None) -> tuple[int, int, float]:
+        """Return the number of examples, that of the free parameters of π, μ and Σ, and log p of
+        all examples."""
         self._ready()
         if self._worth is None:
             raise RuntimeError(
                 "A variational mixture has no information criteria: compare lower_bounds[-1], "
                 "which bounds the log marginal likelihood."
             )
-        return self._of_training if x is None else (len(x), float(self.log_prob(x).double().sum()))
-
-    @property
-    def _num_parameters(self) -> int:
-        """The free parameters of π, μ and Σ."""
         k, dim = map(int, self.parameters.means.shape)
-        return k - 1 + k * dim + k * (dim * (dim + 1) // 2 if self.covariance == "full" else dim)
+        count = k - 1 + k * dim + k * (dim * (dim + 1) // 2 if self.covariance == "full" else dim)
+        given = None if x is None else (len(x), float(self.log_prob(x).double().sum()))
+        n, log_prob = given or self._of_training
+        return n, count, log_prob
 
     def _ready(self) -> tuple[Family, Tensors]:
         """Return the coordinates and θ of the fit."""

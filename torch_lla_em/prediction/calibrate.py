@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.data import Data, Inputs, Loader, Values, Weights, paired, tensors_in
+from torch_lla_em.jacobian import leaves_out
 from torch_lla_em.prediction.calibration import (
     Correction,
     calibrated,
@@ -119,9 +120,11 @@ def calibrated_on_moved(
 
 
 def without_validation(posterior: Posterior, loader: Loader, weights: Weights | None) -> Posterior:
-    """Return a posterior of some parameters, calibrated on moved training examples if possible;
-    otherwise as fitted, with a message that says why."""
-    if posterior.result.why == "budget":
+    """Return a posterior that leaves out parameters, calibrated on moved training examples if
+    possible; otherwise as fitted, with a message that says why. Others are returned as they are."""
+    model = posterior.setting.linear_model
+    is_partial = leaves_out(model.network.module, model.layout.names)
+    if not is_partial or posterior.result.why == "budget":
         return posterior
     try:
         return calibrated_on_moved(posterior, loader, weights, asked=False)

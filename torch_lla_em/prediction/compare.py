@@ -44,17 +44,18 @@ class PredictedData(NamedTuple):
     posterior: Prediction
     """That of the posterior, as fitted or as calibrated."""
 
-    def scaled_network(self) -> Prediction | None:
-        """Return the network's prediction with temperature scaling; None for other targets than
-        labels.
+    def every(self) -> dict[str, Prediction]:
+        """Return the predictions by name: of the network, of labels also with temperature scaling,
+        and of the posterior.
 
         Each half of the examples has the temperature that fits the other half.
         """
-        origin = self.network._origin
-        if not self.network.likelihood.gives_probabilities or not isinstance(origin, Pushforward):
-            return None
-        with torch.inference_mode(False), torch.no_grad():
-            return replace(with_temperature(origin).network(), _class_dim=-1)
+        found, origin = {"network": self.network}, self.network._origin
+        if self.network.likelihood.gives_probabilities and isinstance(origin, Pushforward):
+            with torch.inference_mode(False), torch.no_grad():
+                scaled = with_temperature(origin).network()
+            found["temperature scaling"] = replace(scaled, _class_dim=-1)
+        return found | {"posterior": self.posterior}
 
     def log_probs(self) -> tuple[Tensor, Tensor]:
         """Return ``per_label`` of the posterior and of the network alone."""
@@ -186,16 +187,14 @@ def compare(
         rows = predicted_data(record, loader)
         known = rows.targets if known is None else known
         same_targets(rows.targets, known)
-        own, alone = (each.cpu() for each in rows.log_probs())
-        log_probs[name], gains[name], of_temperature = own, own - alone, {}
-        if (scaled := rows.scaled_network()) is not None:
-            by_temperature = per_label(scaled, rows.targets).cpu()
-            over_temperature[name] = own - by_temperature
-            of_temperature["temperature scaling NLL"] = -by_temperature.mean().item()
+        each = {kind: per_label(p, rows.targets).cpu() for kind, p in rows.every().items()}
+        log_probs[name] = own = each.pop("posterior")
+        gains[name] = own - each["network"]
+        if "temperature scaling" in each:
+            over_temperature[name] = own - each["temperature scaling"]
         records[name] = {
             **scores(rows.posterior, rows.targets),
-            "network NLL": -alone.mean().item(),
-            **of_temperature,
+            **{f"{kind} NLL": -values.mean().item() for kind, values in each.items()},
             "parameters": sum(p.setting.linear_model.layout.size for p in record.members),
         }
     return Comparison(records, log_probs, gains, over_temperature)

@@ -196,14 +196,10 @@ def unlike(parts: Sequence[Pushforward]) -> str:
     """Return a warning if validation examples do not look like those of the fit, an empty string
     otherwise.
 
-    Training examples are exceeded by a tenth of others from their distribution with probability
-    .9^n: n are kept, 89 or more below. For 24 classifiers of three tables, half of them overfitted,
-    at most 4.5 % exceed them; with inputs times 16, 88 % or more. For regressions the spread of
-    targets is compared with that of the network's predictions, which overfitting keeps: for 32
-    networks, half of them overfitted, it was .54 to 1.61 times as large; with targets times ten 7.9
-    or more, with a tenth of them .32 or less. (With Cauchy noise it was .4 to 7.) The NLL on
-    training examples is no measure: on overfitted networks the NLL of others exceeds it as much as
-    in wrong units.
+    Of n training examples that are kept, 89 or more, a tenth of others exceed all with probability
+    .9^n: of 24 classifiers at most 4.5 % do, with inputs times 16 88 % or more. Targets of 32
+    regressions spread .54 to 1.61 times as much as predictions, which overfitting keeps; times ten
+    7.9 or more, a tenth of them .32 or less. NLLs do not tell wrong units from overfitting.
     """
     if parts[0].likelihood.real_valued:
         return _unlike_targets(parts)

@@ -28,9 +28,6 @@ from torch_lla_em.prediction.printed import Cells, Printed
 from torch_lla_em.prediction.reference import Reference, Score, Stated, chosen
 from torch_lla_em.runtime import refuse_former
 
-_SHOWN = 6
-"""Number of examples that are printed."""
-
 _FORMER = {
     "mean": "write .f_mean for the mean of f, or .expectation for that of y",
     "variance": "write .f_variance for f, or .predictive_variance for y",
@@ -356,11 +353,11 @@ class BasePrediction(Printed):
             object.__getattribute__(self, name)  # raises the error of an attribute or a property
 
     def _table(self) -> tuple[str, Cells]:
-        likelihood, count = self.likelihood, len(self._f)
+        likelihood, count, shown = self.likelihood, len(self._f), 6
         title = f"{self._title} under {type(likelihood).__name__}"
         if self._f.dim() != 2 or not count:
             return title, [("outputs", f"of shape {tuple(self.expectation.shape)}")]
-        p = self._map(Tensor.detach, slice(_SHOWN))
+        p = self._map(Tensor.detach, slice(shown))
         columns = {"E[y]": p.expectation}
         if likelihood.real_valued:
             columns = {"mean": p.expectation, "sd of y": p.predictive_variance.sqrt()}
@@ -373,7 +370,7 @@ class BasePrediction(Printed):
         values = zip(*columns.values(), strict=True)
         rows: Cells = [("example", *columns)]
         rows += [(str(i), *map(_cell, each)) for i, each in enumerate(values)]
-        return title, rows if count <= _SHOWN else [*rows, (f"of {count}", *("…" for _ in columns))]
+        return title, rows if count <= shown else [*rows, (f"of {count}", *("…" for _ in columns))]
 
 
 def _cell(values: Tensor) -> str:

@@ -8,9 +8,6 @@ from textwrap import TextWrapper
 
 Cells = list[tuple[str, ...]]
 
-_WIDTH = 76
-"""Number of characters of a line of the last column."""
-
 
 class Printed:
     """Base class of objects that are printed as a title, a table, and the sentences of
@@ -28,7 +25,7 @@ class Printed:
             before = "".join(
                 f"{cell:{width}}  " for cell, width in zip(row[:-1], widths[:-1], strict=True)
             )
-            wrapper = TextWrapper(len(before) + _WIDTH, before, " " * len(before))
+            wrapper = TextWrapper(len(before) + 76, before, " " * len(before))
             wrapper.break_on_hyphens = False
             lines += wrapper.wrap(row[-1]) or [before]
         return "\n".join(

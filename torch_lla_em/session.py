@@ -108,7 +108,7 @@ class Session:
         """Return the plan of the memory, and if ``timed`` of the seconds of a pass, if the number
         of examples is known."""
         data, plan = self.problem.data, prepare(self.problem, options.num_samples, compute)
-        every = data.facts.num_rows or data.num_batches() * len(data.first().rows)
+        every = data.facts.num_rows or data.source.num_batches() * len(data.first().rows)
         rows = every * data.largest_share
         if 0 < rows < math.inf:
             plan = plan._replace(memory=memory_of(self.problem, options, plan, rows))

@@ -336,7 +336,7 @@ def test_memory_that_is_filled_again_is_copied(device, at_most, room):
             assert torch.equal(found.cpu(), rows(23)[0])
     assert not any(what == "race" for what, _ in seen)
     assert loader.reads == (2 if room > 1e3 else 5)
-    assert (data.kept.batches is not None) == (room > 1000.0)
+    assert (data.kept is not None) == (room > 1000.0)
 
 
 # data that change

@@ -76,7 +76,7 @@ def test_minibatches_of_a_loader_that_shuffles_are_not_those_kept():
     at = problem.with_curvature_at(w[0])
     for _ in range(4):
         Gw = at.ggn_product(w)
-    assert problem.data.kept.batches and problem.sweep.plan.factors
+    assert problem.data.kept and problem.sweep.plan.factors
     assert_close(sum(product(w) for product in at.minibatch_products()), Gw)
 
 
@@ -321,7 +321,7 @@ def test_the_host_waits_for_the_end_of_a_pass_alone(name, curved, simulated):
         with simulated.watched() as seen:
             problem.ggn_product(w)
         assert simulated.waits(seen) <= limit, seen
-    assert problem.data.kept.batches
+    assert problem.data.kept
     problem = problem.with_curvature_at(w[0]) if curved else problem
     for run in (
         lambda: problem.ggn_product(w),

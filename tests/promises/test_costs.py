@@ -89,7 +89,7 @@ def test_the_plan_decides_what_is_kept(keeps, monkeypatch):
     assert plan.vectors + plan.batches + plan.factors < free
     for _ in range(3):
         problem.ggn_product(torch.ones(5, problem.size).double())
-    assert (data.kept.batches is not None) == keeps and data.kept.room == plan.batches
+    assert (data.kept is not None) == keeps and data.room == plan.batches
     assert 0 < sweep.plan.factors < plan.factors if keeps else sweep.plan.factors == 0
     other = tiny("classification").problem(10, 20)  # with room for less than the factors of a batch
     other.sweep.take(prepare(other, 4, Compute(keep_data=keeps))._replace(factors=1.0))

@@ -12,8 +12,8 @@ import torch
 from torch_lla_em.data.batch import Batch, Tally, TargetFn, joined
 from torch_lla_em.data.forms import Inputs, Loader, Weights
 from torch_lla_em.data.identity import Identity
-from torch_lla_em.data.kept import Kept
 from torch_lla_em.data.source import Source
+from torch_lla_em.data.trees import is_opaque, leaves_of, tensors_in
 from torch_lla_em.runtime import Group
 
 _OTHER_COUNT = (
@@ -56,7 +56,7 @@ class Data:
         group: Group = Group(),
         weights: Weights | None = None,
     ):
-        self._source = Source(loader, device, target_fn, weights, group.size)
+        self.source = Source(loader, device, target_fn, weights, group.size)
         self.group, self._device, self.is_weighted = group, device, weights is not None
         self.facts, self._is_restored, self.num_passes = Identity(), False, 0
         """What the first pass has found about the data of all ranks, and whether only an earlier
@@ -77,16 +77,19 @@ class Data:
     def store(self, room: float, merge_rows: int) -> None:
         """Set how many bytes of batches are kept, and up to which size small batches are joined; 0
         switches either off."""
-        self.kept, self.merge_rows = Kept(room, copies=not self._source.is_list), merge_rows
+        self.room, self.merge_rows, self._may_keep = room, merge_rows, False
+        self.kept: list[Batch] | None = None
+        """All batches, once a pass has kept them on the device: they fit, and are the same in every
+        pass."""
 
     def first(self) -> Batch:
         """Return the first batch, or small ones joined to it, with two examples if there are
         two."""
         if self._first is None:
-            for batch in islice(joined(self._source.read(0, 1), 2), 32):
+            for batch in islice(joined(self.source.read(0, 1), 2), 32):
                 if self._first is None or len(batch.rows) > 1:
                     # others may write to the same memory again
-                    self._first = batch if self._source.is_list else batch.copied()
+                    self._first = batch if self.source.is_list else batch.copied()
                 if len(batch.rows) > 1:
                     break
         if self._first is None:
@@ -99,8 +102,8 @@ class Data:
         ``in_step``: yield the loader's own batches, without joining any, and as many on every rank:
         a rank with fewer yields empty ones at the end.
         """
-        if self.kept.batches is not None and not in_step:
-            yield from self.kept.batches
+        if self.kept is not None and not in_step:
+            yield from self.kept
             self.num_passes += 1
             return
         # after the first pass each rank reads the share of another, so the sum of hashes changes
@@ -108,16 +111,26 @@ class Data:
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         whole, order = Identity(), self.num_passes if in_step else 0
         tally: Tally | None = None if self.num_passes else {}
-        self._others_wait = not in_step
-        read = self._compared(self._source.read(share, self.group.size, order), whole)
+        self._others_wait, kept = not in_step, list[Batch]()
+        read = self._compared(self.source.read(share, self.group.size, order), whole)
         try:
             if in_step:
                 yield from self._in_step(batch.on(self._device) for batch in read)
             else:
-                is_same = self._source.is_list or self.facts.num_rows > 0
-                self.kept.begin(self.group.size == 1 and is_same)
-                near = (batch.on(self._device) for batch in joined(read, self.merge_rows))
-                for batch in self.kept.of(near):
+                is_same = self.source.is_list or self.facts.num_rows > 0
+                self._may_keep, left = self.group.size == 1 and is_same, self.room
+                for batch in joined(read, self.merge_rows):
+                    batch = batch.on(self._device)
+                    tensors = batch.tensors()
+                    left -= sum(t.numel() * t.element_size() for t in tensors_in(tensors))
+                    has_objects = any(map(is_opaque, leaves_of(tensors)))  # of unknown size
+                    self._may_keep = self._may_keep and left > 0 and not has_objects
+                    if self._may_keep:  # others may write to the same memory again
+                        batch = batch if self.source.is_list else batch.copied()
+                        batch = batch._replace(is_kept=True)
+                        kept.append(batch)
+                    else:
+                        kept.clear()
                     yield batch._replace(tally=tally)
         except Exception as error:
             self.fail(error)
@@ -127,8 +140,8 @@ class Data:
             counts = zip(*tally.values(), strict=True)
             whole.num_outputs, whole.num_labelled = (int(sum(each)) for each in counts)
         self._end(self.group.meet(whole, Identity.of), tally is not None)
-        if not in_step:
-            self.kept.end()
+        if self._may_keep and not in_step:
+            self.kept = kept
 
     __iter__ = batches
 
@@ -138,15 +151,12 @@ class Data:
             self._others_wait = False
             self.group.fail(error)
 
-    def num_batches(self) -> int:
-        """Return the number of batches of a pass over all ranks; 0 if it is not known without
-        one."""
-        return self._source.num_batches()
-
     @property
     def largest_share(self) -> float:
         """The largest share of the examples that a rank has."""
-        return self._source.largest_share(self.group.size)
+        batches, size = self.source.num_batches(), self.group.size
+        equal = self.source.by_examples or not batches
+        return 1 / size if equal else -(-batches // size) / batches
 
     def state(self) -> dict[str, Any]:
         """Return what the passes have found as plain numbers, for ``restore``."""
@@ -181,9 +191,9 @@ class Data:
                 first = Identity()
                 first.add(begun)
                 is_same = first.total == whole.total  # which has this batch alone yet
-                if self._source.is_ordered and not is_same:
+                if self.source.is_ordered and not is_same:
                     raise ValueError(_CHANGED)
-                self.kept.let(self.group.size == 1 and is_same)
+                self._may_keep = self.group.size == 1 and is_same
             yield batch
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:

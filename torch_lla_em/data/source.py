@@ -61,7 +61,7 @@ class Source:
         self.loader = loader = as_loader(data, target_fn)
         self._device, self._target_fn, self._weights = device, target_fn, weights
         self.is_list = type(loader) in (list, tuple)
-        self._by_examples = self.is_list and len(loader) < num_ranks
+        self.by_examples = self.is_list and len(loader) < num_ranks
         """Whether ranks share the examples of each batch, and not the batches."""
 
         self._order, self._shuffles = order_of(loader, num_ranks)
@@ -89,18 +89,13 @@ class Source:
         one."""
         return length_hint(self.loader) if self._order is None else -(-self._num_rows // self._size)
 
-    def largest_share(self, size: int) -> float:
-        """Return the largest share of the examples that one of ``size`` ranks has."""
-        batches = self.num_batches()
-        return 1 / size if self._by_examples or not batches else -(-batches // size) / batches
-
     def read(self, first: int, step: int, seed: int = 0) -> Iterator[Batch]:
         """Yield every ``step``-th batch of the loader, with its examples' numbers."""
         seen, parts = 0, self._choose(first, step, seed)
         for count, raw in enumerate(self.loader):
             place = count if parts is None else first + count * step
             is_others = parts is None and count % step != first  # another rank's
-            if is_others and not self._by_examples:
+            if is_others and not self.by_examples:
                 if self._weights == "last":
                     raw, _ = without_weights(raw)
                 seen += len((self._target_fn or default_targets)(raw))
@@ -127,7 +122,7 @@ class Source:
                 )
             numbers = numbers if parts is None else parts[count]
             batch = Batch(place, numbers, inputs, targets, weights=weights)
-            if self._by_examples and step > 1:
+            if self.by_examples and step > 1:
                 can_be_cut = form_of(batch) is not None
                 if not can_be_cut and is_others:
                     continue

@@ -7,7 +7,6 @@ import warnings
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,13 +127,10 @@ class LinearModel:
         if self.ways is None:
             self.probe(x)
         other = copy(self)
-        other._change(names=(), example_bytes=None)
+        other.ways = self.ways and self.ways._replace(names=(), example_bytes=None)
         return other
 
     def leave_factors(self) -> None:
         """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
         report("log", "Out of memory: continuing without stored Jacobian factors.")
-        self._change(names=())
-
-    def _change(self, **values: Any) -> None:
-        self.ways = self.ways and self.ways._replace(**values)
+        self.ways = self.ways and self.ways._replace(names=())

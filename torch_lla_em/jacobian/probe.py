@@ -55,7 +55,11 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
         draw = partial(torch.randn, generator=generator, device="cpu")
         u = draw((2, *f.shape), dtype=f.dtype).to(f.device)
         v = draw((2, len(w)), dtype=torch.promote_types(w.dtype, torch.float32)).to(w.device)
-        truth, JTu = _by_definition(plain, Linearised(network, layout, x), u, v)
+        definition, pulled = Linearised(network, layout, x), list[Pulled]()
+        with suppressed():  # where torch.func does not support an operation, it is by ``backward``
+            pulled.append(definition.pull(u))
+        truth: Rows = definition if pulled else plain
+        JTu = (pulled or [plain.pull(u)])[0].added_to(torch.zeros_like(v))
         if not JTu[0].any():
             return None
         eps = max(torch.finfo(t.dtype).eps for t in (f, *values.values()))
@@ -67,7 +71,8 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
                 # one example is not enough to decide whether examples have factors of their own
-                factored = find(network, layout, x if len(f) > 1 else _twice(x), chosen)
+                more = x if len(f) > 1 else map_tensors(_twice, x)
+                factored = find(network, layout, more, chosen)
                 rows = factored and by_factors(network, layout, x, factored[0])
                 if factored and rows:
                     last = [term[-1] for term in rows.parts]  # by backward passes
@@ -83,24 +88,10 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
     return chosen
 
 
-def _by_definition(
-    plain: ByGraph, definition: Linearised, u: Tensor, like: Tensor
-) -> tuple[Rows, Tensor]:
-    """Return the definition of J, and Jᵀu in the form of ``like``, (K, P).
-
-    Where ``torch.func`` does not support an operation of the network, it is ``backward``.
-    """
-    pulled: list[Pulled] = []
-    with suppressed():
-        pulled.append(definition.pull(u))
-    truth: Rows = definition if pulled else plain
-    return truth, (pulled or [plain.pull(u)])[0].added_to(torch.zeros_like(like))
-
-
-def _twice(x: Inputs) -> Inputs:
-    """Return inputs of one example twice."""
-    twice: Inputs = map_tensors(lambda t: torch.cat([t, t]) if t.dim() and len(t) == 1 else t, x)
-    return twice
+def _twice(tensor: Tensor) -> Tensor:
+    """Return a tensor of one example twice."""
+    is_one = tensor.dim() > 0 and len(tensor) == 1
+    return torch.cat([tensor, tensor]) if is_one else tensor
 
 
 def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:

@@ -283,7 +283,7 @@ class Sweep:
                 self.probe(whole)
                 for batch in self.pieces(whole, inf if in_step else self.plan.rows):
                     yield self.aligned(batch)._replace(is_kept=whole.is_kept)
-        if self.data.kept.batches is None:  # there was no room for all batches
+        if self.data.kept is None:  # there was no room for all batches
             self._factors.clear()
         self.refuse_changes()
 

@@ -14,13 +14,14 @@ from steps import complete_span
 from tiny import LOG_PROBS, basis_noise, draw, fitted, tiny
 from torch.testing import assert_close
 
-from torch_lla_em import SGD, BlockCG, LinearisedLaplace, Regression
+from torch_lla_em import SGD, BlockCG, LinearisedLaplace
 from torch_lla_em.inference.em import e_step, em, m_step
 from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update, mackay_noise
 from torch_lla_em.inference.map import optimise_MAP
 from torch_lla_em.inference.samples import optimise_samples
 from torch_lla_em.inference.state import State
 from torch_lla_em.inference.whole import Whole, starting_precision, updated
+from torch_lla_em.problem import TargetFacts
 from torch_lla_em.runtime import Group
 from torch_lla_em.solvers import Newton
 
@@ -143,7 +144,9 @@ class _BasisModel(Whole):
     def at(self, q):
         if q.sigma is None or not q.sigma.dim():
             return super().at(q)
-        problem = self.problem.with_likelihood(Regression(q.sigma))
+        problem = self.problem
+        facts = TargetFacts(q.sigma, problem.moments, problem.network_noise)
+        problem = problem.with_targets(facts)
         g_prior = not (self.probes.prior.scale == 1).all()
         noise = basis_noise(problem, g_prior, self.probes.prior.layerwise)
         noise = noise._replace(prior=self.probes.prior)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf, nan
 
 import torch
@@ -17,32 +17,31 @@ from torch_lla_em.inference.mackay import accelerated
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.samples import PosteriorSamples
 from torch_lla_em.inference.state import State
-from torch_lla_em.problem import Problem
+from torch_lla_em.problem import Problem, TargetFacts
 from torch_lla_em.solvers import SGD, BlockCG, Minimum, Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
 """Errors of samples and mean while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
 
 
+@dataclass(frozen=True)
 class Whole:
     """EM's linear model by passes over the data."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        probes: StochasticPrior,
-        solver: BlockCG | SGD,
-        errors: tuple[float, float] = (OF_SAMPLES, OF_MODE),
-    ):
-        self.problem, self.probes, self._solver, self._errors = problem, probes, solver, errors
+    problem: Problem
+    probes: StochasticPrior
+    solver: BlockCG | SGD
+    errors: tuple[float, float] = OF_SAMPLES, OF_MODE
+    """Errors of samples and mean."""
 
     def at(self, q: State) -> tuple[Problem, StochasticPrior, BlockCG | SGD, Newton]:
         """Return the problem at λ and σ of a state, its random probes, and the solvers; η is drawn
         again if there is a σ per output."""
-        problem, probes, (of_samples, of_mode) = self.problem, self.probes, self._errors
+        problem, probes, (of_samples, of_mode) = self.problem, self.probes, self.errors
         last = problem.sigma
         if q.sigma is not None and last is not None and not torch.equal(q.sigma, last):
-            problem = problem.with_likelihood(problem.likelihood.with_noise(q.sigma))
+            facts = TargetFacts(q.sigma, problem.moments, problem.network_noise)
+            problem = problem.with_targets(facts)
             if q.sigma.dim():
                 count = len(probes.xi)
                 eta = problem.probe_features(count, probes.seed, with_squares=False).eta
@@ -51,7 +50,7 @@ class Whole:
             probes = probes._replace(eta=eta)
         forcing = 0.0 if problem.likelihood.is_quadratic else 0.1  # then it needs one exact step
         newton = Newton(max(of_mode, 10 * torch.finfo(problem.dtype).eps), forcing=forcing)
-        return problem, probes, replace(self._solver, tolerance=of_samples), newton
+        return problem, probes, replace(self.solver, tolerance=of_samples), newton
 
     def expecting(self, problem: Problem, samples: PosteriorSamples, precision: Tensor) -> Problem:
         """Return the problem: its loss is that at the mode."""

@@ -3,33 +3,16 @@ where that fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_lla_em.data import Inputs
-from torch_lla_em.jacobian.linearised import Intercepted, Linearised, as_in_training
+from torch_lla_em.jacobian.linearised import Linearised
 from torch_lla_em.jacobian.network import Network
 from torch_lla_em.jacobian.parameters import ParameterLayout
-
-
-def contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy inputs of linear layers that are not contiguous, for ``as_in_training``.
-
-    For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func``
-    takes a product, and a gradient of the weight's size, for each of B or L entries: four to six
-    times as long for a ViT.
-    """
-    # the functions that multi-head attention calls do not come here
-    count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)
-    copies: dict[int, Tensor] = {}  # equal arguments stay one tensor
-    for tensor in args[:count]:
-        if tensor.dim() > 2 and not tensor.is_contiguous():
-            copies.setdefault(id(tensor), tensor.contiguous())
-    return as_in_training(func, tuple(copies.get(id(arg), arg) for arg in args), kwargs)
 
 
 class ByGraph(Linearised):
@@ -53,10 +36,6 @@ class ByGraph(Linearised):
         self._forward = forward
         self._graph: Tensor | None = None  # f, with the leaves at the ends of its graph
         self._transposed: tuple[Tensor, dict[str, Tensor]] | None = None
-
-    def _function(self, weights: dict[str, Tensor]) -> Tensor:
-        with Intercepted(contiguous):
-            return self._of_weights(weights)
 
     @property
     def f(self) -> Tensor:

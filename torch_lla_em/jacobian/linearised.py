@@ -37,7 +37,19 @@ class Intercepted(TorchFunctionMode):
 
 def as_in_training(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the row of padding of a table no derivative: it gets no gradient in training, but one by
-    forward mode."""
+    forward mode. Copy inputs of linear layers that are not contiguous.
+
+    For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func``
+    takes a product, and a gradient of the weight's size, for each of B or L entries: four to six
+    times as long for a ViT.
+    """
+    # the functions that multi-head attention calls do not come here
+    count = {F.linear: 1, F.multi_head_attention_forward: 3}.get(func, 0)
+    copies: dict[int, Tensor] = {}  # equal arguments stay one tensor
+    for tensor in args[:count]:
+        if tensor.dim() > 2 and not tensor.is_contiguous():
+            copies.setdefault(id(tensor), tensor.contiguous())
+    args = tuple(copies.get(id(arg), arg) for arg in args)
     z = func(*args, **kwargs)
     padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
     if func is not F.embedding or padding is None:

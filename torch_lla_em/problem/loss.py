@@ -155,7 +155,7 @@ class TargetFacts(NamedTuple):
         cls, sums: Tensor, likelihood: Likelihood, is_learnt: bool, dtype: torch.dtype
     ) -> TargetFacts:
         """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether
-        σ is."""
+        σ is; ``dtype``: that of the targets."""
         totals, given = sums.cpu(), likelihood.observation_noise
         noise = sigma = moments = None
         errors = totals[2] / totals[3]
@@ -172,7 +172,10 @@ class TargetFacts(NamedTuple):
         if likelihood.from_data:
             sigma = noise_of_residuals(totals, likelihood, is_start=is_learnt)
         if has_offset(likelihood) and totals[4].min() >= _FEWEST:
-            moments = moments_of(sums, dtype)
+            mean, square = sums[:2] / sums[3]
+            rounded = torch.finfo(dtype).eps ** 2 * square
+            variance = torch.maximum(square - mean.square(), rounded).where(square > 0, 1)
+            moments = torch.stack([mean, variance])
         return cls(sigma, moments, noise)
 
 
@@ -209,15 +212,6 @@ def check_weights(likelihood: Likelihood) -> None:
 def has_offset(likelihood: Likelihood) -> bool:
     """Whether the mean of continuous targets is the constant of the linear model."""
     return likelihood.offset(*torch.ones(2, 1, device="cpu")) is not None
-
-
-def moments_of(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean and the variance of the targets, (2, C) or (2,), from ``sums_of_targets``;
-    ``dtype`` is that of the targets."""
-    mean, square = sums[:2] / sums[3]
-    least = torch.finfo(dtype).eps ** 2 * square  # they are rounded
-    variance = torch.maximum(square - mean.square(), least).where(square > 0, 1)
-    return torch.stack([mean, variance])
 
 
 def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> Tensor:

@@ -74,6 +74,11 @@ class Problem:
         self.network_noise: Tensor | None = None
         """σ of the network's residuals, in the shape of σ; None: not known."""
 
+        self.constant: Tensor | None = None
+        self.shift: Tensor | None = None
+        """The constant of the linear model, and the part of it on which H depends, which is not
+        taken from the targets, (C,) or (); None: 0."""
+
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data, state)
@@ -197,22 +202,6 @@ class Problem:
         for batch in self.sweep.batches(in_step=True):
             yield partial(self.ggn_product, batch=batch)
 
-    # the constant of the linear model, and σ
-
-    @property
-    def constant(self) -> Tensor | None:
-        """The constant of the linear model, (C,) or (); None: 0."""
-        return None if self.moments is None else self.likelihood.offset(*self.moments)
-
-    @property
-    def shift(self) -> Tensor | None:
-        """The part of the constant on which H depends, and which is not taken from the targets;
-        None: 0."""
-        if self.moments is None or self.likelihood.is_quadratic:
-            return None
-        mean, variance = self.moments
-        return self.likelihood.offset(torch.zeros_like(mean), variance)
-
     def less_shift(self, f: Tensor) -> Tensor:
         """Return outputs of the network less the ``shift``, as those of the linear model are."""
         return f if self.shift is None else f - self.shift.to(f)
@@ -230,12 +219,11 @@ class Problem:
         if facts.sigma is not None:
             other.likelihood = self.likelihood.with_noise(facts.sigma)
         other.moments, other.network_noise = facts.moments, facts.network_noise
-        return other
-
-    def with_likelihood(self, likelihood: Likelihood) -> Problem:
-        """Return the same problem under another likelihood."""
-        other = copy.copy(self)
-        other.likelihood = likelihood
+        if facts.moments is not None:
+            mean, variance = facts.moments
+            other.constant = self.likelihood.offset(mean, variance)
+            if not self.likelihood.is_quadratic:
+                other.shift = self.likelihood.offset(torch.zeros_like(mean), variance)
         return other
 
     def with_curvature_at(self, w: Tensor | None) -> Problem:

@@ -234,8 +234,8 @@ def over_head(
         q = begun
         for posterior, q in em(over, begun, partial(updated, em_steps=options.em_steps)):
             yield posterior, q
-        q = over.with_evidence(e_step(over, over.curved(q, q.in_head.H)))
-        q = q._replace(fate=q.fate._replace(number=q.fate.number + 1))
+        q = e_step(over, over.curved(q, q.in_head.H))
+        q = q._replace(fate=q.fate._replace(number=q.fate.number + 1, why="accurate"))
         yield q, q
 
     try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.problem import Hessian, Loss, Outputs, Problem, Sites, gathered
 from torch_lla_em.solvers import Product
 
@@ -171,6 +172,11 @@ class HeadProblem:
     expected: Expectations
     loss: Loss
     H: Hessian
+
+    probes: StochasticPrior
+    inverse: Preconditioner
+    """The random probes at this H, and the preconditioner."""
+
     deviations: Tensor | None = None
     """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without
     draws."""

@@ -37,8 +37,9 @@ STEPS, DAMPING = 3, 0.75
 the share of the change of H in a step: with .6 fits take half as many steps more, with 1 H of 1,000
 x 50 x 7 alternates."""
 
-LOOSE = 0.15, 0.06
-"""Errors of samples and mean while λ moves."""
+LOOSE, FEW = (0.15, 0.06), 2
+"""Errors of samples and mean while λ moves, and samples by which its log evidence is estimated: the
+preconditioner leaves little variance."""
 
 CAP, GATE = 0.35, 0.15
 """Largest change of log a in a step; and the part of γ by which E[H] may differ from H where q is
@@ -86,8 +87,9 @@ class OverHead:
         of_samples, of_mean = (self.settings.tolerance,) * 2 if q.fate.why else LOOSE
         solver = BlockCG(of_samples, preconditioner=inverse)
         newton = Newton(of_mean, preconditioner=inverse)
-        problem = HeadProblem(self.span, self.expected, self.loss, H)
-        return problem, self.noise._replace(eta=eta), solver, newton
+        probes = self.noise._replace(eta=eta)
+        problem = HeadProblem(self.span, self.expected, self.loss, H, probes, inverse)
+        return problem, probes, solver, newton
 
     def expecting(
         self, problem: HeadProblem, samples: PosteriorSamples, precision: Tensor
@@ -98,32 +100,26 @@ class OverHead:
     def found(
         self, q: State, samples: PosteriorSamples, mode: Minimum, problem: HeadProblem
     ) -> State:
-        """Return the state with the posterior; its evidence is not known."""
+        """Return the state with the posterior, and the bound on its log evidence: by few samples
+        while λ moves."""
         gamma, targets = samples.effective_dims, self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
-        q = q._replace(samples=samples.w, mean=mode.w, loss=mode.loss, gamma=gamma)
+        prior, inverse, some = self.noise.prior, problem.inverse, None if q.fate.why else FEW
+        product = Whitened(problem, prior.deviation(q.precision))
+        dets = log_dets(product, problem.probes.right_hand_side(q.precision)[:some], inverse)
+        norm, total = prior.squared_norm(mode.w), dets.mean() + inverse.log_det()
+        # E[loss] and the log det vary with the samples as γ does
+        kl = q.precision * norm + total * gamma / gamma.mean() - gamma.mean()
+        q = q._replace(samples=samples.w, mean=mode.w, loss=mode.loss, gamma=gamma, norm=norm)
         q = q._replace(certificate=samples.certificate, errors=(samples.error, mode.error))
-        norm, bounds = self.noise.prior.squared_norm(mode.w), torch.full_like(gamma, math.nan)
         outputs = self.span.push(mode.w[None])[..., 0]
         assert problem.deviations is not None
         of_head = q.in_head._replace(outputs=outputs, deviations=problem.deviations)
-        return q._replace(norm=norm, bounds=bounds, head=of_head)
+        return q._replace(bounds=-mode.loss - 0.5 * kl, head=of_head)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield nothing: there is no σ."""
         yield from ()
-
-    def with_evidence(self, q: State) -> State:
-        """Return a posterior with the bound on its log evidence, and why the fit ends."""
-        problem, noise, solver, _ = self.at(q)
-        inverse = solver.preconditioner
-        assert isinstance(inverse, Preconditioner)
-        product = Whitened(problem, noise.prior.deviation(q.precision))
-        dets = log_dets(product, noise.right_hand_side(q.precision), inverse)
-        total = dets.mean() + inverse.log_det()
-        # E[loss] and the log det vary with the samples as γ does
-        kl = q.precision * q.norm + total * q.gamma / q.gamma.mean() - q.gamma.mean()
-        return q._replace(bounds=-q.loss - 0.5 * kl, fate=q.fate._replace(why="accurate"))
 
     # other states
 

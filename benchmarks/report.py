@@ -21,6 +21,7 @@ import images
 import labels
 import monitor
 import scaling
+import scores
 import tables
 import testbed
 import uci
@@ -234,12 +235,17 @@ TEXTS = {
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
     "scaling": ("docs/method.md", "scaling", scaling.report),
+    "scores": ("docs/out_of_distribution.md", "scores", scores.report),
     "labels": ("docs/wrong_labels.md", "labels", labels.wrong),
     "labels, none wrong": ("docs/wrong_labels.md", "labels", labels.right),
     "monitor, alarms": ("docs/out_of_distribution.md", "monitor", monitor.of_alarms),
     "monitor": (BENCHMARKS, "monitor", monitor.of_delays),
 }
 """Tables that a benchmark makes itself: page, file, and how."""
+
+
+SHORT = "uci", "images", "cifar", "large", "labels", "monitor", "scaling", "scores"
+"""Results of many short lines."""
 
 
 def named(name: object) -> object:
@@ -261,9 +267,9 @@ def kept(path: Path) -> list[dict]:
     lines = markdown.read(path)
     if path.stem == "tables":
         return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
-    if path.stem not in ("uci", "images", "cifar", "large", "labels", "monitor", "scaling"):
+    if path.stem not in SHORT:
         return lines
-    left_out = "machine", "versions", "command"  # many short lines, of one run
+    left_out = "machine", "versions", "command"  # of one run
     return [
         {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in line.items()}
         for line in ({k: v for k, v in ln.items() if k not in left_out} for ln in lines)

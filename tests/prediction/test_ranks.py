@@ -97,20 +97,17 @@ def examples(likelihood, deviations):
     return TrainingExamples(likelihood, deviations, torch.tensor(1.0))
 
 
-def test_the_distance_is_the_standard_deviation_of_a_difference():
+def test_distances_are_standard_deviations_of_differences_relative_to_those_of_outputs():
     known, new = draw(5, 6, 3), draw(6, 4, 3, seed=1)
     apart = new[:, :, None] - known.movedim(0, 1)[:, None]  # (6, 4, 5, 3)
     every = apart.square().sum(-1).mean(0).sqrt()
-    sizes = [part.square().sum(-1).mean(0).sqrt() for part in (new, known.movedim(0, 1))]
-    relative = every / (sizes[0][:, None] * sizes[1]).sqrt()
-    due = torch.stack([relative.min(1).values, every.min(1).values], 1)
+    own, theirs = (part.square().sum(-1).mean(0).sqrt() for part in (new, known.movedim(0, 1)))
+    relative = every / torch.minimum(own[:, None], theirs), every / theirs
+    due = torch.stack([quotient.min(1).values for quotient in relative], 1)
     assert_close(examples(Bernoulli(), known).distances(new), due)
-    largest = largest_variance(Bernoulli(), known, torch.zeros(5, 6, 6).double())
-    unit = examples(Bernoulli(), known)._replace(largest_variance=largest).unit()
-    assert_close(unit, sizes[1].max())  # of the difference to an example without a deviation
-    # near 0, and yet not near an example
-    small = examples(Bernoulli(), known).distances(1e-3 * new)
-    assert (small[:, 0] > 3 * due[:, 0]).all()
+    # near 0, and yet not near an example; far away, by either of them
+    small, large = (examples(Bernoulli(), known).distances(c * new) for c in (1e-3, 1e3))
+    assert (small[:, 0] > 100 * due[:, 0]).all() and (large > 100 * due).all()
     of_classes = examples(Classification(), known)
     shifted = of_classes.distances(new + draw(6, 4, 1, seed=2))
     assert_close(shifted, of_classes.distances(new))

@@ -196,7 +196,7 @@ class BasePrediction(Printed):
         each = []
         for member, known in zip(members, parts, strict=True):
             values, units = member._scored
-            # references of 0.4 have the last scores only
+            # references of 0.4 have the last score only, of others than classifiers
             computed = values.shape[1]
             some = chosen(score, computed, known.shape[1])
             among = reference._replace(unusual=known[:, [i - computed for i in some]])
@@ -215,7 +215,8 @@ class BasePrediction(Printed):
         """
         reference, judged = self._judged("a monitor")
         known, (values, units) = reference.unusual, judged._scored
-        values, unit = values[:, -known.shape[1] :], units[-known.shape[1] :]
+        some = chosen("all", values.shape[1], known.shape[1])
+        values, unit = values[:, some], units[some]
         room, groups, here = self._ties * (values + unit), None, self._stated.groups
         if reference.groups is not None and here is not None:
             groups = here, reference.groups

@@ -30,11 +30,11 @@ class TrainingExamples(NamedTuple):
     def distances(self, deviations: Tensor) -> Tensor:
         """Return the distances of inputs, by J w_k (K, B, ..., C), to the nearest example, (B, 2).
 
-        The second is the posterior standard deviation d of a difference of outputs, the first d /
-        √(σ σ') by their own.
+        Both are the posterior standard deviation of a difference of outputs: the first relative to
+        the smaller one of their own standard deviations, the second relative to the example's.
         """
         # distances are differences of squares, in which float32 would lose half of its digits
-        known, K = centred(self.likelihood, self.deviations).flatten(1).double(), len(deviations)
+        known = centred(self.likelihood, self.deviations).flatten(1).double()
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
         if points.shape[1] != known.shape[1]:
             raise ValueError(
@@ -43,24 +43,18 @@ class TrainingExamples(NamedTuple):
                 "Pass inputs of the same size."
             )
         squares = known.square().sum(1)
-        sizes = squares.sqrt()
 
         def nearest(part: Tensor) -> Tensor:
-            # squared distances less the square of the input: half the time of torch.cdist
-            apart = torch.addmm(squares, part, known.T, alpha=-2)
-            relative = (apart + part.square().sum(1, keepdim=True)) / sizes
-            least = relative.argmin(1), apart.argmin(1)
-            relative, distance = ((part - known[at]).norm(dim=1) for at in least)
-            scale = (part.norm(dim=1) * sizes[least[0]]).sqrt()
-            return torch.stack([relative / scale, distance / K**0.5], 1)
+            # squared distances by a product: half the time of torch.cdist
+            own = part.square().sum(1, keepdim=True)
+            apart, found = torch.addmm(squares, part, known.T, alpha=-2) + own, []
+            for scale in (torch.minimum(own, squares), squares.expand_as(apart)):
+                at = (apart / scale).argmin(1, keepdim=True)
+                distance = (part - known[at[:, 0]]).norm(dim=1)
+                found.append(distance / scale.gather(1, at)[:, 0].sqrt())
+            return torch.stack(found, 1)
 
         return in_parts(nearest, NUMBERS // max(1, len(known)), points)
-
-    def unit(self) -> Tensor:
-        """Return the largest standard deviation of these examples, relative to which distances
-        round."""
-        outputs = self.deviations[:1, 0].numel()
-        return (self.largest_variance.double() * outputs).sqrt()
 
 
 def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Origin(Protocol):
 
     def member(self, i: int) -> Origin: ...
 
-    def distances(self) -> tuple[Tensor | None, Tensor | None]: ...
+    def distances(self) -> Tensor | None: ...
 
     def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction: ...
 
@@ -299,7 +299,7 @@ class Prediction(BasePrediction):
     def _scored(self) -> tuple[Tensor, Tensor]:
         """Scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each, by
         which it is rounded."""
-        distances, unit = (None, None) if self._origin is None else self._origin.distances()
+        distances = None if self._origin is None else self._origin.distances()
         likelihood = self.likelihood
         # small scores are differences of large numbers
         double = self._map(Tensor.double)
@@ -314,10 +314,10 @@ class Prediction(BasePrediction):
         scores = [epistemic, variance] if distances is None else [epistemic]
         columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
         units = torch.full((2,), ROUNDING, dtype=torch.float64, device=self._f.device)
-        if distances is not None and unit is not None:
+        if distances is not None:
             # training examples are stored where vectors are
             columns.append(distances.to(columns[0]))
-            units = torch.stack([units[0], torch.ones_like(units[0]), unit.to(units)])
+            units = torch.cat([units[:1], torch.ones_like(units)])
         return infinite_if_nan(torch.cat(columns, 1)), units
 
     def _judged(self, name: str) -> tuple[Reference, Prediction]:

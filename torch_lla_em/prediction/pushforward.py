@@ -154,16 +154,14 @@ class Pushforward(NamedTuple):
         """Return the prediction of the network alone, which has no samples."""
         return self.without_samples().prediction(posterior_alone())
 
-    def distances(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the distances to the nearest training example, (B, 2), and their unit, if some are
-        kept."""
-        each, all_units = [], []
+    def distances(self) -> Tensor | None:
+        """Return the distances to the nearest training example, (B, 2), if some are kept."""
+        each = []
         for member in self.members:
             if member.training is None:
-                return None, None
+                return None
             each.append(member.training.distances(member.Jw[1:]))
-            all_units.append(member.training.unit())
-        return torch.stack(each).mean(0), torch.stack(all_units).mean(0)
+        return torch.stack(each).mean(0)
 
     def member(self, i: int) -> Pushforward:
         """Return the examples under one of the posteriors."""

@@ -234,9 +234,10 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
             'score="distance" needs distances to training examples, which regressions do not keep: '
             "leave score out."
         )
-    if score == "epistemic" and known < computed:
+    if known < computed and (computed == 3 or score == "epistemic"):
         raise ValueError(
-            'score="epistemic" needs a reference: call la.calibrate(validation_loader).'
+            "The reference is of version 0.4, which had other scores: call "
+            "la.calibrate(validation_loader) again."
         )
     columns = range(computed - known, computed)
     return [0] if score == "epistemic" else [i for i in columns if i or score == "all"]

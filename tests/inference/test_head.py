@@ -67,6 +67,24 @@ def test_it_is_the_dense_posterior_at_its_curvature(name, many, memory):
     assert_close(q.bounds.mean(), -loss - 0.5 * kl, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["classification", "bernoulli", "poisson"])
+def test_it_is_the_dense_posterior_at_the_networks_outputs(name):
+    over, q = fit_of(name, draws=0)
+    scale, eye = over.noise.prior.scale, torch.eye(over.problem.size).double()
+    J = jacobian(over.problem) * scale
+    H = over.loss.expected_hessian(over.f[None])
+    H = H.diag_embed() if over.problem.likelihood.elementwise else H
+    A = torch.einsum("ncp,ncd,ndq->pq", J, H, J) + 3 * eye
+    z, m = q.samples / scale, q.mean / scale
+    assert_close(z.T @ z / len(z), torch.linalg.inv(A), rtol=1e-6, atol=1e-8)
+    loss, slope = over.expected.loss_and_slope(over.loss, J @ m, None)
+    assert_close(torch.einsum("ncp,nc->p", J, slope), -3 * m, rtol=1e-6, atol=1e-6)
+    kl = 3 * m @ m + torch.logdet(A / 3)
+    assert_close(q.bounds.mean(), -loss - 0.5 * kl, rtol=1e-4, atol=1e-4)
+    _, q = fit_of(name, draws=0, em_steps=20, precision=30.0)
+    assert abs((q.gamma.mean() / q.norm / q.precision).log()) < 0.06
+
+
 @pytest.mark.parametrize("name", ["bernoulli", "classification"])
 def test_lambda_rests_where_the_evidence_is_highest(name):
     _, q = fit_of(name, draws=100, em_steps=20, precision=30.0)
@@ -116,7 +134,7 @@ def fitted(model, x, y, head=True, monkeypatch=None, **options):
     return la.fit(x, y, progress_bar=False, validation=False, **of_fit)
 
 
-@pytest.mark.parametrize("case", ["plain", "weights", "sites"])
+@pytest.mark.parametrize("case", ["plain", "weights", "sites", "network"])
 def test_it_agrees_with_a_fit_over_a_span(case, monkeypatch):
     model, x, y = blobs(sites=(3,) if case == "sites" else (), rows=150 if case == "sites" else 400)
     if case == "sites":
@@ -126,6 +144,8 @@ def test_it_agrees_with_a_fit_over_a_span(case, monkeypatch):
         if case == "weights"
         else {"num_samples": 12}
     )
+    if case == "network":
+        options["curvature"] = "network"
     by_head = fitted(model, x, y, **options)
     by_span = fitted(model, x, y, False, monkeypatch, **options)
     assert by_head.history[-1]["data_passes"] < by_span.history[-1]["data_passes"] + 2

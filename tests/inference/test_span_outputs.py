@@ -8,7 +8,7 @@ from tiny import draw, problem_of
 from torch import nn
 from torch.testing import assert_close
 
-from torch_lla_em import Classification, LinearisedLaplace
+from torch_lla_em import Classification
 from torch_lla_em.data import Data
 from torch_lla_em.inference.prior import Prior
 from torch_lla_em.inference.span import Span
@@ -59,7 +59,7 @@ def span_of(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_products_by_features_are_those_of_the_jacobian(name):
+def test_products_are_those_of_the_jacobian(name):
     span, J, scale = span_of(name)
     V = span.scaled(torch.eye(5, dtype=torch.float64))
     JV = J @ (scale * V).T
@@ -68,7 +68,7 @@ def test_products_by_features_are_those_of_the_jacobian(name):
     assert_close(span.pull(u), u.T @ JV)
     assert_close(span.pull(u, 4), u.T @ JV[:, 4:])
     assert_close(span.pull_weights(u), u.T @ J * scale)
-    assert_close(torch.cat([part for _, part in span.parts(span.stored)]), JV)
+    assert_close(torch.cat([part for _, part in span.parts()]), JV)
     H = Blocks(draw(*span.rows.f.shape, 3, seed=8) + 2 * torch.eye(3).double())
     H = H._replace(values=H.values @ H.values.mT)
     GGN = JV.T @ H.product(JV)
@@ -92,10 +92,7 @@ def test_directions_that_nearly_lie_in_a_span_are_orthogonal_to_it_in_float32():
     assert (V @ V.T - torch.eye(24)).abs().max() < 3e-6
 
 
-@pytest.mark.parametrize("is_stored", [False, True])
-def test_g_of_more_directions_than_features_is_the_dense_one(is_stored, monkeypatch):
-    if is_stored:
-        monkeypatch.setattr(Problem, "features", lambda *_: None)
+def test_g_of_a_complete_span_is_the_dense_one():
     C, x = 9, draw(N, 8)
     y = torch.arange(N) % C
     problem = problem_of(nn.Linear(8, C).double(), Classification(), [(x, y)])
@@ -108,19 +105,6 @@ def test_g_of_more_directions_than_features_is_the_dense_one(is_stored, monkeypa
     JV = span.push(torch.eye(P).double()).flatten(0, -2)
     for start in (0, 3):
         assert_close(span.ggn(H, start, JV.dtype), (JV.T @ H.product(JV))[:, start:])
-
-
-def test_fits_by_features_and_by_passes_agree(monkeypatch):
-    model, x, _ = dense()
-    y = torch.arange(N) % 3
-    fits = []
-    for _ in range(2):
-        la = LinearisedLaplace(model, "classification", parameters="last_layer", num_samples=3)
-        fits.append(la.fit(x, y, progress_bar=False))
-        monkeypatch.setattr("torch_lla_em.problem.problem.Problem.features", lambda *_: None)
-    assert fits[0].history[-1]["data_passes"] < fits[1].history[-1]["data_passes"]
-    assert_close(fits[0].w_samples, fits[1].w_samples, rtol=1e-6, atol=1e-9)
-    assert_close(fits[0].prior_precision, fits[1].prior_precision, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("tail", [nn.Softplus(), nn.Linear(3, 3)])

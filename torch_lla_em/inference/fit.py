@@ -261,7 +261,7 @@ def _head_of(
     # over a span of all directions, γ and expectations have no Monte Carlo error
     is_complete = live <= COMPLETE * K
     is_last = problem.linear_model.is_last_layer
-    if options.curvature == "network" or is_complete or not is_last or start.basis is not None:
+    if is_complete or not is_last or start.basis is not None or problem.likelihood.is_quadratic:
         return None
     head = Head.of(problem, sites_of(problem, options.seed))
     if head is None:
@@ -269,8 +269,9 @@ def _head_of(
     likelihood, C, itemsize = problem.likelihood, head.classes, problem.dtype.itemsize
     sites = head.rows.share.total * head.rows.f.shape[1:-1].numel()
     draws = form_of_H(likelihood, C, sites, 0.0, start.memory)[1]
-    many = likelihood.is_softmax and 4 * draws < C  # then products take less arithmetic
-    of_H = 1 if likelihood.elementwise else 2 * draws if many else C
+    draws = 0 if options.curvature == "network" else draws
+    many = likelihood.is_softmax and 0 < 4 * draws < C  # then products take less arithmetic
+    of_H = 1 if likelihood.elementwise or not draws else 2 * draws if many else C
     outputs = problem.data.largest_share * sites * C
     left = start.memory - (3 * of_H + 2 * draws) * outputs * itemsize
     if start.state is None and left < K * 8 * (outputs + problem.size) * itemsize:

@@ -1,5 +1,5 @@
-"""EM on a last linear layer by its stored features: λ, H, the mean and the samples move together,
-by a few products in every step.
+"""EM on a last linear layer by its stored features: λ, the mean, the samples, and H if it moves,
+do so together, by a few products in every step.
 
 Where features separate the classes, MacKay's update alone closes a tenth of its distance in a step,
 since the bound hardly changes if the outputs grow while λ falls. So the whole posterior q is
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.head import Head, HeadProblem, Preconditioner
 from torch_lla_em.inference.linear_problem import Whitened
-from torch_lla_em.inference.mackay import function_space_Mackay_update
+from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.samples import PosteriorSamples
-from torch_lla_em.inference.state import OfHead, State, StoredHead
+from torch_lla_em.inference.state import NONE_YET, OfHead, State, StoredHead
 from torch_lla_em.problem import Hessian, Loss, Problem, functions, towards
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import BlockCG, Minimum, Newton, log_dets
@@ -60,12 +60,13 @@ class Settings(NamedTuple):
     memory: float
     draws: int
     many: bool
-    """Draws of the outputs of an example, and whether H is stored as draws."""
+    """Draws of the outputs of an example, 0: H is that at the network's outputs; and whether H is
+    stored as draws."""
 
 
 class OverHead:
-    """EM's linear model by the features of a last layer, with H in expectation under the
-    posterior."""
+    """EM's linear model by the features of a last layer, with H in expectation under the posterior,
+    or at the network's outputs."""
 
     def __init__(self, problem: Problem, noise: StochasticPrior, head: Head, settings: Settings):
         self.problem, self.noise, self.span, self.settings = problem, noise, head, settings
@@ -94,7 +95,9 @@ class OverHead:
     def expecting(
         self, problem: HeadProblem, samples: PosteriorSamples, precision: Tensor
     ) -> HeadProblem:
-        """Return the problem with the loss in expectation over the posterior."""
+        """Return the problem with the loss in expectation over the posterior, or as it is."""
+        if not self.expected.number:
+            return problem
         return replace(problem, deviations=self.expected.deviations(self.span.push(samples.w)))
 
     def found(
@@ -109,12 +112,13 @@ class OverHead:
         dets = log_dets(product, problem.probes.right_hand_side(q.precision)[:some], inverse)
         norm, total = prior.squared_norm(mode.w), dets.mean() + inverse.log_det()
         # E[loss] and the log det vary with the samples as γ does
-        kl = q.precision * norm + total * gamma / gamma.mean() - gamma.mean()
+        kl = q.precision * norm + total * gamma / gamma.mean()
+        kl = kl - gamma.mean() if self.expected.number else kl
         q = q._replace(samples=samples.w, mean=mode.w, loss=mode.loss, gamma=gamma, norm=norm)
         q = q._replace(certificate=samples.certificate, errors=(samples.error, mode.error))
         outputs = self.span.push(mode.w[None])[..., 0]
-        assert problem.deviations is not None
-        of_head = q.in_head._replace(outputs=outputs, deviations=problem.deviations)
+        deviations = NONE_YET if problem.deviations is None else problem.deviations
+        of_head = q.in_head._replace(outputs=outputs, deviations=deviations)
         return q._replace(bounds=-mode.loss - 0.5 * kl, head=of_head)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -127,8 +131,9 @@ class OverHead:
         """Return the state at this λ, or one chosen by the prior's outputs, with the network's
         weights as mean and no samples."""
         prior, xi = self.noise.prior, self.noise.xi
-        at_zero = self.expected.H(self.loss, torch.zeros_like(self.f), None)
-        H = towards(at_zero, self.expected.H(self.loss, self.f, None), 0.5)
+        H = self.expected.H(self.loss, self.f, None)
+        if self.expected.number:
+            H = towards(self.expected.H(self.loss, torch.zeros_like(self.f), None), H, 0.5)
         if precision is None:
             variance = self.span.push(prior.scale * xi).square().reshape(-1, len(xi))
             precision = START * self.share.mean(variance).mean().item()
@@ -154,8 +159,9 @@ class OverHead:
         """Return the state of which ``saved`` has returned the parts."""
         H = self.expected.H(self.loss, torch.zeros_like(self.f), None)
         H = H._replace(values=self.share.rows_here(stored.H))
-        deviations = self.expected.deviations(self.span.push(q.samples))
-        outputs = self.span.push(q.mean[None])[..., 0]
+        deviations, outputs = NONE_YET, self.span.push(q.mean[None])[..., 0]
+        if self.expected.number:
+            deviations = self.expected.deviations(self.span.push(q.samples))
         return q._replace(head=OfHead(H, stored.blocks, outputs, deviations))
 
     # λ
@@ -202,6 +208,8 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     """Return a posterior with the λ and H that follow, or why EM has ended; without steps of λ H
     alone moves."""
     number, learns, gamma = q.fate.number + 1, em_steps > 0, q.gamma.mean().item()
+    if not over.expected.number:
+        return _at_outputs(q, em_steps)
     H, way = over.expected.H(over.loss, q.in_head.outputs, q.in_head.deviations), 0.0
     more = over.ahead(q, H)
     apart = abs(more) / max(1.0, gamma)
@@ -215,13 +223,32 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     elif learns:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))
-    # where the data determine nothing, λ grows without bound, and its value does not matter
-    least = 1e-12 if way < 0 else 1.0
-    allowed = max(REST, (len(q.samples) * max(least, gamma)) ** -0.5)
-    converged = apart < CLOSE and 2 * abs(way) < allowed
+    converged = apart < CLOSE and 2 * abs(way) < _allowed(q, rises=way < 0)
     H = towards(q.in_head.H, H, DAMPING)
     q = q._replace(head=q.in_head._replace(H=H)) if number % STEPS else over.curved(q, H)
     most = STEPS * em_steps if learns else STEPS * 20
     why = "converged" if converged else "all steps" if number >= most else ""
     fate = q.fate._replace(number=number, converged=converged, why=why)
     return q._replace(fate=fate)
+
+
+def _at_outputs(q: State, em_steps: int) -> State:
+    """Return a posterior with the λ that follows where H stays at the network's outputs, by a
+    secant through MacKay's updates."""
+    number, way, last = q.fate.number + 1, 0.0, None
+    if em_steps:
+        new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
+        last = math.log(q.precision), math.log(new)
+        way = accelerated(*last, q.fate.last)
+    converged = abs(way) < _allowed(q, rises=way > 0)
+    why = "converged" if converged else "all steps" if number >= STEPS * em_steps else ""
+    fate = q.fate._replace(number=number, last=last, converged=converged, why=why)
+    return q._replace(precision=q.precision * math.exp(way), fate=fate)
+
+
+def _allowed(q: State, rises: bool) -> float:
+    """Return the distance of log λ that is left at rest.
+
+    Where the data determine nothing, λ grows without bound, and its value does not matter.
+    """
+    return max(REST, (len(q.samples) * max(1e-12 if rises else 1.0, q.gamma.mean().item())) ** -0.5)

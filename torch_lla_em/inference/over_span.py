@@ -94,7 +94,7 @@ class OverSpan:
             root = (problem.vectors * (problem.theta + precision).rsqrt()).to(self.f)
             _, *shape, C = self.f.shape
             roots = [self.f.new_zeros(0, *shape, C, C)]
-            for _, part in self.span.parts(self.span.stored):
+            for _, part in self.span.parts():
                 columns = (part @ root).view(-1, *shape, C, root.shape[1])
                 roots.append(root_of(columns @ columns.mT))
             pushed = torch.cat(roots) * C**0.5

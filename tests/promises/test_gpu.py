@@ -3,7 +3,6 @@
 import gc
 import logging
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import ranks
@@ -12,13 +11,12 @@ import torch
 from checkpoints import dying_after
 from loaders import batches
 from models import images, network, small_cnn
-from tiny import batched, draw, fitted, likelihood_of, tiny
+from tiny import batched, draw, fitted, likelihood_of, posterior_of, tiny
 from torch.testing import assert_close
 
 from torch_lla_em import (
     SGD,
     BlockCG,
-    Compute,
     HeteroscedasticRegression,
     LaplaceEnsemble,
     LinearisedLaplace,
@@ -29,13 +27,10 @@ pytestmark = pytest.mark.cuda
 GPU, K = torch.device("cuda"), 16
 
 
-def fit(model, likelihood, data, em_steps=3, folder=None, tolerance=1e-4, **options):
-    options = {"num_samples": 3, "compute": Compute(), **options}
-    own = {"checkpoint": folder, "tolerance": options["compute"].tolerance or tolerance}
-    options["compute"] = replace(options["compute"], **own)
-    la = LinearisedLaplace(model, likelihood, **options)
-    at = {} if em_steps else {"prior_precision": 3.0}
-    return la.fit(data, progress_bar=False, em_steps=em_steps, **at)
+def fit(model, likelihood, data, em_steps=3, folder=None, **options):
+    at = {"em_steps": em_steps} if em_steps else {"at": 3.0}
+    options = {"num_samples": 3, "tolerance": 1e-4, **options, **at}
+    return posterior_of(model, likelihood, data, checkpoint=folder, **options)
 
 
 def of_tiny(device, loader=None, **options):
@@ -81,15 +76,15 @@ CASES = {
     **{name: {"name": name} for name in (*LIKELIHOODS, "regression per output")},
     "layerwise, a noise per output": {"name": "regression per output", "layerwise": True},
     "plain prior": {"prior": "isotropic"},
-    "block CG": {"compute": Compute(solver=BlockCG())},
-    "SGD": {"compute": Compute(solver=SGD(epochs=8, tolerance=0.5), tolerance=0.5)},
+    "block CG": {"solver": BlockCG()},
+    "SGD": {"solver": SGD(epochs=8, tolerance=0.5), "tolerance": 0.5},
     "network curvature": {"curvature": "network"},
     "last layer": {"parameters": "last_layer"},
-    "vectors on the CPU": {"compute": Compute(vectors="cpu")},
-    "data from the loader": {"compute": Compute(keep_data=False)},
+    "vectors on the CPU": {"vectors": "cpu"},
+    "data from the loader": {"keep_data": False},
     **{make.__name__: {"name": make, "curvature": "network"} for make in OWN},
 }  # fmt: skip
-CASES["predicted_noise"] |= {"em_steps": 1, "compute": Compute(tolerance=0.1)}
+CASES["predicted_noise"] |= {"em_steps": 1, "tolerance": 0.1}
 LOOSE = {name: {"rtol": 1e-3, "atol": 1e-4} for name in ("SGD", "predicted_noise")}
 # over a complete span the iteration ends within 2e-3 of its fixed point
 LOOSE["poisson"] = {"rtol": 1e-3, "atol": 2e-3}
@@ -145,14 +140,11 @@ def features(la, x, y, path):
 @pytest.mark.parametrize("name", ["classification", "regression"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_feature_wherever_vectors_and_data_are(name, place, tmp_path):
-    here, there, x = both(name, compute=Compute(**place))
+    here, there, x = both(name, **place)
     case, x = tiny(name), x + 0.1
-    every = zip(
-        features(there, x.cuda(), case.y.cuda(), tmp_path / "there.pt"),
-        features(here, x, case.y, tmp_path / "here.pt"),
-        strict=True,
-    )
-    for found, expected in every:
+    of_gpu = features(there, x.cuda(), case.y.cuda(), tmp_path / "there.pt")
+    of_cpu = features(here, x, case.y, tmp_path / "here.pt")
+    for found, expected in zip(of_gpu, of_cpu, strict=True):
         the_same(found, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -222,14 +214,13 @@ def wide(width=400):
 def fixed(model, count=200, **compute):
     x, y = draw(count, 20, seed=1).float(), torch.arange(count) % 3
     loader = batched(count // 4, x, y)
-    options = {"num_samples": K, "em_steps": 0, "prior_precision": 100.0}
-    return fitted("classification", loader, model, compute=Compute(**compute), **options)[1]
+    return fitted("classification", loader, model, num_samples=K, at=100.0, **compute)[1]
 
 
 def test_products_in_bfloat16():
     case, found = tiny("classification"), []
     options = {"em_steps": 0, "curvature": "network", "prior": "g"}
-    options["compute"] = Compute(precision="bfloat16", tolerance=0.3)
+    options |= {"precision": "bfloat16", "tolerance": 0.3}
     for device in ("cpu", GPU):
         model = tiny("classification").model.float().to(device)
         found.append(fit(model, "classification", [(case.x.float(), case.y)], **options))

@@ -3,7 +3,7 @@
 #
 # A prediction of a posterior takes many forward passes. `distil` trains a student that predicts the same in one:
 # probabilities, epistemic uncertainty and the OOD score. We compare both, guarantee the student's error
-# rates, and export it as a program that needs neither this library nor the network's code.
+# rates, monitor its inputs, and export it as a program that needs neither this library nor the network's code.
 # [Predictions in one forward pass](../serving.md#distillation) has the measurements.
 
 # %%
@@ -73,6 +73,18 @@ for name, predictor in {"posterior": la, "student": student}.items():
     print(f"flagged: test {flagged[0]:.1%}, rotated {flagged[1]:.1%}")
 nll = nn.functional.cross_entropy(model(x[test]), y[test]).item()
 print(f"{'network':11}test NLL {nll:.3f}")
+
+# %% [markdown]
+# ## Monitor
+#
+# A monitor sees the inputs in use, and raises an alarm once they no longer are as the examples of `calibrate`. False alarms have a probability
+# of at most 0.001, however long the student is in use.
+
+# %%
+monitor = student.monitor(rate=0.001)
+print("alarm after the test images:", monitor.update(x[test]))
+print("alarm after ten rotated ones:", monitor.update(rotated[:10]))
+print(monitor)
 
 # %% [markdown]
 # ## Export

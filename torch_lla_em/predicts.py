@@ -17,10 +17,10 @@ from torch_lla_em.prediction import (
     LOADERS,
     Calibration,
     Check,
+    Holder,
     Mean,
     Monitor,
     Prediction,
-    Printed,
     Record,
     Reference,
     Score,
@@ -41,15 +41,9 @@ from torch_lla_em.report import report
 Own = TypeVar("Own", bound="Predicts")
 
 
-class Predicts(Printed, nn.Module):
+class Predicts(Holder, nn.Module):
     """Base class of ``LinearisedLaplace`` and ``LaplaceEnsemble``: what can be done with a fitted
     posterior."""
-
-    @property
-    def posterior(self) -> Record | None:
-        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
-        before it."""
-        raise NotImplementedError
 
     def take(self, posterior: Record) -> None:
         """Hold another record from now on."""

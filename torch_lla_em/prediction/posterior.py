@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch_lla_em.prediction.calibration import Correction
 from torch_lla_em.prediction.conformal import rounding
 from torch_lla_em.prediction.mixture import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.neighbours import TrainingExamples, largest_variance
-from torch_lla_em.prediction.printed import Cells
+from torch_lla_em.prediction.printed import Printed
 from torch_lla_em.prediction.pushforward import (
     Member,
     Pushforward,
@@ -256,14 +256,14 @@ Record = Posterior | Posteriors
 """What functions of this subpackage need of a fit."""
 
 
-class Holder(Protocol):
-    """What holds a record: a ``LinearisedLaplace`` or a ``LaplaceEnsemble``."""
+class Holder(Printed):
+    """What holds a record: the base class of ``LinearisedLaplace`` and ``LaplaceEnsemble``."""
 
     @property
     def posterior(self) -> Record | None:
-        """The record of the fit; None before it."""
-
-    def _table(self) -> tuple[str, Cells]: ...
+        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
+        before it."""
+        raise NotImplementedError
 
 
 Fitted = Holder | Record

@@ -34,6 +34,7 @@ class StudentPrediction(BasePrediction):
     _class_dim: int = -1
     _reference: Reference | None = None
     _stated = Stated()
+    _room = conformal.rounding(torch.float32)  # to which students are cast
     _title = "Prediction of a student"
 
     @property
@@ -74,11 +75,6 @@ class StudentPrediction(BasePrediction):
     def _scored(self) -> tuple[Tensor, Tensor]:
         scores = conformal.infinite_if_nan(self.log_scores.double().exp())
         return scores, scores.new_zeros(scores.shape[1])
-
-    @property
-    def _ties(self) -> float:
-        """That of float32, to which students are cast, or more."""
-        return max(conformal.rounding(self._f.dtype), conformal.rounding(torch.float32))
 
     def _judged(self, name: str) -> tuple[Reference, StudentPrediction]:
         if self._reference is None:

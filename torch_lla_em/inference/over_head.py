@@ -251,4 +251,5 @@ def _allowed(q: State, rises: bool) -> float:
 
     Where the data determine nothing, λ grows without bound, and its value does not matter.
     """
-    return max(REST, (len(q.samples) * max(1e-12 if rises else 1.0, q.gamma.mean().item())) ** -0.5)
+    count = max(1e-12 if rises else 1.0, q.gamma.mean().item())
+    return max(REST, float((len(q.samples) * count) ** -0.5))

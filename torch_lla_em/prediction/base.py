@@ -54,8 +54,8 @@ class BasePrediction(Printed):
     _stated: Stated
     """The groups and weights of the inputs, if the reference has any."""
 
-    _ties: float
-    """Relative difference up to which scores are ties."""
+    _room: float
+    """Relative difference up to which scores are ties, at least."""
 
     expectation: Tensor
     """E[y]: probabilities of classes and labels, rates of counts, or the mean."""
@@ -96,6 +96,11 @@ class BasePrediction(Printed):
     def _members(self) -> tuple[BasePrediction, ...]:
         """The prediction of each posterior of an ensemble."""
         return (self,)
+
+    @property
+    def _ties(self) -> float:
+        """Relative difference up to which scores are ties."""
+        return max(self._room, rounding(self._f.dtype))
 
     # y
 

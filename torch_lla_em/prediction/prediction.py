@@ -18,7 +18,6 @@ from torch_lla_em.prediction.conformal import (
     Interval,
     infinite_if_nan,
     require_share,
-    rounding,
 )
 from torch_lla_em.prediction.mixture import Mixture, TargetMixture, log_mean_exp
 from torch_lla_em.prediction.neighbours import centred
@@ -63,8 +62,7 @@ class Prediction(BasePrediction):
     """The scores of validation examples that inputs are compared with."""
 
     _stated: Stated = Stated()
-    _room: float = 0.0
-    """Relative difference up to which scores are ties, at least: that of the reference's dtype."""
+    _room: float = 0.0  # that of the reference's dtype
 
     _title = "Prediction"
 
@@ -98,10 +96,6 @@ class Prediction(BasePrediction):
     @property
     def _f(self) -> Tensor:
         return self._mixture.first.centre
-
-    @property
-    def _ties(self) -> float:
-        return max(self._room, rounding(self._f.dtype))
 
     # f
 

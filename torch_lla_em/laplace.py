@@ -52,7 +52,7 @@ from torch_lla_em.prediction import (
     without_validation,
 )
 from torch_lla_em.predicts import Predicts
-from torch_lla_em.problem import Plan, Problem
+from torch_lla_em.problem import FEW, Plan, Problem
 from torch_lla_em.runtime import (
     PRECISION_BOUNDS,
     PRIORS,
@@ -594,11 +594,16 @@ class LinearisedLaplace(Predicts):
     def _problem(self, loader: Loader, group: Group, weights: Weights | None = None) -> Problem:
         """Return the problem of a fit, once it is known which layer is the last."""
         data, model = self._data(loader, group, weights), self._linear_model
+        problem = Problem(model, self._given_likelihood, data)
         if self._parameters_asked == "last_layer":
-            # a call is needed to see which layers are applied last
-            last = last_layers(model.network, data.first().inputs)
-            model = _linear_model(model.network, "last_layer", last)
-        return Problem(model, self._given_likelihood, data)
+            # a call is needed to see which layers are applied last: of few examples, as the first
+            # batch may be all data
+            few = problem.sweep.pieces(data.first(), FEW)[0]
+            model = _linear_model(
+                model.network, "last_layer", last_layers(model.network, few.inputs)
+            )
+            problem = Problem(model, self._given_likelihood, data, problem.sweep.begun_with)
+        return problem
 
 
 def linear_problem(

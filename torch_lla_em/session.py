@@ -16,7 +16,15 @@ from tqdm.auto import tqdm
 
 from torch_lla_em.checkpoint import POSTERIOR, STATE, Folder, computed_by
 from torch_lla_em.data import Identity
-from torch_lla_em.inference import FitOptions, Progress, State, Step, record
+from torch_lla_em.inference import (
+    FitOptions,
+    Progress,
+    State,
+    Step,
+    record,
+    settings_of,
+    takes_features,
+)
 from torch_lla_em.prediction import refuse_training_data
 from torch_lla_em.problem import (
     KEPT_OUTPUTS,
@@ -278,8 +286,12 @@ def memory_of(
     outputs = rows * example.outputs
     if example.outputs > example.classes:
         outputs = min(outputs, KEPT_OUTPUTS)
-    # as Span.bytes_of
-    of_one = P + 2 * (P if problem.linear_model.is_last_layer else outputs)
+    if takes_features(problem, P, plan.num_samples):
+        sites = outputs / (example.classes * problem.data.largest_share)
+        of_features = settings_of(problem, options, sites, example.classes, room)[1]
+        if of_features <= room:
+            return of_features, of_features
+    of_one = P + 2 * outputs  # as Span.bytes_of
     usual, most = (
         min(room, min(P, times * PASSES * (plan.num_samples + 1)) * of_one * problem.dtype.itemsize)
         for times in (1, LARGEST)

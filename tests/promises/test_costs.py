@@ -12,6 +12,7 @@ from fresh import run_fresh
 from loaders import Loader, batches
 from models import images, network, small_cnn, trained
 from tiny import batched, fitted, known, posterior_of, tiny
+from torch import nn
 from torch.testing import assert_close
 from tqdm.auto import tqdm
 
@@ -76,6 +77,26 @@ def test_the_plan_estimates_the_peak_memory_before_anything_is_allocated(monkeyp
     assert any("8 samples of 76," in message for message in logged)
     assert "8 samples of 76," in repr(la.details())
     assert 0.5 < allocator.peak / plan.memory[0] < 2
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(4000, 5), (2000, 60)])
+def test_the_plan_knows_the_memory_of_a_last_layer(rows, classes):
+    x, y, model = torch.randn(rows, 20), torch.arange(rows) % classes, network(20, 60, classes)
+    options = {"parameters": "last_layer", "num_samples": 16}
+    la = LinearisedLaplace(model, "classification", **options)
+    plan = la.plan(x, y)
+    with Allocator() as allocator:
+        la.fit(x, y, progress_bar=False, em_steps=2, validation=False)
+    assert 0.4 < allocator.peak / plan.memory[0] < 1.6
+
+
+def test_one_large_tensor_is_taken_in_batches():
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model, x = nn.Sequential(*layers, nn.Linear(8, 3)), torch.randn(1000, 3, 64, 64)
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", num_samples=2)
+    with Allocator() as allocator:
+        la.fit(x, torch.arange(1000) % 3, progress_bar=False, em_steps=1, validation=False)
+    assert allocator.peak < 1e8  # and not 2.6e8, what two layers return for all
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -1,7 +1,7 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.em import Step
-from torch_lla_em.inference.fit import FitOptions, Progress, learn
+from torch_lla_em.inference.fit import FitOptions, Progress, learn, settings_of, takes_features
 from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.map import optimise_MAP
@@ -24,4 +24,6 @@ __all__ = [
     "optimise_MAP",
     "optimise_samples",
     "record",
+    "settings_of",
+    "takes_features",
 ]

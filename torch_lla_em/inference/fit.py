@@ -258,26 +258,41 @@ def _head_of(
 ) -> OverHead | None:
     """Return the fit of a last layer by its features; None: the fit takes a span."""
     live, K = int((noise.prior.scale > 0).sum()), len(noise.xi)
-    # over a span of all directions, γ and expectations have no Monte Carlo error
-    is_complete = live <= COMPLETE * K
-    is_last = problem.linear_model.is_last_layer
-    if is_complete or not is_last or start.basis is not None or problem.likelihood.is_quadratic:
+    if not takes_features(problem, live, K) or start.basis is not None:
         return None
     head = Head.of(problem, sites_of(problem, options.seed))
     if head is None:
         return None
-    likelihood, C, itemsize = problem.likelihood, head.classes, problem.dtype.itemsize
     sites = head.rows.share.total * head.rows.f.shape[1:-1].numel()
-    draws = form_of_H(likelihood, C, sites, 0.0, start.memory)[1]
-    draws = 0 if options.curvature == "network" else draws
-    many = likelihood.is_softmax and 0 < 4 * draws < C  # then products take less arithmetic
-    of_H = 1 if likelihood.elementwise or not draws else 2 * draws if many else C
-    outputs = problem.data.largest_share * sites * C
-    left = start.memory - (3 * of_H + 2 * draws) * outputs * itemsize
-    if start.state is None and left < K * 8 * (outputs + problem.size) * itemsize:
+    settings, nbytes = settings_of(problem, options, sites, head.classes, start.memory)
+    if start.state is None and nbytes > start.memory:
         return None
-    settings = Settings(0.9 * options.tolerance, start.memory, draws, many)
     return OverHead(problem, noise, head, settings)
+
+
+def takes_features(problem: Problem, live: int, num_samples: int) -> bool:
+    """Whether parameters, of which so many change an output, are a last layer that is fitted by its
+    features, if there is memory."""
+    # over a span of all directions, γ and expectations have no Monte Carlo error
+    is_complete = live <= COMPLETE * num_samples
+    is_last = problem.linear_model.is_last_layer
+    return is_last and not is_complete and not problem.likelihood.is_quadratic
+
+
+def settings_of(
+    problem: Problem, options: FitOptions, sites: float, classes: int, memory: float
+) -> tuple[Settings, float]:
+    """Return what the fit of a last layer uses of this memory, for so many sites of all ranks, and
+    how many bytes it takes."""
+    likelihood = problem.likelihood
+    draws = form_of_H(likelihood, classes, sites, 0.0, memory)[1]
+    draws = 0 if options.curvature == "network" else draws
+    many = likelihood.is_softmax and 0 < 4 * draws < classes  # then products take less arithmetic
+    of_H = 1 if likelihood.elementwise or not draws else 2 * draws if many else classes
+    outputs = problem.data.largest_share * sites * classes
+    columns = 8 * options.num_samples * (outputs + problem.size)
+    nbytes = ((3 * of_H + 2 * draws) * outputs + columns) * problem.dtype.itemsize
+    return Settings(0.9 * options.tolerance, memory, draws, many), nbytes
 
 
 def by_solver(

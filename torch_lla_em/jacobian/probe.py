@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_lla_em.data import Inputs, map_tensors
+from torch_lla_em.data import Inputs, map_tensors, tensors_in
 from torch_lla_em.jacobian.checks import checked_outputs
 from torch_lla_em.jacobian.graph import ByGraph
 from torch_lla_em.jacobian.linearised import Linearised
@@ -95,9 +95,13 @@ def _twice(tensor: Tensor) -> Tensor:
 
 
 def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
-    """Check the outputs. Return their sizes, and the memory that a forward pass keeps for an
-    example."""
+    """Check the outputs. Return their sizes, and the memory of an example in a forward pass: what
+    it keeps, or all that its layers return if that is more, as for a last layer."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
+    returned: list[int] = []
+
+    def note(layer: nn.Module, args: object, out: object) -> None:
+        returned.append(sum(t.nbytes for t in tensors_in(out)))
 
     def see(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided and type(tensor) is Tensor:
@@ -106,7 +110,11 @@ def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
         return tensor
 
     # torch.func inside a network allows no hooks: then it is not known
-    with suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+    hooks = torch.autograd.graph.saved_tensors_hooks(see, lambda t: t)
+    with suppress(RuntimeError), ExitStack() as stack, hooks:
+        for layer in network.module.modules():
+            if not any(True for _ in layer.children()):
+                stack.callback(layer.register_forward_hook(note).remove)
         plain.f  # noqa: B018
     for parameter in network.module.parameters():  # are in memory in any case
         if parameter.layout == torch.strided:
@@ -116,7 +124,7 @@ def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
         example_bytes=-(-max([f.nbytes, *sizes.values()]) // count) if is_near else None,
         outputs=f[0].numel(),
         classes=f.shape[-1] if f.dim() > 1 else 1,
-        activations=sum(sizes.values()) / count,
+        activations=max(sum(sizes.values()), sum(returned)) / count,
     )
 
 

@@ -29,7 +29,7 @@ class Ways(NamedTuple):
     outputs: int = 1
     classes: int = 1  # C, the size of the outputs' last axis
     example_bytes: int | None = None  # of the largest tensor of a forward pass on a CPU
-    activations: float = 0.0  # bytes that are kept for derivatives; 0 if that is not known
+    activations: float = 0.0  # bytes in a forward pass; 0 if they are not known
     nbytes: float = inf  # of Jacobian factors; infinity if they are computed in every pass
 
     def columns(self, x: Inputs, most: int | None) -> int | None:

@@ -49,7 +49,7 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
     assert la.plan(Loader(batches(case))).pass_seconds is None  # of a loader of unknown length
     # a long fit names the remedies, which is no warning of its result
     ways = 'use parameters="last_layer" or Compute(budget=seconds)'
-    monkeypatch.setattr("torch_lla_em.problem.sweep._LONG", 0.0)
+    monkeypatch.setattr("torch_lla_em.problem.plan._LONG", 0.0)
     la.fit(case.x, case.y, em_steps=0, prior_precision=1.0, progress_bar=False)
     assert ways in caplog.text and not any(ways in words for words in la.messages)
     assert ways in str(la.plan(case.x, case.y)) and la.w_lin is not None

@@ -161,7 +161,7 @@ def test_any_part_of_the_noise_can_be_drawn_again_and_all_keys_matter(monkeypatc
     for seed, stream, sample in ((4, 1, 2), (3, 0, 2), (3, 1, 3)):
         other = normals(seed, stream, [sample], rows, 40)
         assert ((first * other).mean() * first.numel() ** 0.5).abs() < 5
-    monkeypatch.setattr("torch_lla_em.runtime.noise._CHUNK", 7)
+    monkeypatch.setattr("torch_lla_em.runtime.noise.NUMBERS", 7)
     assert torch.equal(normals(3, 1, [2], rows, 40), first)
 
 

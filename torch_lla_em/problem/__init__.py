@@ -14,10 +14,11 @@ from torch_lla_em.problem.hessian import (
 )
 from torch_lla_em.problem.loss import Loss, TargetFacts
 from torch_lla_em.problem.operators import Outputs, gathered, pull_back
-from torch_lla_em.problem.plan import place_of_vectors, prepare, seconds_of_pass
+from torch_lla_em.problem.plan import Plan, duration, time_of_fit
+from torch_lla_em.problem.prepare import place_of_vectors, prepare, seconds_of_pass
 from torch_lla_em.problem.problem import Problem, output_probes
 from torch_lla_em.problem.sites import KEPT_OUTPUTS, Sites, sites_of
-from torch_lla_em.problem.sweep import FEW, Plan, duration, time_of_fit
+from torch_lla_em.problem.sweep import FEW
 
 __all__ = [
     "COPIES",

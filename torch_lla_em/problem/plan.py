@@ -1,96 +1,90 @@
-"""The memory plan of a fit, made after a probe of the network and before any allocation."""
+"""The plan of a fit: the limits of its passes, and its memory and time in words."""
 
 from __future__ import annotations
 
 from math import inf
-from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
 from torch_lla_em.jacobian import Ways
-from torch_lla_em.problem.problem import Problem
-from torch_lla_em.problem.sweep import Plan
-from torch_lla_em.runtime import Compute, free_for_each
 
-# vectors of length P per sample at the peak of a fit, without a span
-_VECTORS = 20
-# share of the free memory for batches that are kept, for their factors, and for what visits a
-# device
-_SHARE = 0.25
-# good size of a batch: small batches are joined up to it, and on a CPU large ones are split
-_BATCH_ROWS, _BATCH_BYTES = 1024, 6.4e7
+_OF_LAST_LAYERS = (
+    "The time of a fit of a last layer is not that of its few passes: it is that of products of "
+    "the features with directions, and grows with examples, classes and samples. "
+    "Compute(budget=seconds) limits it."
+)
+
+# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
+_PASSES = 10, 40
+# seconds above which ways to a shorter fit are named
+_LONG = 60.0
 
 
-def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
-    """Read the first batch, plan the memory, and configure the passes accordingly.
+class Plan(NamedTuple):
+    """The limits of passes, and the memory and time of a fit. A plan is never changed; if memory
+    runs out, it is replaced by another one."""
 
-    The numbers of columns and examples that are processed at once are not planned: the sweep halves
-    them if memory runs out.
-    """
-    model, data, sweep = problem.linear_model, problem.data, problem.sweep
-    P, itemsize, device = problem.size, problem.dtype.itemsize, model.network.device
-    first = data.first()
-    with model.network.guarded():
-        # anew: of the inputs of a prediction it may not be known whether weights have factors
-        sweep.probe(first, anew=True)
-        splits = sweep.stand_alone(first)
-    example = model.ways or Ways()  # where J is zero, nothing is known of an example
-    free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize
-    place = place_of_vectors(vectors, compute, device, free)
-    is_near, group = place.type == device.type, None
-    left = _SHARE * max(free - (vectors if is_near else 0), 0.1 * free)
-    if not is_near:  # directions, products and one chunk of gradients
-        group = max(1, min(2 * num_samples, int(_SHARE * free / (3 * P * itemsize))))
-        free = free_for_each(data.group, place)
-    # several ranks compare their data in every pass
-    keeps = compute.keep_data and data.group.size == 1
-    kept, rows, merged = left if keeps else 0.0, inf, 0
-    if splits:
-        size = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1.0, example.activations))))
-        rows = size if device.type == "cpu" else inf
-        merged = size if keeps else 0
-    data.store(kept, merged)
-    plan = Plan(
-        place,
-        rows,
-        group=group,
-        batches=kept,
-        factors=kept if is_near else 0.0,
-        num_samples=num_samples,
-        size=P,
-        vectors=vectors,
-        free=free,
-        example=example,
+    device: torch.device
+    """Device on which vectors are stored."""
+
+    rows: float = inf
+    columns: int | None = None
+    group: int | None = None
+    """Largest numbers of examples, and of columns of a product, that are computed at once, and of
+    columns that are on the device at once, if vectors are stored elsewhere; None: all."""
+
+    batches: float = 0.0
+    factors: float = 0.0
+    """Bytes of batches, and of their Jacobian factors, that may be kept from pass to pass."""
+
+    num_samples: int = 0
+    size: int = 0
+    vectors: float = 0.0
+    free: float = 0.0
+    """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are
+    stored."""
+
+    example: Ways = Ways()
+    """What an example takes."""
+
+    memory: tuple[float, float] | None = None
+    """The peak in bytes: of most fits like it within a factor of two, and with three times the
+    passes."""
+
+    pass_seconds: float | None = None
+    is_last_layer: bool = False
+    """Seconds of a pass, and whether the fit is that of a last layer, whose time is not that of
+    passes."""
+
+    def __str__(self) -> str:
+        expected, most = self.memory or (self.vectors, 2 * self.vectors)
+        words = (
+            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about "
+            f"{expected / 1e9:.2g} GB of memory on {self.device}, and up to {most / 1e9:.2g} GB if "
+            f"it needs three times the usual passes; {self.free / 1e9:.3g} GB are free."
+        )
+        if self.pass_seconds is None:
+            return words
+        return f"{time_of_fit(self.pass_seconds, self.is_last_layer)} {words}"
+
+
+def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = False) -> str:
+    """Describe how long a fit takes, from the seconds of a pass. With ``only_long`` the text is
+    empty for short fits."""
+    (least, most), remedy = _PASSES, ""
+    if is_last_layer:  # a few passes, whose products are those of features
+        return "" if only_long else _OF_LAST_LAYERS
+    if most * pass_seconds > _LONG:
+        remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
+    elif only_long:
+        return ""
+    return (
+        f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to "
+        f"{most}.{remedy}"
     )
-    sweep.take(plan)
-    return plan
 
 
-def place_of_vectors(
-    size: float, compute: Compute, device: torch.device, free: float
-) -> torch.device:
-    """Return the device for vectors of this size, given the free memory of the model's device."""
-    auto = compute.vectors == "auto" and size <= (1 - _SHARE) * free
-    return device if auto or compute.vectors == "device" else torch.device("cpu")
-
-
-def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
-    """Return the seconds of a pass over so many examples for all samples, from a piece of the first
-    batch.
-
-    Nothing but the network is counted: no random numbers, and no work on a span between passes.
-    """
-    few = problem.sweep.pieces(problem.data.first(), min(_BATCH_ROWS, plan.rows))[0]
-    model = problem.linear_model
-    w = torch.ones(plan.num_samples + 1, plan.size, dtype=model.dtype, device=problem.device)
-
-    def once() -> float:
-        began = perf_counter()
-        at = model.at(few.inputs, len(w), bool(model.factored), plan.columns)
-        total = torch.zeros_like(w)
-        at.pull(at.push(w)).added_to(total)
-        total.sum().item()  # which waits for the device
-        return perf_counter() - began
-
-    with model.network.guarded():
-        return min(once(), once()) * rows / len(few.rows)  # the first loads kernels
+def duration(seconds: float) -> str:
+    """Return seconds in words."""
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:,.0f} min"

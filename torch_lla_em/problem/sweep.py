@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.data import Batch, Data
-from torch_lla_em.jacobian import LinearModel, NetworkState, Pulled, Rows, Ways
+from torch_lla_em.jacobian import LinearModel, NetworkState, Pulled, Rows
 from torch_lla_em.likelihoods import Likelihood
+from torch_lla_em.problem.plan import Plan
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
 Kind = tuple[int | str, ...]
@@ -46,12 +47,6 @@ _NO_ROOM = (
     'or keep their vectors on the CPU (compute=Compute(vectors="cpu")).'
 )
 
-_OF_LAST_LAYERS = (
-    "The time of a fit of a last layer is not that of its few passes: it is that of products of "
-    "the features with directions, and grows with examples, classes and samples. "
-    "Compute(budget=seconds) limits it."
-)
-
 FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
 
@@ -59,11 +54,6 @@ FEW = 8
 _GROUP_ROWS = 32
 # relative change by other examples of a batch that is taken for rounding
 _SPLIT_ERROR = 1e-2
-# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
-_PASSES = 10, 40
-# seconds above which ways to a shorter fit are named
-_LONG = 60.0
-
 Sums = dict[str, Tensor]
 Contributions = Mapping[str, Tensor | Pulled]
 
@@ -72,54 +62,6 @@ Add = Callable[[Rows, Batch, Tensor], Contributions]
 
 The sweep adds it after the call has returned, so that nothing counts twice if memory runs out in
 it."""
-
-
-class Plan(NamedTuple):
-    """The limits of passes, and the memory and time of a fit. A plan is never changed; if memory
-    runs out, it is replaced by another one."""
-
-    device: torch.device
-    """Device on which vectors are stored."""
-
-    rows: float = inf
-    columns: int | None = None
-    group: int | None = None
-    """Largest numbers of examples, and of columns of a product, that are computed at once, and of
-    columns that are on the device at once, if vectors are stored elsewhere; None: all."""
-
-    batches: float = 0.0
-    factors: float = 0.0
-    """Bytes of batches, and of their Jacobian factors, that may be kept from pass to pass."""
-
-    num_samples: int = 0
-    size: int = 0
-    vectors: float = 0.0
-    free: float = 0.0
-    """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are
-    stored."""
-
-    example: Ways = Ways()
-    """What an example takes."""
-
-    memory: tuple[float, float] | None = None
-    """The peak in bytes: of most fits like it within a factor of two, and with three times the
-    passes."""
-
-    pass_seconds: float | None = None
-    is_last_layer: bool = False
-    """Seconds of a pass, and whether the fit is that of a last layer, whose time is not that of
-    passes."""
-
-    def __str__(self) -> str:
-        expected, most = self.memory or (self.vectors, 2 * self.vectors)
-        words = (
-            f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about "
-            f"{expected / 1e9:.2g} GB of memory on {self.device}, and up to {most / 1e9:.2g} GB if "
-            f"it needs three times the usual passes; {self.free / 1e9:.3g} GB are free."
-        )
-        if self.pass_seconds is None:
-            return words
-        return f"{time_of_fit(self.pass_seconds, self.is_last_layer)} {words}"
 
 
 class Sweep:
@@ -378,24 +320,3 @@ def _sum_up(sums: Sums, contributions: Contributions) -> None:
     # all memory is allocated before the first number is added
     for total, part in parts:
         total += part
-
-
-def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = False) -> str:
-    """Describe how long a fit takes, from the seconds of a pass. With ``only_long`` the text is
-    empty for short fits."""
-    (least, most), remedy = _PASSES, ""
-    if is_last_layer:  # a few passes, whose products are those of features
-        return "" if only_long else _OF_LAST_LAYERS
-    if most * pass_seconds > _LONG:
-        remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
-    elif only_long:
-        return ""
-    return (
-        f"A pass over the data takes about {duration(pass_seconds)}; most fits take {least} to "
-        f"{most}.{remedy}"
-    )
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words."""
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:,.0f} min"

@@ -12,11 +12,11 @@ from math import pi
 import torch
 from torch import Tensor
 
+from torch_lla_em.runtime.memory import NUMBERS
+
 # the numbers of SplitMix64, as signed ones
 _GOLDEN = -0x61C8864680B583EB
 _MULTIPLIERS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-# numbers that are in memory at once
-_CHUNK = 4_194_304
 
 
 def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entries: int) -> Tensor:
@@ -28,7 +28,7 @@ def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entrie
     keys = keys.to(rows.device, non_blocking=True)[:, None]
     row_keys = _split_mix(_split_mix(rows.long() * _GOLDEN + keys)).view(-1, 1)
     counters = torch.arange((entries + 1) // 2, device=rows.device) * _GOLDEN
-    per_chunk = max(1, _CHUNK // max(1, len(row_keys)))
+    per_chunk = max(1, NUMBERS // max(1, len(row_keys)))
     pieces = []
     for some in counters.split(per_chunk):  # Box and Muller make two of each
         bits = _split_mix(row_keys + some)

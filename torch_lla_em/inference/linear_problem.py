@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from torch_lla_em.solvers import Product
@@ -19,10 +18,6 @@ class LinearProblem(Protocol):
     over a span of directions. The prior is not a part of it. Another one, as of a last layer by its
     stored features, needs these methods to be given to ``optimise_samples`` and ``optimise_MAP``.
     """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of vectors, float32 or float64."""
 
     @property
     def rounding(self) -> float:

@@ -43,6 +43,6 @@ def optimise_MAP(
         report(
             "warn",
             "The mode is not as accurate as its tolerance asks. Increase "
-            f"Compute(tolerance=){or_float64(problem.dtype)}.",
+            f"Compute(tolerance=){or_float64(x.dtype)}.",
         )
     return minimum._replace(w=deviation * minimum.w)

@@ -59,7 +59,7 @@ def optimise_samples(
     x = None if start is None else prior.whitened(start, precision)
     product = Whitened(problem, deviation)
     solution = solver.solve(product, probes.right_hand_side(precision), x)
-    refuse_noise(solution.error, precision, problem.dtype)
+    refuse_noise(solution.error, precision, solution.x.dtype)
     if not is_accurate(solution.error, solver.tolerance):
         stagnates = solution.passes < getattr(solver, "max_passes", 0)
         more = (
@@ -68,7 +68,7 @@ def optimise_samples(
         report(
             "warn",
             f"The samples are not as accurate as their tolerance asks. {more} "
-            f"Compute(tolerance=){or_float64(problem.dtype)}.",
+            f"Compute(tolerance=){or_float64(solution.x.dtype)}.",
         )
     # ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The second,
     # which cannot be negative, is used alone for the γ of a block, and if rounding dominates the

@@ -69,7 +69,7 @@ class Span:
             for block in self.blocks:
                 add_combined(z, overlap(z, block), block, -1)
             # shorter ones are rounding; on five tables, twice or half of it does nothing
-            z, _ = orthonormalise(z, 1e-4)
+            z = orthonormalise(z, floor=1e-4)[0]
         return len(z) > 0 and self.add(z)
 
     def add(self, z: Tensor) -> bool:

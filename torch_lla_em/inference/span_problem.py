@@ -37,11 +37,6 @@ class SpanProblem:
     draws."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """That of coordinates."""
-        return self.theta.dtype
-
-    @property
     def rounding(self) -> float:
         """That of the outputs, from which losses are computed."""
         return torch.finfo(self.span.probes.dtype).eps

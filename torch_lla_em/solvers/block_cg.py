@@ -17,7 +17,7 @@ from torch_lla_em.solvers.solution import (
     Solution,
     check_positive,
 )
-from torch_lla_em.solvers.space import add_combined, dots, gram, orthonormalise_by
+from torch_lla_em.solvers.space import add_combined, dots, gram, orthonormalise
 
 # products that may fail to reduce the residual by a tenth; longer plateaus are rounding
 _PATIENCE = 50
@@ -146,14 +146,14 @@ class BlockCG:
         """Return an orthonormal basis of a residual, its product with the preconditioner, and
         coefficients."""
         if self.preconditioner is None:
-            return orthonormalise_by(residual, residual, floor)
+            return orthonormalise(residual, floor=floor)
         images = self.preconditioner(residual)
         if (dots(residual, images) < 0).any():
             raise FaultyProductError(
                 "The preconditioner is not positive definite: ⟨r, M r⟩ is negative for a residual "
                 "r. Check that it approximates the inverse of A + I, and that it is symmetric."
             )
-        return orthonormalise_by(residual, images, floor)
+        return orthonormalise(residual, images, floor)
 
 
 def _symmetric(product: Tensor, allowed: Tensor) -> Tensor:

@@ -58,25 +58,18 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def orthonormalise(rows: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return an orthonormal basis (r, P) and coefficients (m, r), rows = coefficients basis.
+def orthonormalise(
+    rows: Tensor, images: Tensor | None = None, floor: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an orthonormal basis (r, P), its images, and coefficients (m, r), rows = coefficients
+    basis.
 
     Directions that are linear combinations of others up to rounding are dropped. Rounding is
-    ``floor`` in every direction, or relative to each row if 0.
+    ``floor`` in every direction, or relative to each row if 0. With ``images`` M x of the rows, for
+    a symmetric, positive definite M, the basis is orthonormal in the inner product ⟨a, M b⟩.
     """
-    basis, _, coefficients = orthonormalise_by(rows, rows, floor)
-    return basis, coefficients
-
-
-def orthonormalise_by(
-    rows: Tensor, images: Tensor, floor: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a basis (r, P) that is orthonormal in the inner product ⟨a, M b⟩, its images M b, and
-    coefficients (m, r).
-
-    ``images`` are those of the rows, M x, with a symmetric, positive definite M.
-    """
-    plain = images is rows
+    plain = images is None
+    images = rows if images is None else images
     norms = dots(rows, images).clamp_min(0).sqrt()
     live = (norms > floor).nonzero()[:, 0]
     if not len(live):

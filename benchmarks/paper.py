@@ -13,6 +13,7 @@ Expected: 1 % by block CG after about 5 passes, by CG after 10, by SGD after 20.
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from methods import markdown
@@ -41,18 +42,12 @@ class System:
         self.weights = {name: p.detach() for name, p in network.named_parameters()}
         self.columns = 0.0
 
-    def minibatches(self) -> Iterator[Product]:
-        share = 1 / len(self.batches)
-        for x, _ in self.batches:
+    def minibatches(self) -> tuple[int, Iterator[Product]]:
+        def product(x: Tensor, w: Tensor) -> Tensor:
+            self.columns += len(w) / len(self.batches)
+            return self._product_at(x, w)
 
-            def product(w: Tensor, x: Tensor = x) -> Tensor:
-                self.columns += len(w) * share
-                return self._product_at(x, w)
-
-            yield product
-
-    def num_steps(self) -> int:
-        return len(self.batches)
+        return len(self.batches), (partial(product, x) for x, _ in self.batches)
 
     def right_hand_side(self, num_samples: int) -> Tensor:
         """Return w0 + Jᵀ S ε / λ, whose w0 have the prior's covariance."""

@@ -181,17 +181,10 @@ class HeadProblem:
     """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without
     draws."""
 
-    num_steps = 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the features."""
-        return self.head.h.dtype
-
     @property
     def rounding(self) -> float:
         """That of the features."""
-        return torch.finfo(self.dtype).eps
+        return torch.finfo(self.head.h.dtype).eps
 
     def zeros(self, num_vectors: int) -> Tensor:
         """Return parameters, (num_vectors, P)."""
@@ -202,9 +195,9 @@ class HeadProblem:
         Jw = self.head.push(w)
         return self.head.pull(self.H.product(Jw.flatten(0, -2)).view_as(Jw))
 
-    def minibatch_products(self) -> Iterator[Product]:
-        """Yield the product with G."""
-        yield self.ggn_product
+    def minibatch_products(self) -> tuple[int, Iterator[Product]]:
+        """Return the product with G as that of one batch."""
+        return 1, iter([self.ggn_product])
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss, in expectation if there are draws, and its gradient, (P,), for w

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -23,18 +24,14 @@ class LinearProblem(Protocol):
     def rounding(self) -> float:
         """Relative rounding error of products."""
 
-    @property
-    def num_steps(self) -> int | None:
-        """The number of ``minibatch_products``, if it is known."""
-
     def zeros(self, num_vectors: int) -> Tensor:
         """Return vectors in the space of w, (num_vectors, P)."""
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w for vectors w, both (K, P)."""
 
-    def minibatch_products(self) -> Iterator[Product]:
-        """Yield products of parts of the data, whose sum is G w."""
+    def minibatch_products(self) -> tuple[int, Iterator[Product]]:
+        """Return the number of parts of the data, and their products, whose sum is G w."""
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss at w, (P,), and its gradient, (P,)."""
@@ -57,20 +54,15 @@ class Whitened:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return A x, shape (K, P)."""
-        return self.problem.ggn_product(x * self.deviation).mul_(self.deviation)
+        return self._of_part(self.problem.ggn_product, x)
 
-    def num_steps(self) -> int | None:
-        """Return the number of batches of a pass, if it is known."""
-        return self.problem.num_steps
+    def minibatches(self) -> tuple[int, Iterator[Product]]:
+        """Return the number of batches of a pass, and the part of each in the product."""
+        number, products = self.problem.minibatch_products()
+        return number, (partial(self._of_part, product) for product in products)
 
-    def minibatches(self) -> Iterator[Product]:
-        """Yield the part of each batch in the product."""
-        for product in self.problem.minibatch_products():
-
-            def whitened(x: Tensor, product: Product = product) -> Tensor:
-                return product(x * self.deviation).mul_(self.deviation)
-
-            yield whitened
+    def _of_part(self, product: Product, x: Tensor) -> Tensor:
+        return product(x * self.deviation).mul_(self.deviation)
 
     def value_and_gradient(self, x: Tensor) -> tuple[float, Tensor]:
         """Return Σ_n loss(J_n D x, y_n) and its gradient in x, shape (P,)."""

@@ -41,11 +41,6 @@ class SpanProblem:
         """That of the outputs, from which losses are computed."""
         return torch.finfo(self.span.probes.dtype).eps
 
-    @property
-    def num_steps(self) -> int:
-        """All examples are one batch."""
-        return 1
-
     def zeros(self, num_vectors: int) -> Tensor:
         """Return coordinates, (num_vectors, m)."""
         return self.theta.new_zeros(num_vectors, len(self.theta))
@@ -60,9 +55,9 @@ class SpanProblem:
         """Return G w for coordinates (K, m)."""
         return (w @ self.vectors * self.theta) @ self.vectors.T
 
-    def minibatch_products(self) -> Iterator[Product]:
-        """Yield the product with G."""
-        yield self.ggn_product
+    def minibatch_products(self) -> tuple[int, Iterator[Product]]:
+        """Return the product with G as that of one batch."""
+        return 1, iter([self.ggn_product])
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss, in expectation if there are draws, and its gradient, (m,), for

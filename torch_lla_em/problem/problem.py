@@ -196,11 +196,15 @@ class Problem:
         kept = self.push_forward(None, take)
         return kept if self.data.group.meet(None not in kept, all) else None
 
-    def minibatch_products(self) -> Iterator[Product]:
-        """Yield the product w -> J_bᵀ H_b J_b w of one batch of every rank, until all examples are
-        in one."""
-        for batch in self.sweep.batches(in_step=True):
-            yield partial(self.ggn_product, batch=batch)
+    def minibatch_products(self) -> tuple[int, Iterator[Product]]:
+        """Return the number of batches of a pass, and for every batch of all ranks the product w ->
+        J_bᵀ H_b J_b w; the first call takes a pass that counts them."""
+        if self.data.num_steps is None:
+            for _ in self.sweep.batches(in_step=True):
+                pass
+        assert self.data.num_steps is not None
+        batches = self.sweep.batches(in_step=True)
+        return self.data.num_steps, (partial(self.ggn_product, batch=batch) for batch in batches)
 
     def less_shift(self, f: Tensor) -> Tensor:
         """Return outputs of the network less the ``shift``, as those of the linear model are."""
@@ -277,11 +281,6 @@ class Problem:
     def rounding(self) -> float:
         """Relative rounding error of products."""
         return self.linear_model.rounding
-
-    @property
-    def num_steps(self) -> int | None:
-        """The number of batches of a pass, if it is known."""
-        return self.data.num_steps
 
     @property
     def device(self) -> torch.device:

@@ -44,8 +44,8 @@ class SGD:
         """Solve (A + I) X = B.
 
         Args:
-            product (Batched): The product with A, which has the products of batches,
-                ``minibatches()``, and ``num_steps()``.
+            product (Batched): The product with A, which has those of batches, with their number,
+                ``minibatches()``.
             b (Tensor): B, shape (K, P).
             start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
 
@@ -57,11 +57,11 @@ class SGD:
         bound = norm(b)
         if start is None or norm(start) > bound:  # as a start for another λ can be
             start = b
-        num_batches = product.num_steps() or sum(1 for _ in product.minibatches())
+        num_batches = product.minibatches()[0]
         x, velocity, count = start.clone(), torch.zeros_like(b), 0
         last = self.epochs * num_batches
         for _ in range(self.epochs):
-            for batch_product in product.minibatches():
+            for batch_product in product.minibatches()[1]:
                 # every batch is used once per epoch, so batches of different sizes have equal
                 # weights
                 ahead = x + self.momentum * velocity

@@ -27,11 +27,8 @@ class Operator(Protocol):
 class Batched(Operator, Protocol):
     """A product that is the sum of those of batches."""
 
-    def num_steps(self) -> int | None:
-        """Return the number of batches, if it is known."""
-
-    def minibatches(self) -> Iterator[Product]:
-        """Yield the product of each batch."""
+    def minibatches(self) -> tuple[int, Iterator[Product]]:
+        """Return the number of batches, and the product of each."""
 
 
 class ConvexLoss(Protocol):

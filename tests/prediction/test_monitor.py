@@ -230,6 +230,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
         case.model[2].bias += 1
     with pytest.raises(NotFittedError, match="weights have changed"):
         one.update(x[200:250])
+    case, la = known("bernoulli")
+    one = deepcopy(la).calibrate(x[:, :2], (la.predict(x[:, :2]).probs > 0.5).double()).monitor()
+    with pytest.raises(TypeError, match="without y"):
+        one.update(case.x, case.y)
+    assert not one.update(x[:50, :2]) and one.state["seen"] == 50
     case, la = known("regression")
     la = deepcopy(la)
     y = la.predict(x).expectation

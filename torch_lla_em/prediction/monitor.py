@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from torch_lla_em.data import AnyInputs, Values
 from torch_lla_em.prediction.base import BasePrediction
-from torch_lla_em.prediction.conformal import Compared, require_share
+from torch_lla_em.prediction.conformal import Compared, has_classes, has_values, require_share
 from torch_lla_em.prediction.printed import Cells, Printed
 
 _POWERS = 0.25, 0.5, 0.75, 2.0
@@ -97,6 +97,7 @@ class Monitor(Printed):
         Raises:
             ValueError: If there are no inputs, or targets do not fit the outputs. The batch does
                 not count then.
+            TypeError: If targets are several labels for each input, or counts.
         """
         with torch.no_grad():
             stated = {} if groups is None else {"groups": groups}
@@ -236,7 +237,12 @@ def _cells(
 
 def _inside(prediction: BasePrediction, y: Tensor, level: float) -> list[bool]:
     """Return which labelled targets are in their prediction set or interval."""
-    likelihood = prediction.likelihood
+    likelihood, f = prediction.likelihood, prediction._f
+    if not (has_classes(likelihood, f) or has_values(likelihood, f)):
+        raise TypeError(
+            "Coverage is measured of one class label for each input, or of continuous targets. "
+            "Call update(x) without y."
+        )
     y = prediction._aligned(y)
     kept = likelihood.labelled(y)
     if likelihood.real_valued:

@@ -37,9 +37,9 @@ STEPS, DAMPING = 3, 0.75
 the share of the change of H in a step: with .6 fits take half as many steps more, with 1 H of 1,000
 x 50 x 7 alternates."""
 
-LOOSE, FEW = (0.15, 0.06), 2
-"""Errors of samples and mean while λ moves, and samples by which its log evidence is estimated: the
-preconditioner leaves little variance."""
+LOOSE, NEAR, FEW = (0.15, 0.06), (0.1, 0.015), 2
+"""Errors of samples and mean while λ moves, and where it has hardly moved; and samples by which its
+log evidence is estimated: the preconditioner leaves little variance."""
 
 CAP, GATE = 0.35, 0.15
 """Largest change of log a in a step; and the part of γ by which E[H] may differ from H where q is
@@ -85,7 +85,9 @@ class OverHead:
         of_alike = scale if self.problem.likelihood.is_softmax else None
         inverse = Preconditioner(self.span, q.in_head.blocks, of_alike, q.precision)
         eta = self.span.pull(H.root(self._epsilon).movedim(0, -1))
-        of_samples, of_mean = (self.settings.tolerance,) * 2 if q.fate.why else LOOSE
+        of_samples, of_mean = NEAR if _is_near(q) else LOOSE
+        if q.fate.why:
+            of_samples = of_mean = self.settings.tolerance
         solver = BlockCG(of_samples, preconditioner=inverse)
         newton = Newton(of_mean, preconditioner=inverse)
         probes = self.noise._replace(eta=eta)
@@ -223,12 +225,13 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     elif learns:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))
-    converged = apart < CLOSE and 2 * abs(way) < _allowed(q, rises=way < 0)
+    converged = apart < CLOSE and 2 * abs(way) < _allowed(q, rises=way < 0) and _is_near(q)
     H = towards(q.in_head.H, H, DAMPING)
     q = q._replace(head=q.in_head._replace(H=H)) if number % STEPS else over.curved(q, H)
     most = STEPS * em_steps if learns else STEPS * 20
     why = "converged" if converged else "all steps" if number >= most else ""
-    fate = q.fate._replace(number=number, converged=converged, why=why)
+    moved = math.inf if learns and apart >= GATE else 2 * abs(way)
+    fate = q.fate._replace(number=number, moved=moved, converged=converged, why=why)
     return q._replace(fate=fate)
 
 
@@ -240,10 +243,16 @@ def _at_outputs(q: State, em_steps: int) -> State:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         last = math.log(q.precision), math.log(new)
         way = accelerated(*last, q.fate.last)
-    converged = abs(way) < _allowed(q, rises=way > 0)
+    converged = abs(way) < _allowed(q, rises=way > 0) and (_is_near(q) or not em_steps)
     why = "converged" if converged else "all steps" if number >= STEPS * em_steps else ""
-    fate = q.fate._replace(number=number, last=last, converged=converged, why=why)
+    fate = q.fate._replace(number=number, last=last, moved=abs(way), converged=converged, why=why)
     return q._replace(precision=q.precision * math.exp(way), fate=fate)
+
+
+def _is_near(q: State) -> bool:
+    """Whether the last step has hardly moved λ: then what the mean lags behind would count, which
+    MacKay's update multiplies."""
+    return float(q.fate.moved) < 0.3
 
 
 def _allowed(q: State, rises: bool) -> float:

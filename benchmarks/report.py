@@ -20,6 +20,7 @@ import distil
 import images
 import labels
 import monitor
+import residuals
 import scaling
 import scores
 import tables
@@ -235,6 +236,7 @@ TEXTS = {
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),
     "scaling": ("docs/method.md", "scaling", scaling.report),
+    "residuals": ("docs/regression.md", "residuals", residuals.report),
     "scores": ("docs/out_of_distribution.md", "scores", scores.report),
     "labels": ("docs/wrong_labels.md", "labels", labels.wrong),
     "labels, none wrong": ("docs/wrong_labels.md", "labels", labels.right),
@@ -244,7 +246,7 @@ TEXTS = {
 """Tables that a benchmark makes itself: page, file, and how."""
 
 
-SHORT = "uci", "images", "cifar", "large", "labels", "monitor", "scaling", "scores"
+SHORT = "uci", "images", "cifar", "large", "labels", "monitor", "residuals", "scaling", "scores"
 """Results of many short lines."""
 
 

@@ -16,7 +16,9 @@ import monitor
 import numpy as np
 import pytest
 import report
+import residuals
 import scaling
+import scores
 import segmentation
 import tables
 import testbed
@@ -223,6 +225,10 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
     assert all(0 <= line["coverage"] <= 1 and line["crps"] > 0 for line in lines)
     lines = run(labels, "--cases SwissLabor --seeds 0")
     assert len({line["row"] for line in lines}) == 7 and all(0 < x["auroc"] <= 1 for x in lines)
+    lines = run(residuals, "--noises mean --functions plane --seeds 2")
+    assert len(lines) == 8 and all(0 < line["p_value"] <= 1 for line in lines)
+    lines = run(scores, "--only pima --seeds 0")
+    assert len(lines) == 8 and {*scores.COMBINED} < {*lines[0]}
     lines = run(monitor, "--cases segment --streams 20")
     assert {line["part"] for line in lines} == {"alarms", "delay"}
     lines = run(testbed, "--inputs 2 --ratios 1 --temperatures .1")

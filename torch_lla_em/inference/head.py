@@ -123,10 +123,13 @@ class Preconditioner:
         """Those parameters, normalised for every feature, (C, D), or as if the scales of classes
         were proportional, (C, 1)."""
 
+        self._within = of_A[:0]
+        """I plus the blocks between these parameters, (D, D)."""
+
         if self._basis is None:
             floor = 100 * torch.finfo(of_A.dtype).eps * of_A.diagonal(dim1=1, dim2=2).amax(1)
-            eye = torch.eye(of_A.shape[1], dtype=of_A.dtype, device=of_A.device)
-            self._inner = torch.linalg.cholesky(of_A + (floor + 1)[:, None, None] * eye)
+            of_A.diagonal(dim1=1, dim2=2).add_((floor + 1)[:, None])
+            self._inner = torch.linalg.cholesky(of_A)
         else:
             self._inner = of_A.clamp_min(0) + 1
         if scale is not None:
@@ -135,6 +138,10 @@ class Preconditioner:
                 table = table.square().mean(1, keepdim=True).sqrt()
             alike = torch.where(table > 0, 1 / table, 0)
             self._alike = alike / alike.norm(dim=0).clamp_min(1e-30)
+            if self._basis is None:
+                self._within = torch.eye(of_A.shape[1], dtype=torch.float64, device=of_A.device)
+                for of_class, block in zip(self._alike, of_A, strict=True):
+                    self._within += (of_class[:, None] * block * of_class).double()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return M x, (k, P)."""
@@ -149,16 +156,14 @@ class Preconditioner:
 
     def log_det(self) -> float:
         """Return -log det M."""
-        alike, inner = self._alike, self._inner.double()
+        alike, inner = self._alike, self._inner
         if self._basis is None:
-            dets = 2 * inner.diagonal(dim1=1, dim2=2).log().sum()
+            dets = 2 * inner.diagonal(dim1=1, dim2=2).double().log().sum()
         else:
+            inner = inner.double()
             dets = inner.log().sum()
         if alike is not None and self._basis is None:
-            parts = inner * alike[:, :, None]
-            within = torch.einsum("cij,ckj->ik", parts, parts)
-            within.diagonal().add_(1)
-            dets = dets - torch.logdet(within)
+            dets = dets - torch.logdet(self._within)
         elif alike is not None:
             dets = dets - (alike.square() * inner).sum(0).log1p().sum()
         return float(dets)

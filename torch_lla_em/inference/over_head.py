@@ -49,6 +49,10 @@ REST, CLOSE = 0.05, 0.06
 """Distance that is left for log λ, and the part of γ by which E[H] differs from H, at which λ
 rests. With .3 for the second, it rested at .6 of its value where H still moved."""
 
+SETTLED = 8
+"""Steps after which those near the place of rest become shorter: with few draws for each example H
+and λ of 800 went around it until the last step."""
+
 EXAMPLES = 4_000
 """Examples from which the best scale of q is found."""
 
@@ -215,9 +219,11 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     H, way = over.expected.H(over.loss, q.in_head.outputs, q.in_head.deviations), 0.0
     more = over.ahead(q, H)
     apart = abs(more) / max(1.0, gamma)
+    share = 1.0
     if learns and apart < GATE:
         way = over.best_scale(q, gamma + more)
-        a, of_head = math.exp(way), q.in_head
+        share = min(1.0, SETTLED / number) if 2 * abs(way) < 0.3 else 1.0
+        a, of_head = math.exp(share * way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)
         q = q._replace(mean=a * q.mean, samples=a * q.samples, precision=q.precision / a**2)
         H = over.expected.H(over.loss, of_head.outputs, of_head.deviations)
@@ -226,7 +232,7 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))
     converged = apart < CLOSE and 2 * abs(way) < _allowed(q, rises=way < 0) and _is_near(q)
-    H = towards(q.in_head.H, H, DAMPING)
+    H = towards(q.in_head.H, H, share * DAMPING)
     q = q._replace(head=q.in_head._replace(H=H)) if number % STEPS else over.curved(q, H)
     most = STEPS * em_steps if learns else STEPS * 20
     why = "converged" if converged else "all steps" if number >= most else ""

@@ -26,8 +26,8 @@ BOUNDS = {
     "classes": 158,
     "functions": 1197,
     "numbers": 163,
-    "fit": 359,
-    "predict": 58,
+    "fit": 343,
+    "predict": 59,
     "arguments": 7,
     "of the constructor": 11,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from math import inf
 from numbers import Real
@@ -441,8 +440,8 @@ class LinearisedLaplace(Predicts):
                 trained_on=facts.least,
                 num_data=facts.num_labelled,
                 num_inputs=facts.num_inputs,
+                messages=tuple(around.messages),
             )
-            found = replace(found, messages=tuple(around.messages))
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
                 around.keep(partial(stored.state_of, found, self._given_likelihood))
         return found

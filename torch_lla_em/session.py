@@ -162,7 +162,7 @@ class Session:
 
     # what a fit tells
 
-    def drawn(self, progress: Callable[[], Progress]) -> None:
+    def drawn(self, progress: Progress) -> None:
         """Raise an error if validation examples are training examples. Log the expected time of a
         long fit."""
         if self._unseen is not None:
@@ -173,7 +173,7 @@ class Session:
         words = time_of_fit(seconds, self.problem.linear_model.is_last_layer, only_long=True)
         if self._group.rank == 0 and words:
             logger.warning("%s", words)
-        self._saved_if_due(progress)  # at least one step is taken
+        self._saved_if_due(lambda: progress)  # at least one step is taken
         self._stage = _LEARNING
 
     def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], number: int) -> State:

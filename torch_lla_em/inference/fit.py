@@ -82,7 +82,7 @@ class Progress(NamedTuple):
 class Surroundings(Protocol):
     """What a fit runs in: it shows and stores its steps, and knows when its time is over."""
 
-    def drawn(self, progress: Callable[[], Progress]) -> None:
+    def drawn(self, progress: Progress) -> None:
         """Note that the random probes are drawn."""
 
     def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], number: int) -> State:
@@ -111,8 +111,8 @@ def learn(
                 "counts: all are -100, or all weights are 0. Check the targets of the loader, the "
                 "adapter and `weights`."
             )
-        start = begun = Progress(noise.eta, noise.prior.scale, noise.targets)
-        around.drawn(lambda: begun)
+        start = Progress(noise.eta, noise.prior.scale, noise.targets)
+        around.drawn(start)
     else:
         noise = stochastic_prior(problem, start.eta, start.scale, seed, layerwise)
     problem = problem.with_targets(start.targets)

@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     """What an example takes."""
 
     memory: tuple[float, float] | None = None
-    """The peak in bytes: of most fits like it within a factor of two, and with three times the
+    """The peak in bytes: of most fits like it within a factor of two, and with five times the
     passes."""
 
     pass_seconds: float | None = None
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
         words = (
             f"A fit of {self.num_samples} samples of {self.size:,} parameters will take about "
             f"{expected / 1e9:.2g} GB of memory on {self.device}, and up to {most / 1e9:.2g} GB if "
-            f"it needs three times the usual passes; {self.free / 1e9:.3g} GB are free."
+            f"it needs five times the usual passes; {self.free / 1e9:.3g} GB are free."
         )
         if self.pass_seconds is None:
             return words

@@ -65,8 +65,9 @@ class Problem:
         """``state``: what the network is known to be; None: what it is now."""
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         self.layout, self.dtype = linear_model.layout, linear_model.dtype
-        self.size = self.layout.size
-        """The parameters in the posterior, the dtype of vectors, float32 or higher, and P."""
+        self.size, self.rounding = self.layout.size, linear_model.rounding
+        """The parameters in the posterior, the dtype of vectors, float32 or higher, P, and the
+        relative rounding error of products."""
 
         self.moments: Tensor | None = None
         """Mean and variance of the targets, (2, C) or (2,); None: they are taken as they are."""
@@ -276,11 +277,6 @@ class Problem:
             raise self.sweep.fault() or at_batch from None
 
     # vectors
-
-    @property
-    def rounding(self) -> float:
-        """Relative rounding error of products."""
-        return self.linear_model.rounding
 
     @property
     def device(self) -> torch.device:

@@ -22,15 +22,13 @@ from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.head import Head, HeadProblem, Preconditioner
 from torch_lla_em.inference.linear_problem import Whitened
 from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update
+from torch_lla_em.inference.over_span import START
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.samples import PosteriorSamples
 from torch_lla_em.inference.state import NONE_YET, OfHead, State, StoredHead
 from torch_lla_em.problem import Hessian, Loss, Problem, functions, towards
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import BlockCG, Minimum, Newton, log_dets
-
-START = 0.1
-"""λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
 
 STEPS, DAMPING = 3, 0.75
 """Steps after which the preconditioner is found anew, and for which ``em_steps`` counts one; and

@@ -47,7 +47,8 @@ class TrainingExamples(NamedTuple):
         def nearest(part: Tensor) -> Tensor:
             # squared distances by a product: half the time of torch.cdist
             own = part.square().sum(1, keepdim=True)
-            apart, found = torch.addmm(squares, part, known.T, alpha=-2) + own, []
+            apart = torch.addmm(squares, part, known.T, alpha=-2) + own
+            found = []
             for scale in (torch.minimum(own, squares), squares.expand_as(apart)):
                 at = (apart / scale).argmin(1, keepdim=True)
                 distance = (part - known[at[:, 0]]).norm(dim=1)

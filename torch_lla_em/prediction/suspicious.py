@@ -152,7 +152,7 @@ def suspicious(
     if not counts.any():
         raise ValueError("No example has a label and a positive weight, so none can be judged.")
     if score.isnan().any():
-        (i, *_), *_ = score.isnan().nonzero().tolist()
+        i = int(score.isnan().nonzero()[0, 0])
         raise FloatingPointError(f"The prediction of example {i} is not finite. Check its inputs.")
     found = Judged(score, margin, label, probability)
     whole = of_all(record.likelihood, y, counts, found)

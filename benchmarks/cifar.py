@@ -190,18 +190,19 @@ def posterior(
 ) -> Iterator:
     """Yield predictions of a posterior as fitted and calibrated, of its student, and which labels it suspects."""
     count, options = OURS[name]
-    rows = Rows(images.train.x[:count], images.train.y[:count])
+    x = images.train.x[:count]
+    data = DataLoader(TensorDataset(x, images.train.y[:count]), PART)
     options = options | {"compute": Compute(budget=args.budget), "seed": seed}
     la = LinearisedLaplace(network, "classification", **options)
-    la.fit(*rows, progress_bar=False)
+    la.fit(data, progress_bar=False)
     yield f"{name}, as fitted", by_loader(of_ours(la)), {}
     la.calibrate(*images.held_out)
     yield f"{name}, calibrated", by_loader(of_ours(la, calibrated=True)), {}
     if args.wrong:
-        found = la.suspicious(*rows)
+        found = la.suspicious(data)
         yield f"{name}, suspicious", None, judged(found.score, found.mask, images.wrong[:count])
     if args.students:
-        student = la.distil(rows.x, progress_bar=False).calibrate(*images.held_out)
+        student = la.distil(x, progress_bar=False).calibrate(*images.held_out)
         yield f"{name}, student", by_loader(of_ours(student, calibrated=True)), {}
 
 

@@ -22,7 +22,7 @@ from torch_lla_em.problem import Hessian, Loss, Outputs, Problem, Sites, gathere
 from torch_lla_em.solvers import Product
 
 BLOCKS = 4000
-"""Examples from which the blocks of the preconditioner are taken."""
+"""Examples from which the blocks of the preconditioner, and the best scale of q, are found."""
 
 
 class Head(NamedTuple):

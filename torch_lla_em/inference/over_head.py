@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference.expectations import Expectations
-from torch_lla_em.inference.head import Head, HeadProblem, Preconditioner
+from torch_lla_em.inference.head import BLOCKS, Head, HeadProblem, Preconditioner
 from torch_lla_em.inference.linear_problem import Whitened
 from torch_lla_em.inference.mackay import accelerated, function_space_Mackay_update
 from torch_lla_em.inference.over_span import START
@@ -51,9 +52,6 @@ SETTLED = 8
 """Steps after which those near the place of rest become shorter: with few draws for each example H
 and λ of 800 went around it until the last step."""
 
-EXAMPLES = 4_000
-"""Examples from which the best scale of q is found."""
-
 
 class Settings(NamedTuple):
     """What a fit of a last layer may use."""
@@ -83,18 +81,29 @@ class OverHead:
     def at(self, q: State) -> tuple[HeadProblem, StochasticPrior, BlockCG, Newton]:
         """Return the problem at H of a state, its random probes, and the solvers; they are accurate
         if EM has ended."""
-        H, scale = q.in_head.H, self.noise.prior.scale
-        of_alike = scale if self.problem.likelihood.is_softmax else None
-        inverse = Preconditioner(self.span, q.in_head.blocks, of_alike, q.precision)
+        H, inverse = q.in_head.H, self._inverse(q)
         eta = self.span.pull(H.root(self._epsilon).movedim(0, -1))
         of_samples, of_mean = NEAR if _is_near(q) else LOOSE
         if q.fate.why:
             of_samples = of_mean = self.settings.tolerance
         solver = BlockCG(of_samples, preconditioner=inverse)
-        newton = Newton(of_mean, preconditioner=inverse)
+        of_newton = (lambda _: inverse) if self.expected.number else partial(self._inverse, q)
+        newton = Newton(of_mean, preconditioner=of_newton)
         probes = self.noise._replace(eta=eta)
         problem = HeadProblem(self.span, self.expected, self.loss, H, probes, inverse)
         return problem, probes, solver, newton
+
+    def _inverse(self, q: State, x: Tensor | None = None) -> Preconditioner:
+        """Return the preconditioner at H of a state, or at the outputs of whitened parameters x:
+        where H stays that of a network which is too sure, it is nearly 0, and of no use for the
+        mean."""
+        prior, blocks = self.noise.prior, q.in_head.blocks
+        if x is not None:
+            outputs = self.span.push((prior.deviation(q.precision) * x)[None])[..., 0]
+            H = self.expected.H(self.loss, outputs, None)
+            blocks = self.span.blocks(H, prior.scale, self.settings.memory / 8)
+        of_alike = prior.scale if self.problem.likelihood.is_softmax else None
+        return Preconditioner(self.span, blocks, of_alike, q.precision)
 
     def expecting(
         self, problem: HeadProblem, samples: PosteriorSamples, precision: Tensor
@@ -183,7 +192,7 @@ class OverHead:
         group, outputs = self.share.group, q.in_head.outputs
         slope = self.expected.loss_and_slope(self.loss, outputs, q.in_head.deviations)[1]
         value = gamma + float(group.sum((slope * outputs).sum(dtype=torch.float64)))
-        step = max(1, len(outputs) // EXAMPLES)
+        step = max(1, len(outputs) // BLOCKS)
         loss, f = self.loss.part(slice(None, None, step)), outputs[::step]
         deviations, scale = q.in_head.deviations[:, ::step], max(gamma, 1e-12)
 

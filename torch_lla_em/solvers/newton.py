@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,10 @@ class Newton:
     """Residual at which a Newton step is accepted, relative to ‖∇‖. Default 0.1; 0 for a quadratic
     loss, which needs one exact step."""
 
-    preconditioner: Product | None = None
-    """A function from (K, P) to (K, P) that multiplies by an approximation of the inverse Hessian
-    of the objective, symmetric and positive definite. Default None: the identity."""
+    preconditioner: Callable[[Tensor], Product] | None = None
+    """A function of x, (P,). It returns a function from (K, P) to (K, P) that multiplies by an
+    approximation of the inverse Hessian of the objective at x, symmetric and positive definite.
+    Default None: the identity."""
 
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
@@ -74,7 +76,7 @@ class Newton:
                 return norm(residual) <= max(self.forcing * size, goal)
 
             zeros, hessian = torch.zeros_like(x)[None], loss.hessian(x)
-            solver = BlockCG(preconditioner=self.preconditioner)
+            solver = BlockCG(preconditioner=self.preconditioner and self.preconditioner(x))
             steps, used = solver.descend(hessian, zeros, -slope[None], enough, left)
             step, passes = steps[0], passes + used
             descent, fraction, before = dot(slope, step), 1.0, (total, value, gradient)

@@ -83,9 +83,10 @@ class OverHead:
         if EM has ended."""
         H, inverse = q.in_head.H, self._inverse(q)
         eta = self.span.pull(H.root(self._epsilon).movedim(0, -1))
-        of_samples, of_mean = NEAR if _is_near(q) else LOOSE
+        tolerance = self.settings.tolerance
+        of_samples, of_mean = (max(near, tolerance) for near in NEAR) if _is_near(q) else LOOSE
         if q.fate.why:
-            of_samples = of_mean = self.settings.tolerance
+            of_samples = of_mean = tolerance
         solver = BlockCG(of_samples, preconditioner=inverse)
         of_newton = (lambda _: inverse) if self.expected.number else partial(self._inverse, q)
         newton = Newton(of_mean, preconditioner=of_newton)

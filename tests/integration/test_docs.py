@@ -60,6 +60,8 @@ def test_the_readme_prints_what_it_shows(capsys):
 # pages and their sentences; a figure is {table > row > column}, of cells with several numbers {table > row > column > which}
 SENTENCES = [
     ("README", "finds [wrong labels](docs/wrong_labels.md) without training again (AUROC {labels > tuning tables, ours > AUROC} on ten tables, where cleanlab with five trainings has {labels > tuning tables, cleanlab, self_confidence > AUROC})"),
+    ("paper", "AUROC {labels > tuning tables, ours > AUROC} on ten tables, where cleanlab with five trainings has {labels > tuning tables, cleanlab, self_confidence > AUROC}"),
+    ("paper", "**All weights** have {headline > torch_lla_em, as fitted > 100 epochs} times that NLL and {headline > torch_lla_em, as fitted > joint NLL} times the joint NLL; the last layer {headline > torch_lla_em, last layer, as fitted > 100 epochs} and {headline > torch_lla_em, last layer, as fitted > joint NLL}."),
     ("benchmarks", "the mean ratio of all layers is {headline > torch_lla_em, as fitted > early stopping} (early stopping), {headline > torch_lla_em, as fitted > 100 epochs} (100 epochs) and {headline > torch_lla_em, as fitted > 400 epochs} (400 epochs), and {worst > ours, as fitted > early}, {worst > ours, as fitted > on} and {worst > ours, as fitted > late} on the worst table. The network alone has {headline > network alone > 100 epochs} and {headline > network alone > 400 epochs} after 100 and 400 epochs."),
     ("which_method", "The NLL of all layers is on average {headline > torch_lla_em, as fitted > early stopping} (early stopping) to {headline > torch_lla_em, as fitted > 400 epochs} (400 epochs) times that of temperature scaling, which needs a validation set, and {worst > ours, as fitted > early} times at worst"),
     ("which_method", "After `calibrate`, the NLL is on average {headline > torch_lla_em, calibrated > early stopping} (early stopping) to {headline > torch_lla_em, calibrated > 400 epochs} (400 epochs) times that of temperature scaling, and {worst > ours, calibrated > early} times at worst"),
@@ -80,7 +82,8 @@ SENTENCES = [
 
 
 def text_of(name):
-    return README if name == "README" else page(name)
+    paths = {"README": "README.md", "paper": "paper/paper.md"}
+    return (ROOT / paths.get(name, f"docs/{name}.md")).read_text()
 
 
 def cells():

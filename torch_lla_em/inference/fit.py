@@ -198,8 +198,8 @@ def over_span(
     while options.em_steps and given is None and q.fate.why != "budget" and not max(q.errors) <= 10:
         if q.precision >= PRECISION_BOUNDS[1]:
             break
-        # at the first of larger λ at which rounding does not dominate, with H as it is; the mean may
-        # be lost, and is nearer to 0 there
+        # at the first of larger λ at which rounding does not dominate, with H as it is, and from 0,
+        # since the mean may be lost
         q = over.moved(q, 10 * q.precision, None, None)
         q = over.measured(e_step(over, q._replace(mean=torch.zeros_like(q.mean))))
         why = f"rounding dominates at the prior precision of {learnt:.1e}"

@@ -84,7 +84,9 @@ class OverHead:
         H, inverse = q.in_head.H, self._inverse(q)
         eta = self.span.pull(H.root(self._epsilon).movedim(0, -1))
         tolerance = self.settings.tolerance
-        of_samples, of_mean = (max(near, tolerance) for near in NEAR) if _is_near(q) else LOOSE
+        of_samples, of_mean = (
+            (max(near, tolerance) for near in NEAR) if _is_near(q.fate.moved) else LOOSE
+        )
         if q.fate.why:
             of_samples = of_mean = tolerance
         solver = BlockCG(of_samples, preconditioner=inverse)
@@ -230,7 +232,7 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     share = 1.0
     if learns and apart < GATE:
         way = over.best_scale(q, gamma + more)
-        share = min(1.0, SETTLED / number) if 2 * abs(way) < 0.3 else 1.0
+        share = min(1.0, SETTLED / number) if _is_near(2 * abs(way)) else 1.0
         a, of_head = math.exp(share * way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)
         q = q._replace(mean=a * q.mean, samples=a * q.samples, precision=q.precision / a**2)
@@ -239,7 +241,8 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     elif learns:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))
-    converged = apart < CLOSE and 2 * abs(way) < _allowed(q, rises=way < 0) and _is_near(q)
+    rests = 2 * abs(way) < _allowed(q, rises=way < 0) and _is_near(q.fate.moved)
+    converged = apart < CLOSE and rests
     H = towards(q.in_head.H, H, share * DAMPING)
     q = q._replace(head=q.in_head._replace(H=H)) if number % STEPS else over.curved(q, H)
     most = STEPS * em_steps if learns else STEPS * 20
@@ -257,16 +260,16 @@ def _at_outputs(q: State, em_steps: int) -> State:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         last = math.log(q.precision), math.log(new)
         way = accelerated(*last, q.fate.last)
-    converged = abs(way) < _allowed(q, rises=way > 0) and (_is_near(q) or not em_steps)
+    converged = abs(way) < _allowed(q, rises=way > 0) and (_is_near(q.fate.moved) or not em_steps)
     why = "converged" if converged else "all steps" if number >= STEPS * em_steps else ""
     fate = q.fate._replace(number=number, last=last, moved=abs(way), converged=converged, why=why)
     return q._replace(precision=q.precision * math.exp(way), fate=fate)
 
 
-def _is_near(q: State) -> bool:
-    """Whether the last step has hardly moved λ: then what the mean lags behind would count, which
-    MacKay's update multiplies."""
-    return float(q.fate.moved) < 0.3
+def _is_near(moved: Tensor | float) -> bool:
+    """Whether a step by so much of log λ hardly moves it: then what the mean lags behind would
+    count, which MacKay's update multiplies."""
+    return float(moved) < 0.3
 
 
 def _allowed(q: State, rises: bool) -> float:

@@ -23,6 +23,7 @@ from methods import markdown, tasks
 from methods.families import images as digits
 from methods.learning import descend, train
 from methods.metrics import auroc
+from methods.networks import Residual
 from methods.provenance import begin, provenance, script_parser
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,18 +53,6 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
 """Other combinations of what was combined before."""
 
 
-class Residual(nn.Module):
-    """A block of two convolutions with batch normalisation."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.a, self.b = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
-        self.n, self.m = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.m(self.b(F.relu(self.n(self.a(x))))))
-
-
 def block(channels: int, after: int, **options: object) -> list[nn.Module]:
     layer = nn.Conv2d(channels, after, 3, padding=1, **options)
     return [layer, nn.BatchNorm2d(after), nn.ReLU()]
@@ -77,7 +66,7 @@ def normalised() -> nn.Module:
 def residual() -> nn.Module:
     end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10)
     first, second = block(1, 12, bias=False), block(12, 24, stride=2)
-    return nn.Sequential(*first, Residual(12), *second, Residual(24), *end)
+    return nn.Sequential(*first, Residual(12, 12), *second, Residual(24, 24), *end)
 
 
 SMALL = {

@@ -77,11 +77,11 @@ class LabelProbs:
 
     def __init__(self, numbers: Numbers, parts: Sequence[Pushforward]):
         self.numbers, self.parts = numbers, parts
-        self._without_samples = [
-            part._replace(members=tuple(own.without_samples() for own in part.members))
+        self._means = [
+            part._replace(members=tuple(member.means_alone() for member in part.members))
             for part in parts
         ]
-        """For the components without samples."""
+        """For the components that have no samples."""
 
         self._known: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
@@ -191,7 +191,7 @@ class LabelProbs:
         if place is not None:
             theta[place] = number
         rows, values = table_of(self.numbers.at(theta)[0], theta).tolist(), []
-        for piece in (self._without_samples if row else self.parts)[part].pieces():
+        for piece in (self._means if row else self.parts)[part].pieces():
             whole = piece.prediction(rows)
             same = whole._mixture.components[row :: len(rows)]  # of every member
             same = tuple(one._replace(weight=1 / len(same), owner=i) for i, one in enumerate(same))

@@ -56,11 +56,11 @@ class Member(NamedTuple):
     None: 1."""
 
     shares: Tensor | None = None
-    """By what means are shrunk, (B,), if it is known."""
+    """The factors of the means, (B,), if they are known without the samples."""
 
-    def shrunk_by(self) -> Tensor | None:
-        """Return by what means are shrunk where the variance exceeds that of all training examples,
-        (B,); None: by nothing."""
+    def factors(self) -> Tensor | None:
+        """Return the factors of the means, (B,), below 1 where the variance exceeds that of all
+        training examples; None: all are 1."""
         if self.shares is not None or self.training is None:
             return self.shares
         if not self.likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
@@ -81,7 +81,7 @@ class Member(NamedTuple):
             factor = self.network_noise if noise is None else noise * self.network_noise.to(noise)
         if factor is not None and likelihood.observation_noise is not None:
             likelihood = likelihood.with_noise(likelihood.observation_noise.to(factor) * factor)
-        if (shares := self.shrunk_by()) is not None:
+        if (shares := self.factors()) is not None:
             f, h = (shares.to(f).view(-1, *(1,) * (f.dim() - 1)) * mean for mean in (f, h))
         deviations = rows[0][SCALE] ** 0.5 * self.Jw[1:]
         for weight, of_mode, of_f, _ in rows:
@@ -100,9 +100,9 @@ class Member(NamedTuple):
         shares = None if self.shares is None else self.shares[examples]
         return self._replace(f=self.f[examples], Jw=self.Jw[:, examples], shares=shares)
 
-    def without_samples(self) -> Member:
-        """Return the means alone, which are shrunk as before."""
-        return self._replace(Jw=self.Jw[:1], training=None, shares=self.shrunk_by())
+    def means_alone(self) -> Member:
+        """Return the means, with their factors, without the samples."""
+        return self._replace(Jw=self.Jw[:1], training=None, shares=self.factors())
 
 
 class Pushforward(NamedTuple):

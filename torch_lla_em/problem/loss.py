@@ -179,20 +179,15 @@ class TargetFacts(NamedTuple):
         return cls(sigma, moments, noise)
 
 
-def warn_if_untrained(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Report a warning if outputs predict labels no better than equal probabilities."""
+def excess_loss(loss: Loss, f: Tensor) -> Tensor | None:
+    """Return -log p(y | f) summed over labels, less that of equal probabilities, (); None without
+    labels."""
+    likelihood, y = loss.likelihood, loss.targets
     if not likelihood.gives_probabilities:
-        return
+        return None
     mask, classes = likelihood.mask(y), 2 if likelihood.elementwise else f.shape[-1]
-    count, most = y.numel() if mask is None else int(mask.sum()), math.log(classes)
-    nll = -likelihood.log_prob(f, y).double().sum().item() / max(count, 1)
-    if count and nll >= most:
-        report(
-            "log",
-            f"The network's NLL on training data, {nll:.3g}, is not below that of equal "
-            f"probabilities, {most:.3g}. The posterior is that of a trained network: train it "
-            "before fit.",
-        )
+    labels = y.numel() if mask is None else mask.sum()
+    return -likelihood.log_prob(f, y).double().sum() - labels * math.log(classes)
 
 
 def check_weights(likelihood: Likelihood) -> None:

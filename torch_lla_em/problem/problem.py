@@ -13,13 +13,7 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, warn_if_mistaken
-from torch_lla_em.problem.loss import (
-    Loss,
-    TargetFacts,
-    check_weights,
-    has_offset,
-    warn_if_untrained,
-)
+from torch_lla_em.problem.loss import Loss, TargetFacts, check_weights, excess_loss, has_offset
 from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
 from torch_lla_em.runtime import normals
 from torch_lla_em.solvers import Product
@@ -32,6 +26,10 @@ _DERIVATIVE = (
 _LIKELIHOOD = (
     "The likelihood's curvature on batch {} is not finite: check the network's outputs and the "
     "targets of this batch for extreme values."
+)
+_UNTRAINED = (
+    "The network predicts its training labels no better than equal probabilities do. The posterior "
+    "is that of a trained network: train it before fit."
 )
 
 
@@ -270,7 +268,8 @@ class Problem:
             if not tally:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 warn_if_mistaken(self.likelihood, f, batch.targets)
-                warn_if_untrained(self.likelihood, f, batch.targets)
+            if (excess := excess_loss(loss, f)) is not None:
+                self.sweep.doubt(excess, _UNTRAINED)
             tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:
             at_batch = type(error)(f"Batch {batch.index}: {error}")

@@ -91,6 +91,9 @@ class Sweep:
         """Whether tensors of this pass are finite, read once, at its end, and the errors if they
         are not."""
 
+        self._doubts: dict[str, Tensor] = {}
+        """Warnings of this pass, each with an amount that is summed over batches and ranks."""
+
         self.begun_with = NetworkState(linear_model.network) if state is None else state
         """What the network was at the start, and has to be until the end."""
 
@@ -137,10 +140,15 @@ class Sweep:
                 self.plan = plan
             raise
         if batch is None:  # a rank may have no examples
-            wrong = torch.zeros((), dtype=torch.float64, device=near)
+            signs = torch.zeros(2, dtype=torch.float64, device=near)
             for fine, _ in self._checks:
-                wrong += (~fine).to(near)
-            if group.sum(wrong).item():  # one rank's error on all of them
+                signs[0] += (~fine).to(near)
+            for amount in self._doubts.values():
+                signs[1] += amount.to(near)
+            wrong, doubt = group.sum(signs).tolist()
+            for words in self._doubts if doubt > 0 else ():
+                report("log", words)
+            if wrong:  # one rank's error on all of them
                 faults = group.meet(self.fault(), list)
                 raise next(filter(None, faults), FloatingPointError(_IN_LATER_PASS))
         share = 1.0 if batch is None else batch.step_rows / (self.data.facts.num_rows or 1)
@@ -216,7 +224,7 @@ class Sweep:
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, each inside the network's guard: other threads wait for
         one batch."""
-        self._checks = []
+        self._checks, self._doubts = [], {}
         for whole in self.data.batches(in_step):
             with self.linear_model.network.guarded():
                 if not len(whole.rows):
@@ -301,6 +309,11 @@ class Sweep:
         # by their sum, which takes no memory
         total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
         self._checks.append((total.isfinite(), fault))
+
+    def doubt(self, amount: Tensor, words: str) -> None:
+        """Add to an amount, (), of which these words warn at the end of the pass if it is
+        positive."""
+        self._doubts[words] = amount + self._doubts.get(words, 0)
 
     def fault(self) -> Exception | None:
         """Return the first error of this pass about values that are not finite. It synchronises

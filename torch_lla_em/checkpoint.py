@@ -60,7 +60,8 @@ class Folder:
         group.meet(None, len)
 
     def load(self, name: str, device: torch.device) -> Any:
-        """Return what a file holds, its tensors on the device, or None if there is none."""
+        """Return the contents of a file with its tensors on the device, or None if there is no
+        file."""
         path, state = self.path / name, None
         if self._reads and path.exists():
             state = files.contents_of(path, ("facts",), _REMEDY)
@@ -76,14 +77,13 @@ class Folder:
         return tree_unflatten(leaves, form)
 
     def is_due(self) -> bool:
-        """Return whether a state is to be saved now, so that saving takes a small share of the
-        time."""
+        """Return whether a state is due to be saved: saving takes at most ``SHARE`` of the time."""
         due = self._writes and time.monotonic() - self._saved >= self._took / SHARE
         return self._group.meet(due, first)
 
     def save(self, state: Callable[[], dict[str, Any]], name: str = STATE) -> None:
-        """Replace a file by the result of a function, which all ranks call; if that fails, warn and
-        write no more."""
+        """Write the result of a function, which all ranks call, to a file. If writing fails, warn
+        and stop writing."""
         began, contents = time.monotonic(), state()
         try:
             if self._writes:
@@ -123,8 +123,8 @@ class Folder:
 
 
 def computed_by(problem: Problem) -> dict[str, Any]:
-    """Return what the network and the likelihood compute for the first training examples, and a
-    hash of these: functions of the same name may differ."""
+    """Return the results of the network and the likelihood for the first training examples, and a
+    hash of these examples. They reveal functions that differ although their names are equal."""
     network, sweep = problem.linear_model.network, problem.sweep
     with network.guarded(), torch.no_grad():
         few = sweep.aligned(sweep.pieces(problem.data.first(), FEW)[0])
@@ -136,8 +136,8 @@ def computed_by(problem: Problem) -> dict[str, Any]:
 
 
 def _differs(here: dict[str, Any], there: dict[str, Any]) -> str:
-    """Return which results differ by more than rounding, in words; empty if none does. Other data
-    are refused later."""
+    """Return a description of the result that differs by more than rounding, or an empty string.
+    Other training data are refused later."""
     rounding = torch.finfo(here["outputs"].dtype).eps ** 0.5
     for name in ("outputs", "losses") if here["data"] == there["data"] else ():
         own, other = here[name].double(), there[name].double()
@@ -147,7 +147,7 @@ def _differs(here: dict[str, Any], there: dict[str, Any]) -> str:
 
 
 def header_of(problem: Problem, options: FitOptions, likelihood: Likelihood) -> dict[str, Any]:
-    """Return what a checkpoint is compared with, by name."""
+    """Return the settings that a checkpoint must agree with, by name."""
     layout, network = problem.layout, problem.linear_model.network
     settings = {name: files.plain(value) for name, value in vars(options).items()}
     return {

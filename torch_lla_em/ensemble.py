@@ -53,7 +53,7 @@ class LaplaceEnsemble(Predicts):
         given = list(members) if isinstance(members, Iterable) else [None]
         if not all(isinstance(member, LinearisedLaplace) for member in given):
             raise TypeError(
-                "LaplaceEnsemble takes a list of posteriors, not one, and no networks: "
+                "LaplaceEnsemble takes a list of posteriors, not a single one and not networks: "
                 "LaplaceEnsemble([la, other])."
             )
         self.members: Any = nn.ModuleList(given)
@@ -70,16 +70,16 @@ class LaplaceEnsemble(Predicts):
 
     @property
     def posterior(self) -> Posteriors | None:
-        """The records of the members, and what ``calibrate`` has found of them together; None
-        before their fits."""
+        """The records of the members with the joint results of ``calibrate``; None if a member is
+        not fitted."""
         each = tuple(member.posterior for member in self.members)
         return None if None in each else Posteriors(each, self._correction)
 
     def take(self, posterior: Record) -> None:
-        """Hold what ``calibrate`` has found from now on.
+        """Use the results of ``calibrate`` in a record from now on.
 
         Args:
-            posterior (Posteriors): The record of the same members.
+            posterior (Posteriors): A record of the same members.
         """
         words = "the record of several fits, as ensemble.posterior"
         require(isinstance(posterior, Posteriors), "posterior", posterior, words, TypeError)
@@ -87,7 +87,7 @@ class LaplaceEnsemble(Predicts):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood of the first member; they may differ in the observation noise."""
+        """The likelihood of the first member; the members may differ in the observation noise."""
         likelihood: Likelihood = self.members[0].likelihood
         return likelihood
 
@@ -109,14 +109,15 @@ class LaplaceEnsemble(Predicts):
 
         The numbers of ``calibrate`` are fitted to the predictions of every example by the one
         member that was not trained on it, and these are the reference of p-values, sets and
-        intervals. The guarantees are weaker than those of ``calibrate``, because the mixture is not
-        what the examples were predicted by: P(p_value <= rate) is at most 2 rate + 2 folds / N, and
-        mostly below rate; sets and intervals have the stated coverage approximately.
+        intervals. The guarantees are weaker than those of ``calibrate``, because the examples were
+        predicted by single members and not by the mixture: P(p_value <= rate) is at most 2 rate + 2
+        folds / N, and mostly below rate; sets and intervals have approximately the stated coverage.
 
         Args:
-            train (callable): Called with the inputs and targets of all folds but one; returns a
-                trained network. It must not use the other examples, also not for early stopping.
-            x (Tensor, tuple or dict of tensors): All inputs, example by example.
+            train (callable): It is called with the inputs and targets of all folds but one, and
+                returns a trained network. It must not use the other examples, not even for early
+                stopping.
+            x (Tensor, tuple or dict of tensors): All inputs, with one row per example.
             y (Tensor): All targets.
             folds (int): Number of folds and networks. Default 5. Each class is spread evenly
                 over them.
@@ -167,7 +168,7 @@ class LaplaceEnsemble(Predicts):
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
-        """Add the numbers of ``calibrate`` to a state, to which the members add themselves."""
+        """Add the numbers of ``calibrate`` to a state; the members add their own."""
         if not prefix:
             required(self, surely=True)
         own = stored.state_of_correction(self._correction)
@@ -176,7 +177,7 @@ class LaplaceEnsemble(Predicts):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
     ) -> None:
-        """Load the numbers of ``calibrate`` from a state; the members load themselves."""
+        """Load the numbers of ``calibrate`` from a state; the members load their own."""
         own, (_, _, missing, _, errors) = stored.without_prefix(state_dict, prefix), more
         for name in filter(lambda name: name[0].isdigit(), own):  # of members, in earlier versions
             state_dict[f"{prefix}members.{name}"] = state_dict.pop(f"{prefix}{name}")
@@ -197,7 +198,7 @@ class LaplaceEnsemble(Predicts):
         return summary.table_of(title, models, self.likelihood, self.posterior or unfitted)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceEnsemble:
-        """Move members, and what was found of them."""
+        """Move or cast the members and the joint results of ``calibrate``."""
         nn.Module._apply(self, fn, recurse)
         self._correction = tree_map_only(Tensor, fn, self._correction)
         return self

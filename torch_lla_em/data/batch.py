@@ -26,8 +26,8 @@ from torch_lla_em.data.trees import (
 TargetFn = Callable[[Any], Tensor]
 
 Tally = dict[int, tuple[int, Tensor]]
-"""The outputs of each piece of the first pass, and its labelled examples, (), by the number of its
-first one."""
+"""For each piece of the first pass, by the number of its first example: the number of outputs, and
+that of labelled examples, ()."""
 
 _IGNORED = -100
 _UNSIGNED = torch.uint16, torch.uint32, torch.uint64  # for which torch has few operations
@@ -45,21 +45,21 @@ class Batch(NamedTuple):
     inputs: Any
     targets: Tensor
     step_rows: int = 0
-    """Number of examples in the batches of all ranks, if all ranks process one batch at a time."""
+    """Number of examples in the current batches of all ranks, if ranks process batches in step."""
 
     weights: Tensor | None = None
     """Weights of the examples, (B,), or of the targets, in their shape; None: all are 1."""
 
     is_kept: bool = False
-    """Whether every pass has this very batch, in memory."""
+    """Whether this batch stays in memory, so that every pass yields the same object."""
 
     tally: Tally | None = None
-    """Where outputs and labels are noted in the first pass, in which a piece that is repeated
-    counts once."""
+    """Where the first pass counts outputs and labels; a piece that is repeated counts once."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of the first example, and the size: for kept batches the same in every pass."""
+        """Number of the first example, and the size; for kept batches these are the same in every
+        pass."""
         return int(self.rows[:1].sum()), len(self.rows)
 
     def split(self, size: int) -> Iterator[Batch]:
@@ -97,8 +97,8 @@ class Batch(NamedTuple):
 
 
 def joined(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Join small batches into batches of up to ``size`` examples, if all their tensors have rows of
-    one form."""
+    """Join small batches into batches of up to ``size`` examples, if the rows of their tensors have
+    equal shapes and types."""
     waiting: list[Batch] = []
     key: Any = None
     for batch in batches:
@@ -136,8 +136,9 @@ def _concatenated(batches: list[Batch]) -> Batch:
 def inputs_of(batch: Tree, targets: Tensor | None = None) -> Any:
     """Return the inputs of a batch: everything except its targets.
 
-    ``targets`` is what a ``target_fn`` returned. If it is one of the entries, that entry is left
-    out; else "labels" of a dict or the last entry of a tuple is. Objects with fields stay whole.
+    ``targets`` is the tensor that a ``target_fn`` returned. If it is one of the entries, that entry
+    is left out; otherwise "labels" of a dict or the last entry of a tuple is left out. Objects with
+    fields are returned whole.
     """
     if isinstance(batch, Mapping):
         same = [key for key, value in batch.items() if value is targets and targets is not None]
@@ -154,8 +155,8 @@ def inputs_of(batch: Tree, targets: Tensor | None = None) -> Any:
 def unlabelled(batch: Tree, num_inputs: int, target_fn: TargetFn | None = None) -> Any:
     """Return the inputs of a batch that may have no targets.
 
-    A tuple of as many entries as the network was fitted with as inputs, ``num_inputs`` (0 if that
-    is not known), has no targets, if they are several.
+    ``num_inputs`` is the number of inputs that the network was fitted with, 0 if unknown. A tuple
+    with exactly this number of entries has no targets, if there are several.
     """
     if is_sequence(batch) and len(batch) == num_inputs > 1:
         return tuple(batch)
@@ -191,7 +192,7 @@ def default_targets(batch: Tree) -> Any:
 
 
 def as_targets(targets: object) -> Tensor:
-    """Return targets as a tensor: from arrays, lists of numbers and columns of pandas too."""
+    """Convert targets to a tensor; arrays, lists of numbers and pandas columns are accepted."""
     if not isinstance(targets, Tensor):
         targets = targets.to_numpy() if hasattr(targets, "to_numpy") else targets
         try:
@@ -217,9 +218,9 @@ def default_forward(module: nn.Module, inputs: Tree) -> Tensor:
                 raise error
         raise TypeError(
             f"The network does not accept the inputs of a batch ({error}). Inputs are all entries "
-            'of a batch but its targets, which are the last of a tuple or the "labels" of a dict. '
-            "Of arrays or lists pass torch.tensor(x), of a list of examples torch.stack(x), of a "
-            'table torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call '
+            'of a batch except the targets, the last entry of a tuple or "labels" of a dict. '
+            "Pass arrays or lists as torch.tensor(x), a list of examples as torch.stack(x), a "
+            'table as torch.tensor(x.to_numpy("float32")). For batches (x, y, weight) call '
             'fit(loader, weights="last"), and predict and calibrate, with x or batches (x, y). If '
             "other entries are not inputs, pass adapter=Adapter(lambda model, inputs: "
             "model(inputs[0]), lambda batch: batch[1]). If the network takes all inputs in one "

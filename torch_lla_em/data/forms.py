@@ -62,7 +62,8 @@ def paired(data: Inputs | Loader, targets: Tensor | None) -> Any:
 
 
 def is_pair(data: Inputs | Loader) -> bool:
-    """Whether this is (X, y): a list of two batches without targets cannot be fitted."""
+    """Whether this is (X, y) and not a list of batches. (A fit needs batches with targets, so two
+    arrays cannot be two batches.)"""
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
     arrays = all(isinstance(p, Tensor | np.ndarray) or hasattr(p, "to_numpy") for p in data)
@@ -70,8 +71,8 @@ def is_pair(data: Inputs | Loader) -> bool:
 
 
 def are_batches(data: Inputs | Loader) -> bool:
-    """Whether this is a list of two batches of inputs, if no targets are needed: two arrays of one
-    form in a list."""
+    """Whether this is a list of two batches of inputs, where no targets are needed: two arrays of
+    equal shape and type in a list."""
     if not (isinstance(data, list) and is_pair(data)):
         return False
     first, second = ((type(p), getattr(p, "dtype", None), p.shape[1:]) for p in data)
@@ -134,7 +135,7 @@ def order_of(loader: Inputs | Loader, num_ranks: int) -> tuple[Sequence[Any] | N
         return None, False
     sampler = loader.batch_sampler.sampler
     source = getattr(sampler, "data_source", getattr(sampler, "dataset", ()))
-    every = range(len(source))  # which may be fewer than those of the dataset
+    every = range(len(source))  # these may be fewer than the examples of the dataset
     if type(sampler) is RandomSampler:
         is_whole = not sampler.replacement and sampler.num_samples == len(every)
         return (every, True) if is_whole else (None, False)

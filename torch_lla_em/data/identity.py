@@ -21,8 +21,8 @@ _SAMPLED, _SIZE = 1024, 18_446_744_073_709_551_616
 class Identity:
     """Number of examples, N, and sums of their 64-bit hashes; 0 before a pass.
 
-    A hash covers the tensors with a row for each example. It depends on the batch where sentences
-    are padded to several lengths: then numbers alone are compared.
+    A hash covers the tensors with a row for each example. If sentences are padded to the length of
+    their batch, hashes depend on the batch, and only numbers of examples are compared.
     """
 
     num_rows: int = 0
@@ -33,7 +33,7 @@ class Identity:
     """The sum of hashes, in any order."""
 
     ordered: int = 0
-    """The sum of hashes times the numbers of examples, another one in another order."""
+    """The sum of hashes times the numbers of examples; it depends on the order."""
 
     least: tuple[int, ...] = ()
     """The smallest hashes of whole examples without weights, at most 1,024: a sample of the
@@ -101,7 +101,7 @@ class Identity:
 
 
 def distinct(least: Sequence[int], num_rows: int) -> float:
-    """Return the share of different examples among all, estimated from the smallest hashes."""
+    """Return the share of examples that are distinct, estimated from the smallest hashes."""
     if len(least) < _SAMPLED:
         return len(least) / max(1, num_rows)
     return min(1.0, len(least) / max(least) * _SIZE / num_rows)

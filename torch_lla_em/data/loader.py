@@ -43,9 +43,9 @@ class Data:
     it.
 
     Batches are (inputs, targets), longer tuples that end with the targets, mappings with "labels",
-    or anything that ``target_fn`` takes targets from. A ``DataLoader`` that shuffles is read in the
-    order of its dataset. Each of R ranks takes every R-th batch; of a list of fewer batches, such
-    as the tensors of ``fit(x, y)``, every R-th example.
+    or objects from which ``target_fn`` returns the targets. A ``DataLoader`` that shuffles is read
+    in the order of its dataset. Each of R ranks takes every R-th batch. If a list has fewer than R
+    batches, such as the tensors of ``fit(x, y)``, each rank takes every R-th example instead.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Data:
         self.source = Source(loader, device, target_fn, weights, group.size)
         self.group, self._device, self.is_weighted = group, device, weights is not None
         self.facts, self._is_restored, self.num_passes = Identity(), False, 0
-        """What the first pass has found about the data of all ranks, and whether only an earlier
-        run has read them."""
+        """Facts about the data of all ranks from the first pass; whether they were read by an
+        earlier run only; and the number of passes."""
 
         self.keeps_order = True
         """Whether every pass so far had the same order."""
@@ -99,15 +99,15 @@ class Data:
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield this rank's batches of one pass.
 
-        ``in_step``: yield the loader's own batches, without joining any, and as many on every rank:
-        a rank with fewer yields empty ones at the end.
+        With ``in_step`` the batches of the loader are not joined, and every rank yields the same
+        number of them: a rank with fewer batches yields empty ones at the end.
         """
         if self.kept is not None and not in_step:
             yield from self.kept
             self.num_passes += 1
             return
-        # after the first pass each rank reads the share of another, so the sum of hashes changes
-        # if ranks have different data
+        # after the first pass each rank reads the share of another rank: if ranks have different
+        # data, the sum of hashes changes
         share = (self.group.rank + (self.num_passes > 0)) % self.group.size
         whole, order = Identity(), self.num_passes if in_step else 0
         tally: Tally | None = None if self.num_passes else {}
@@ -159,11 +159,11 @@ class Data:
         return 1 / size if equal else -(-batches // size) / batches
 
     def state(self) -> dict[str, Any]:
-        """Return what the passes have found as plain numbers, for ``restore``."""
+        """Return the facts about the data as plain numbers, for ``restore``."""
         return {**asdict(self.facts), "num_passes": self.num_passes}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what an earlier run has found; the data must be the same."""
+        """Restore the facts of an earlier run; the data must be the same."""
         facts = dict(state)
         self.num_passes = facts.pop("num_passes")
         self.facts, self._is_restored = Identity(**facts), self.num_passes > 0
@@ -190,7 +190,7 @@ class Data:
             if begun is not None and not self.num_passes and batch.index == begun.index == 0:
                 first = Identity()
                 first.add(begun)
-                is_same = first.total == whole.total  # which has this batch alone yet
+                is_same = first.total == whole.total  # so far ``whole`` has only this batch
                 if self.source.is_ordered and not is_same:
                     raise ValueError(_CHANGED)
                 self._may_keep = self.group.size == 1 and is_same
@@ -209,8 +209,8 @@ class Data:
         self.num_steps = steps
 
     def _end(self, whole: Identity, is_first: bool) -> None:
-        """Store the facts of the first pass. Raise an error if the data are others than before, or
-        change."""
+        """Store the facts of the first pass. Raise an error if the data differ from those of an
+        earlier run or pass."""
         facts, fault = self.facts, None
         differ = self.num_passes > 0 and not facts.agrees(whole)
         if differ and self._is_restored:

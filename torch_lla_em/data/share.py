@@ -14,9 +14,9 @@ from torch_lla_em.runtime import Group
 class Share:
     """The n examples of this rank among the N of all ranks.
 
-    Of tensors with a row for every example, a rank has its own rows only. What is summed over
-    examples is summed over ranks, and what every rank computes in the same way is taken from the
-    first, as it may be rounded differently.
+    A rank stores only its own rows of tensors with a row for each example. Sums over examples are
+    added over ranks. Results that every rank computes in the same way are taken from rank 0,
+    because rounding may differ.
     """
 
     numbers: Tensor
@@ -28,8 +28,8 @@ class Share:
     group: Group = Group()
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of every column over the examples of all ranks, (C,), for rows (m, C), as
-        many of each example."""
+        """Return the mean of every column over the examples of all ranks, (C,), for rows (m, C)
+        with the same number of rows for each example."""
         weight = len(self.numbers) / max(1, self.total)
         return self.group.sum(weight * (values.sum(0) / max(1, len(values))))
 
@@ -39,7 +39,7 @@ class Share:
         return self.group.gather(values)[order]
 
     def rows_here(self, values: Tensor) -> Tensor:
-        """Return the rows of this rank's examples of what ``gathered`` has returned, (n, ...)."""
+        """Return this rank's rows, (n, ...), of a tensor from ``gathered``."""
         numbers = self.numbers.to(values.device)
         every = self.group.gather(numbers).sort()[0]
         return values[torch.searchsorted(every, numbers)]

@@ -65,11 +65,11 @@ class Source:
         """Whether ranks share the examples of each batch, and not the batches."""
 
         self._order, self._shuffles = order_of(loader, num_ranks)
-        """The examples of a dataset in the order of every pass, and whether SGD gets minibatches of
-        them at random."""
+        """The indices of a dataset in the order of every pass, and whether the minibatches of SGD
+        are random."""
 
         self.is_ordered = self._order is not None
-        """Whether the order is that of a dataset, which is known without a pass."""
+        """Whether the order is that of a dataset, so that no pass is needed to know it."""
 
         if self._order is not None:
             self._size, count = loader.batch_size or 1, len(self._order)

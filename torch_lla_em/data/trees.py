@@ -35,8 +35,8 @@ def as_tensors(tree: Tree) -> Any:
 
 
 def map_tensors(function: Callable[..., Any], tree: Tree, *others: Tree) -> Any:
-    """Apply a function to every tensor of a tree, and to what other trees have in its place.
-    Everything else is left as it is."""
+    """Apply a function to every tensor of a tree, together with the values at the same place of
+    other trees. All other leaves are kept."""
 
     def at(leaf: object, *rest: Any) -> Any:
         return function(leaf, *rest) if isinstance(leaf, Tensor) else leaf
@@ -81,8 +81,8 @@ def to_device(tree: Tree, device: torch.device) -> Any:
     def move(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if is_opaque(leaf) else leaf
-        # without a wait for the GPU, but from pinned memory, which a loader may fill again
-        # meanwhile
+        # do not wait for the GPU, unless the memory is pinned: a loader may fill it again before
+        # the copy has ended
         plain = leaf.device.type == "cpu" and leaf.layout == torch.strided
         waits = device.type != "cuda" or (plain and leaf.is_pinned())
         return leaf.to(device, non_blocking=not waits)
@@ -99,7 +99,7 @@ def cut(tree: Tree, size: int, rows: slice) -> Any | None:
 
 
 def is_rows(leaf: object, size: int) -> TypeGuard[Tensor]:
-    """Whether this is a dense tensor with a row for each of so many examples."""
+    """Whether this is a dense tensor with a row for each of ``size`` examples."""
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_nested:
         return False
     return leaf.dim() > 0 and len(leaf) == size

@@ -25,12 +25,13 @@ from torch_lla_em.runtime import check_choice
 Way = str | Callable[[Any], Any]
 
 BATCH = 256
-"""Inputs in each step, and predicted or made at once. Half and 1.5 times as many change the KL of
-tables by a fifth at most."""
+"""Number of inputs in each step, and of inputs that are predicted or made at once. Half or 1.5
+times this number changes the KL of tables by a fifth at most."""
 
 _FEW = 20
-"""Most values of a column of categories, if there are ten examples of a value on average. Students
-of two tables of such columns alone have a KL of .7 of what they have if such columns get noise."""
+"""A column with at most this many values is a category, if there are ten examples of each value on
+average. On two tables with only such columns, this reduces the KL of students to .7 of that with
+noise in these columns."""
 
 
 def gathered(inputs: Any, device: torch.device, num_inputs: int = 0) -> Any:
@@ -64,7 +65,8 @@ def pieces(tree: Any) -> Iterator[Any]:
 
 
 def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
-    """Return the ways in which inputs are made: those asked for, or the default for their types."""
+    """Return the ways in which inputs are made: those of ``augment``, or the default for the types
+    of x."""
     if augment is None:
         augment = ("noise", "swap") if any(map(torch.is_floating_point, tensors_in(x))) else "swap"
     ways = tuple(augment) if isinstance(augment, (list, tuple)) else (augment,)
@@ -75,7 +77,7 @@ def chosen_ways(x: Any, augment: Way | Sequence[Way] | None) -> tuple[Way, ...]:
 
 
 def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generator) -> Iterator[Any]:
-    """Yield ``count`` inputs altogether, made from examples of x, in turns by each way."""
+    """Yield ``count`` inputs in total, made from examples of x by each way in turn."""
     forms = map_tensors(_Form.of, x)
     noisy, swapped = (partial(change, generator=generator) for change in (_noisy, _swapped))
     rows = torch.randint(number_of(x), (2, count), generator=generator, device="cpu")
@@ -90,17 +92,18 @@ def augmented(x: Any, count: int, ways: Sequence[Way], generator: torch.Generato
 
 
 class _Form(NamedTuple):
-    """What is known of the values of a tensor, by which it is changed."""
+    """Facts about the values of a tensor, which determine how it is changed."""
 
     spread: Tensor | None
-    """The standard deviation of each column of a table, or of all other real numbers together;
-    None: no real numbers."""
+    """The standard deviation of each column of a table, or of all values of another floating-point
+    tensor; None for other tensors."""
 
     is_category: Tensor | None = None
-    """Which columns of a table have few values, (D,); None: it is no table of real numbers."""
+    """Which columns of a table have few values, (D,); None for other tensors."""
 
     first: Tensor | None = None
-    """The first of the columns that one category is in by one-hot, or the column itself, (D,)."""
+    """For each column, the first column of the same one-hot category, or the column itself,
+    (D,)."""
 
     @classmethod
     def of(cls, t: Tensor) -> _Form:
@@ -116,7 +119,8 @@ class _Form(NamedTuple):
         return cls(t.std(0), few, _one_hot((t == ordered[-1]) & (number == 2), few & (number <= 2)))
 
     def chosen(self, shape: torch.Size, size: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a random share of the entries of each example, those of one category together."""
+        """Return a mask of random entries of each example; columns of one category are chosen
+        together."""
         chosen = torch.rand(shape, generator=generator, device="cpu") < size
         return chosen if self.first is None else chosen[:, self.first]
 
@@ -127,7 +131,7 @@ def _one_hot(is_one: Tensor, is_binary: Tensor) -> Tensor:
     start, total = 0, torch.zeros(len(is_one), dtype=torch.long, device="cpu")
     for column, ones in enumerate(is_one.T):
         total = total + ones
-        while total.max() > 1:  # the first column is none of these
+        while total.max() > 1:  # then the first column does not belong to the others
             total = total - is_one[:, start].long()
             start += 1
         is_whole = bool(is_binary[column] and total.min() == 1)
@@ -139,8 +143,8 @@ def _one_hot(is_one: Tensor, is_binary: Tensor) -> Tensor:
 
 
 def _noisy(t: Tensor, other: Tensor, form: _Form, generator: torch.Generator) -> Tensor:
-    """Add noise of up to two standard deviations to real numbers, but for categories: of these a
-    random share is replaced by those of another example."""
+    """Add noise of up to two standard deviations to floating-point values. A random share of the
+    categories is replaced by those of another example instead."""
     if form.spread is None:
         return t
     noise = torch.randn(t.shape, generator=generator, device="cpu") * _sizes(t, generator)
@@ -155,8 +159,8 @@ def _noisy(t: Tensor, other: Tensor, form: _Form, generator: torch.Generator) ->
 def _swapped(t: Tensor, other: Tensor, form: _Form, generator: torch.Generator) -> Tensor:
     """Replace a random share of the entries of each example by those of another one.
 
-    Half of the examples with real numbers are mixed with the other one instead, but for categories.
-    Masks and segments, which are 0 or 1, are not changed.
+    Half of the examples of floating-point tensors are mixed with the other example instead, except
+    for their categories. Masks and segments, which are 0 or 1, are not changed.
     """
     size = _sizes(t, generator)
     chosen = form.chosen(t.shape, size, generator)

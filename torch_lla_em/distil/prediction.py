@@ -1,4 +1,4 @@
-"""The prediction of a student: what its network says of the posterior's prediction."""
+"""The prediction of a student: its network's approximation of the posterior's prediction."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StudentPrediction(BasePrediction):
     """The prediction of a ``Student`` at B inputs, as returned by ``student.predict(x)``.
 
     Its properties and methods have the names, shapes and meanings of those of ``la.predict(x)``. A
-    student learns the distribution of each target on its own, and has nothing that needs functions
-    from the posterior, such as joint predictions and samples. ``p_value``, ``is_ood``,
-    ``prediction_set`` and ``interval`` need ``student.calibrate``.
+    student learns the distribution of each target separately, so it has no joint predictions and no
+    samples of functions. ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` need
+    ``student.calibrate``.
     """
 
     likelihood: Likelihood

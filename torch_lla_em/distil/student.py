@@ -19,40 +19,41 @@ from torch_lla_em.prediction import Monitor, Printed, Reference, likelihood_opti
 from torch_lla_em.runtime import Adapter, files
 
 _HIDDEN = 32
-"""Width of the hidden layer of a head. With twice as much, rank correlations of four tables are up
-to .01 higher, and it takes .4 forward passes of a network with two layers of 50, for 512 examples,
-in place of .25."""
+"""Width of the hidden layer of a head. With twice this width, rank correlations on four tables are
+up to .01 higher, and the head takes .4 instead of .25 forward passes of a network with two layers
+of 50, for 512 examples."""
 
 _KL, _KL_MADE, _CORRELATION = 0.03, 0.1, 0.8
-"""Largest mean KL in nats, at held-out and made inputs, and least rank correlation of a student
-that is good enough. The KL is the loss of NLL if the posterior is right; students of tables have
-.001 to .06, .02 to .09, and .46 to .95."""
+"""Thresholds of a student that is good enough: largest mean KL in nats at held-out inputs and at
+made inputs, and smallest rank correlation. The KL is the increase of the NLL if the posterior is
+right; students of tables have .001 to .06, .02 to .09, and .46 to .95."""
 
 
 class StudentError(NamedTuple):
-    """How far a student is from its posterior, at a ``number`` of inputs that were left out, and at
-    inputs made from these.
+    """How far a student is from its posterior, at a ``number`` of held-out inputs, and at inputs
+    made from these.
 
-    OOD scores of the former are nearly equal, and their ranks noise; uncertainties of the latter
-    matter less.
+    OOD scores are compared at made inputs, because those of held-out inputs are nearly equal, so
+    that their ranks are noise. Uncertainties are compared at held-out inputs, where they matter
+    more.
     """
 
     number: int
     kl: float
-    """Mean KL(posterior's prediction ‖ student's) at inputs that were left out, in nats;
-    ``kl_made`` at made ones."""
+    """Mean KL(posterior's prediction ‖ student's) in nats at held-out inputs; ``kl_made`` is that
+    at made inputs."""
 
     epistemic: float
-    """Rank correlation of the epistemic uncertainties at inputs that were left out."""
+    """Rank correlation of the epistemic uncertainties at held-out inputs."""
 
     kl_made: float
     ood_made: float
-    """Rank correlation of the out-of-distribution scores at made inputs; the smallest, if there are
-    several."""
+    """Rank correlation of the out-of-distribution scores at made inputs; the smallest one if there
+    are several scores."""
 
     @property
     def warning(self) -> str:
-        """What is not good enough, and what helps; "" if it is."""
+        """A text that states what is not good enough and what helps; "" if all is good enough."""
         ranks = self.epistemic >= _CORRELATION and self.ood_made >= _CORRELATION
         if self.kl <= _KL and self.kl_made <= _KL_MADE and ranks:
             return ""
@@ -85,8 +86,8 @@ class Student(Printed, nn.Module):
     tensor, tuple or dict as the model takes them.
 
     Attributes:
-        network (nn.Module): The network, whose outputs have the link of the likelihood; ``head`` is
-            that on its features.
+        network (nn.Module): The network; the likelihood maps its outputs to predictions. ``head``
+            is the small network on its features.
         error (StudentError or None): How far its predictions are from those of the posterior.
         reference (Reference or None): The scores of the validation set, after ``calibrate``.
 
@@ -109,7 +110,7 @@ class Student(Printed, nn.Module):
         self._seen: dict[int, list[Tensor]] = {}
         network.get_submodule(form.last).register_forward_pre_hook(self._keep, with_kwargs=True)
         first = next(network.parameters())
-        # its device is known sooner than that of the first parameter of many layers
+        # reading its device is faster than finding the first parameter of many layers
         self.register_buffer("_place", first.new_empty(0), persistent=False)
         self.eval()
         if isinstance(example, int):
@@ -126,7 +127,7 @@ class Student(Printed, nn.Module):
     def forward(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
         """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance
         of y, with noise."""
-        # each small operation counts here
+        # for small networks the time of every operation matters here
         axis = self.form.class_dim
         if not self.likelihood.real_valued:
             mean = self.likelihood.mean(self._outputs(x))
@@ -159,7 +160,7 @@ class Student(Printed, nn.Module):
         ``targets``. The network is not changed, so all examples are the reference, and error rates
         hold whatever the student's error. They are guaranteed for examples that neither
         ``la.calibrate`` nor ``la.distil`` has seen; those of ``la.calibrate``, which fits six
-        numbers, change them little.
+        numbers, affect them little.
         """
         device, found = self._place.device, []
         with torch.no_grad():
@@ -176,17 +177,17 @@ class Student(Printed, nn.Module):
         return self
 
     def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
-        """Return a monitor of new inputs with false alarms at this ``rate``; as ``la.monitor``,
-        with its ``level`` and ``seed``."""
+        """Return a monitor of new inputs, which ever raises a false alarm with a probability of at
+        most ``rate``. The arguments are those of ``la.monitor``."""
         return Monitor(self, rate, level, seed)
 
     def note(self, error: StudentError) -> Student:
-        """Keep an ``error`` that was measured."""
+        """Store a measured ``error``, and return the student itself."""
         self.error = error
         return self
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the student to a file with the name ``path``, without the code of its network."""
+        """Write the student to the file ``path``, without the code of its network."""
         name = likelihood_options(self.likelihood).get("likelihood")
         is_own = self.form.adapter.outputs not in (default_forward, rewards)
         record = self.form._asdict() | {"likelihood": name, "adapter": is_own}
@@ -204,8 +205,9 @@ class Student(Printed, nn.Module):
     ) -> Student:
         """Return the student that ``save`` has written to ``path``.
 
-        The ``network`` has its architecture and any weights, as the trained network itself; it is
-        copied. Pass ``likelihood`` and ``adapter`` if those of the posterior were your own.
+        The ``network`` must have the student's architecture, with any weights, for example the
+        trained network itself; it is copied. Pass ``likelihood`` and ``adapter`` if the posterior
+        used your own ones.
         """
         state = files.read(path, "student")
         record: dict[str, Any] = files.from_bytes(state.pop("student"))
@@ -237,12 +239,12 @@ class Student(Printed, nn.Module):
         """Return the student as one program of torch operations with named outputs, for any number
         of inputs like x.
 
-        They are "probs", or "expectation" and "predictive_variance"; "epistemic", "aleatoric" and
-        "ood_score"; with a ``level`` "prediction_set", or "lower" and "upper" of
-        ``interval(level)``; and with ``p_value=True`` "p_value", which takes longer than all
-        others. The last two need ``calibrate``. A ``path`` that ends with .pt2 saves it for
-        torch.export, .onnx for ONNX. An error is raised if the program returns other values than
-        ``student.predict(x)``.
+        The outputs are "probs", or "expectation" and "predictive_variance"; "epistemic",
+        "aleatoric" and "ood_score"; with a ``level`` "prediction_set", or "lower" and "upper" of
+        ``interval(level)``; and with ``p_value=True`` "p_value", which takes longer than all other
+        outputs. Sets, intervals and p-values need ``calibrate``. A ``path`` that ends with .pt2
+        saves the program for torch.export, and one that ends with .onnx for ONNX. An error is
+        raised if the program returns other values than ``student.predict(x)``.
         """
         is_label = self.likelihood.gives_probabilities
         names = ["probs"] if is_label else ["expectation", "predictive_variance"]
@@ -291,20 +293,21 @@ class Student(Printed, nn.Module):
         )
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the inputs of the last layer for the head, in the thread that asks for them."""
+        """Store the inputs of the last layer for the head, if this thread waits for them."""
         if get_ident() in self._seen:
             h = next(iter((*args, *kwargs.values())))
             is_image = isinstance(layer, nn.modules.conv._ConvNd)
             self._seen[get_ident()].append(h.movedim(1, -1) if is_image else h)
 
     def get_extra_state(self) -> Tensor:
-        """Return what ``calibrate`` keeps as one tensor of ``state_dict``: scores and errors."""
+        """Return the scores and errors that ``calibrate`` stores, as one tensor of
+        ``state_dict``."""
         if self.reference is None:
             return torch.empty(0, device="cpu")
         return torch.cat([self.reference.unusual, self.reference.errors], -1)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the ``state`` that ``get_extra_state`` has returned."""
+        """Restore a ``state`` that ``get_extra_state`` has returned."""
         self.reference = None
         if state.dim() == 2:
             unusual, errors = state.tensor_split((self.form.scores,), 1)

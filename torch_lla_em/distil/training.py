@@ -29,17 +29,18 @@ from torch_lla_em.prediction import Fitted, Prediction, Record, predict, require
 from torch_lla_em.runtime import Adapter, check_whole, refuse_former, report
 
 _OF_HEAD = 0.3
-"""Weight of the squared error of the head, whose targets have variance 1, next to the KL. Of four
-tables, 1 makes the KL up to 2.5 times as large; .1 makes it up to 1.8 times as small, and the AUROC
-of p-values up to .02."""
+"""Weight of the squared error of the head, whose targets have variance 1, relative to the KL. On
+four tables, 1 makes the KL up to 2.5 times as large; .1 makes it up to 1.8 times as small, and
+lowers the AUROC of p-values by up to .02."""
 
 _STEP = 0.03
-"""First step as a part of the mean size of the network's weights. With half or 1.5 times as much
-the KL of four tables changes by 30 % at most; .1 makes it up to 3 times as large."""
+"""First step size relative to the mean size of the network's weights. Half or 1.5 times this value
+changes the KL on four tables by 30 % at most; .1 makes it up to 3 times as large."""
 
 _SAME = 0.01
-"""Part of the median OOD score below which an example counts as one of those it is compared with.
-.1 changes little; with 0 rank correlations of scores fall from .81 to .31, and from .66 to .42."""
+"""An example whose OOD score is below this share of the median is taken for one of the stored
+examples that it is compared with. .1 changes little; with 0, rank correlations of scores fall from
+.81 to .31, and from .66 to .42."""
 
 
 class Known(NamedTuple):
@@ -57,7 +58,7 @@ class Known(NamedTuple):
 
     @classmethod
     def of(cls, x: Inputs, prediction: Prediction) -> Known:
-        """Return inputs with what a student learns of their prediction."""
+        """Return inputs with the parts of their prediction that a student learns."""
         expectation = prediction.expectation
 
         def last(values: Tensor) -> Tensor:
@@ -70,10 +71,10 @@ class Known(NamedTuple):
         return cls(x, last(expectation), uncertainty, prediction._scored[0].to(expectation))
 
     def logarithms(self) -> tuple[Tensor, Tensor]:
-        """Return what the head learns: logarithms of uncertainties and of scores, NaN if not
-        finite.
+        """Return the targets of the head: logarithms of uncertainties and of scores, NaN where they
+        are not finite.
 
-        Those of scores are NaN for examples that are compared with themselves.
+        The logarithms of scores are also NaN for examples that are compared with themselves.
         """
         finite, scores = (v.where(v.isfinite(), torch.nan) for v in (self.uncertainty, self.scores))
         least = torch.finfo(torch.float32).eps * finite.flatten(0, -2).nanmean(0)
@@ -81,11 +82,11 @@ class Known(NamedTuple):
         return (finite + least).log(), scores.log().where(known, torch.nan)
 
     def divergence(self, likelihood: Likelihood, f: Tensor, log_uncertainty: Tensor) -> Tensor:
-        """Return KL(posterior's prediction ‖ student's) of each example, (B,), a mean over its
+        """Return KL(posterior's prediction ‖ student's) of each example, (B,), averaged over its
         sites.
 
-        Of others than labels it is that of Gaussians, whose variance is the sum of both parts of
-        the uncertainty.
+        For targets other than labels, it is the KL of Gaussians whose variance is the sum of both
+        parts of the uncertainty.
         """
         p = self.expectation
         if likelihood.gives_probabilities:
@@ -151,7 +152,7 @@ def distil(
 
 
 def _untrained(posterior: Record, network: Network, own: nn.Module | None, some: Inputs) -> Student:
-    """Return a copy of the model or of a user's network, with a head that has learnt nothing."""
+    """Return a copy of the model or of a user's network, with an untrained head."""
     prediction = predict(posterior, some)
     due = Known.of(some, prediction)
     own = deepcopy(network.module if own is None else own).eval()

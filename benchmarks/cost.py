@@ -189,6 +189,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 FULL = 2_000
 """Parameters up to which laplace-torch's full matrix is run: with 5,130 it had not ended after two minutes of CPU time."""
 
+JACOBIAN = 2e8
+"""Bytes of laplace-torch's Jacobians of a last layer, with which it predicts, that are made at once."""
+
 NETWORK, FOR_GPU = {"curvature": "network"}, "last layer, 10000 x 64 x 1000"
 
 
@@ -291,8 +294,14 @@ def laplace_torch(
         la.fit(DataLoader(rows, BATCH))
         la.optimize_prior_precision(method="marglik")
 
-    taken, unseen = seconds(fit), problem.unseen
-    return taken, F.nll_loss(la(unseen[0]).log(), unseen[1]).item() if unseen else None
+    if not problem.unseen:
+        return seconds(fit), None
+    (x, y), last = problem.unseen, list(problem.network.parameters())[-2:]
+    of_example = 4 * last[-1].numel() * sum(t.numel() for t in last)
+    if of_example > JACOBIAN:
+        raise MemoryError(f"a Jacobian of one example takes {of_example / 1e9:.2f} GB")
+    taken, pieces = seconds(fit), x.split(int(JACOBIAN // of_example))
+    return taken, F.nll_loss(torch.cat([la(piece) for piece in pieces]).log(), y).item()
 
 
 def fits(args: argparse.Namespace) -> Iterator[dict]:

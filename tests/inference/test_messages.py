@@ -73,3 +73,10 @@ def test_fits_tell_each_thing_once_and_shortly(odd, name, caplog):
     assert len(told) == len(set(told)), told
     assert shown.count(CALL) <= 1
     assert all(shown.count(words) == 1 for words in stored if words in told)
+
+
+def test_only_training_labels_show_that_a_network_is_not_trained(odd, caplog):
+    model, likelihood, x, y, *_ = odd["usual"]
+    la = LinearisedLaplace(model, likelihood, num_samples=8).fit(x, y, progress_bar=False)
+    la.calibrate(x + 0.1, 1 - y)
+    assert "train it before" not in caplog.text

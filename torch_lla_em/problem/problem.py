@@ -122,6 +122,8 @@ class Problem:
             at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
             self.inspect(rows, batch)
             loss = self.loss(batch.targets, batch.weights)
+            if self._point is None and (excess := excess_loss(loss, at)) is not None:
+                self.sweep.doubt(excess, _UNTRAINED)
             u = loss.root(at, output_probes(seed, samples, batch.rows, at))
             product = rows.pull(u).added_to(
                 torch.zeros(len(u), self.size, dtype=self.dtype, device=at.device)
@@ -268,8 +270,6 @@ class Problem:
             if not tally:
                 compare_with_log_prob(self.likelihood, f, batch.targets)
                 warn_if_mistaken(self.likelihood, f, batch.targets)
-            if (excess := excess_loss(loss, f)) is not None:
-                self.sweep.doubt(excess, _UNTRAINED)
             tally[batch.place[0]] = f.numel(), loss.labelled().sum()
         except (TypeError, ValueError) as error:
             at_batch = type(error)(f"Batch {batch.index}: {error}")

@@ -76,7 +76,7 @@ def test_the_verdict_of_accuracy_is_that_of_the_fit():
     assert found.bound == la.certificate.max() and found.is_reached
     assert f"Samples and mode are accurate: {found}." in words_of(la)
     assert la.log_marginal_likelihood().value.isfinite()
-    with pytest.warns(UserWarning, match="not as accurate as their tolerance"):
+    with pytest.warns(UserWarning, match="less accurate than their tolerance"):
         _, la = fitted(solver=BlockCG(max_passes=1), at=0.01)
     assert not la.accuracy.is_reached and "are not accurate: " in words_of(la)
 

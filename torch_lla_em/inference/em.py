@@ -1,9 +1,9 @@
-"""The algorithm of the paper: EM on a linear model, of the whole problem, or of a span of
-directions.
+"""The algorithm of the paper: EM on a linear model, either of the whole problem or restricted to a
+span of directions.
 
 The four stages are the stochastic prior (``sto_samples``), the mode (``map``), the samples
-(``samples``), and MacKay's updates (``mackay``). The probes ξ and η of the first do not depend on
-λ, so EM repeats the other three.
+(``samples``), and MacKay's updates (``mackay``). The probes ξ and η of the first stage do not
+depend on λ, so EM repeats only the other three.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch_lla_em.solvers import Minimum, Search, Solver
 Problems = TypeVar("Problems", bound=LinearProblem)
 
 Step = tuple[State, State]
-"""The posterior with which a fit ends if its time is over, and the state from which it goes on: the
-same one if that has this posterior."""
+"""The posterior with which a fit ends if its time is over, and the state from which the fit
+continues; often both are the same state."""
 
 
 class Engine(Protocol[Problems]):
-    """What EM runs on: linear problems at any H and σ, with the solvers for them."""
+    """The object that EM runs on: it returns linear problems at any H and σ, with their solvers."""
 
     @property
     def problem(self) -> Problem:
@@ -43,21 +43,21 @@ class Engine(Protocol[Problems]):
     def expecting(
         self, problem: Problems, samples: PosteriorSamples, precision: Tensor
     ) -> Problems:
-        """Return the problem with the loss in expectation over the posterior, or as it is."""
+        """Return the problem, whose loss is an expectation over the posterior if H moves."""
 
     def found(self, q: State, samples: PosteriorSamples, mode: Minimum, problem: Problems) -> State:
         """Return the state with its posterior."""
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Iterable[Tensor]]]:
-        """Yield y, E[y | J m], and if there is a σ per output every J w_k, of parts of this rank's
-        examples."""
+        """For parts of this rank's examples yield y, E[y | J m], and every J w_k if there is a σ
+        per output."""
 
 
 def em(
     engine: Engine[Problems], q: State, update: Callable[[Engine[Problems], State], State]
 ) -> Iterator[Step]:
-    """Yield the posterior at λ and σ, and the state with the next ones by ``update``, until that
-    says why EM ended."""
+    """Yield the posterior at λ and σ, and the state with the next λ and σ by ``update``, until that
+    state contains the reason why EM ended."""
     while not q.fate.why:
         posterior = e_step(engine, q)
         q = update(engine, posterior)

@@ -1,20 +1,19 @@
-"""The end of a fit: why it ends, what it says then, and its result.
+"""The end of a fit: its reason, its messages, and its result.
 
-``why`` of a ``Fate``, of the result and of the last entry of ``history`` is what ended the fit:
+``why`` of a ``Fate``, of the result and of the last entry of ``history`` states what ended the fit:
 
 ================================ ===================================================================
-accurate                         λ has converged, or had all its steps, and errors are tolerable
-all directions                   the span has all directions; the rest of the error is rounding
-all steps                        by a solver: λ had all its steps before it converged
-budget                           the time was over
-rounding leaves no new direction residuals are in the span up to rounding, unlike in float64
-no memory for more directions    a span of the allowed size was restricted too often
-rounding dominates ...           at the λ that was learnt it is rounding; it is at a larger one
-the solver has not converged     by a solver: the last solve had all its passes
+accurate                         λ has converged, or used all steps, and errors are tolerable all
+directions                   the span has all directions; the rest of the error is rounding all
+steps                        by a solver: λ used all its steps before it converged budget
+the time was over rounding leaves no new direction residuals are in the span up to rounding, unlike
+in float64 no memory for more directions    a span of the allowed size was restricted too often
+rounding dominates ...           at the learnt λ; the posterior is at a larger λ instead the solver
+has not converged     by a solver: the last solve used all its passes
 ================================ ===================================================================
 
-``SpanFit.judged`` decides over a span, ``over_head.updated`` for a last layer, ``by_solver`` for a
-solver, and what a fit runs in when its time is over. All come here.
+``SpanFit.judged`` decides over a span, ``over_head.updated`` for a last layer, and ``by_solver``
+for a solver; the session decides when the time is over. All of them use the functions of this file.
 """
 
 from __future__ import annotations
@@ -83,13 +82,13 @@ def result_of(q: State, noise: StochasticPrior) -> FitResult:
 def tell(
     model: Engine[Any], q: State, noise: StochasticPrior, tolerance: float, em_steps: int
 ) -> None:
-    """Warn of a fit out of time, of a λ that still moves or is at a bound, of a γ close to 0 or to
-    the number of targets, and of a σ lost to rounding."""
+    """Warn if the time of the fit was over, if λ has not converged or is at a bound, if γ is close
+    to 0 or to the number of targets, or if σ is lost to rounding."""
     problem, (low, high), effective_dim = model.problem, PRECISION_BOUNDS, Estimate.of(q.gamma)
     gamma = effective_dim.value.sum().item()
     error = effective_dim.standard_error.nan_to_num(0.0).norm().item()
     collapsed = gamma < max(4 / len(q.gamma), 2 * error)
-    # where all λ are at their bound, the fit warns of that
+    # if all λ are at their bound, that warning is enough
     if collapsed and (q.precision < high).any():
         scaling = 'prior="isotropic", ' if (noise.prior.scale != 1).any() else ""
         report(

@@ -1,9 +1,9 @@
-"""The loss, its slope and H of examples in expectation over the posterior of their outputs.
+"""The expectations of the loss, its slope and H of examples over the posterior of their outputs.
 
 The outputs of an example are h_n ~ N(m_n, Σ_k d_nk d_nkᵀ / K), where d_nk are the outputs J_n w_k
 of the posterior samples: m_n + Σ_k d_nk ε_k / √K is a draw, so no covariance is ever factorised.
-Every example has ε of its own, so that a fit cannot adapt to errors that all examples share, and
-every draw a mirror image.
+Every example has its own ε, so that a fit cannot adapt to errors that all examples share, and every
+draw has a mirror image.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch_lla_em.problem import AtOutputs, Blocks, Diagonal, Draws, Hessian, Lo
 
 
 class Expectations:
-    """E[loss], E[∇loss] and E[H] of this rank's examples; without draws those at the mean."""
+    """E[loss], E[∇loss] and E[H] of this rank's examples; without draws, their values at the
+    mean."""
 
     def __init__(self, like: Tensor, share: Share, seed: int, number: int, many: bool = False):
         self.share, self.number, self.many = share, number, many
-        """``number`` is that of the draws of every example; 0: H is fixed at the network's
+        """``number`` is the number of draws for each example; 0: H is fixed at the network's
         outputs."""
 
         self._shape, self._seed, self._noise = like.shape, seed, like.new_zeros(0)
@@ -53,13 +54,13 @@ class Expectations:
         return self.share.group.sum(total).item(), torch.cat(slopes)
 
     def deviations(self, pushed: Tensor) -> Tensor:
-        """Return draws of the outputs less their mean, (S, N, ..., C), for J w_k (N, ..., C, K).
+        """Return draws of the outputs minus their mean, (S, N, ..., C), for J w_k (N, ..., C, K).
 
-        If the draws of an example are many for every column, their second moments are those of the
-        columns. Then E[loss] changes with the deviations as E[H] says, and the bound is highest
-        where MacKay's update rests: otherwise λ of 30 examples moved by 15 % with its start. Of few
-        draws it would make the tails too light: with 20 for 16 columns λ of a CNN rose to 1.6 times
-        that of many draws.
+        If an example has many draws for each column, the draws are transformed so that their second
+        moments are those of the columns. Then E[loss] and E[H] are consistent, and the bound is
+        highest at the fixed point of MacKay's update; otherwise, the λ of 30 examples depended on
+        its start by 15 %. With few draws this would make the tails too light: with 20 draws for 16
+        columns, the λ of a CNN rose to 1.6 times that of many draws.
         """
         *sites, _, K = pushed.shape
         if self._noise.shape[:-1] != (*sites, K):

@@ -27,13 +27,13 @@ from torch_lla_em.runtime import PRECISION_BOUNDS, DoesNotFit, free_for_each, re
 from torch_lla_em.solvers import BlockCG, DivergenceError, is_accurate
 
 ROOM = 5
-"""Directions per sample that must fit into memory; otherwise a fit takes fewer samples, or a
-solver. On four tables the NLL was within .5 % of that of unlimited memory; with 2.5 it was up to 40
-% higher, with 10 the same."""
+"""Number of directions per sample that must fit into memory; otherwise a fit uses fewer samples, or
+a solver. On four tables the NLL was within .5 % of that with unlimited memory; with 2.5 it was up
+to 40 % higher, and with 10 it was the same."""
 
 COMPLETE = 8
-"""Blocks of K directions up to which the fit of a last layer takes a span, which may then have all
-directions."""
+"""A last layer with at most this many parameters per sample is fitted over a span, which may then
+contain all directions."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class FitOptions:
 
     em_steps: int = 20
     prior_precision: Tensor | None = None
-    """Largest number of steps of λ, 0 keeps λ fixed; and its start, None: chosen from the data."""
+    """Largest number of steps of λ (0 keeps λ fixed), and the initial λ (None: chosen from the
+    data)."""
 
 
 class Progress(NamedTuple):
@@ -66,28 +67,29 @@ class Progress(NamedTuple):
     (P,)."""
 
     targets: TargetFacts
-    """What is known of continuous targets, with the σ at which η was drawn."""
+    """Facts about continuous targets, with the σ at which η was drawn."""
 
     state: State | None = None
     stored: Stored | StoredHead | None = None
-    """None if only the random probes have been drawn; and what a span, or a last layer fitted by
-    its features, adds."""
+    """The state, None if only the random probes have been drawn; and the parts that a span, or a
+    last layer fitted by its features, adds."""
 
     basis: list[Tensor] | None = None
     memory: float = 0.0
-    """The directions of the span, in blocks, None: there is none; and bytes that they, or the
-    features of a last layer, may take, 0: this is not decided yet."""
+    """The directions of the span in blocks (None: there is no span), and the memory in bytes for
+    them or for the features of a last layer (0: not decided yet)."""
 
 
 class Surroundings(Protocol):
-    """What a fit runs in: it shows and stores its steps, and knows when its time is over."""
+    """The surroundings of a fit: they show and store its steps, and decide when its time is
+    over."""
 
     def drawn(self, progress: Progress) -> None:
         """Note that the random probes are drawn."""
 
     def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], number: int) -> State:
-        """Take steps until they end, or the time is over, and return the last state. ``saved``
-        returns what a checkpoint stores of one, ``number`` is that of an earlier run."""
+        """Run steps until they end or the time is over, and return the last state. ``saved``
+        converts a state for a checkpoint; ``number`` is the number of steps of an earlier run."""
 
     def is_late(self) -> bool:
         """Return whether the time of the fit is over."""
@@ -99,8 +101,8 @@ def learn(
     """Draw the random probes, learn λ (and σ), and return the posterior; ``start`` is the last
     state of an earlier run.
 
-    EM runs on the first of these for which there is memory: a last layer by its features, a span of
-    directions, the whole problem by a solver. ``ends.py`` has the reasons why it ends.
+    EM uses the first of these engines for which there is memory: the features of a last layer, a
+    span of directions, or a solver on the whole problem. ``ends.py`` lists the reasons why it ends.
     """
     seed, layerwise, given = options.seed, options.layerwise, options.prior_precision
     if start is None:
@@ -139,7 +141,7 @@ def learn(
             start = start._replace(state=None, stored=None, basis=None)
             report(
                 "log",
-                f"Directions cannot be stored: {error}. The fit takes a solver and H at the "
+                f"Directions cannot be stored: {error}. The fit uses a solver and H at the "
                 "network's outputs, whose predictions are mostly worse. Use fewer `parameters`, "
                 "or a loader with a fixed order.",
             )
@@ -198,8 +200,8 @@ def over_span(
     while options.em_steps and given is None and q.fate.why != "budget" and not max(q.errors) <= 10:
         if q.precision >= PRECISION_BOUNDS[1]:
             break
-        # at the first of larger λ at which rounding does not dominate, with H as it is, and from 0,
-        # since the mean may be lost
+        # the posterior at the first larger λ where rounding does not dominate, with the same H; the
+        # search for the mean starts from 0, since the mean may be lost
         q = over.moved(q, 10 * q.precision, None, None)
         q = over.measured(e_step(over, q._replace(mean=torch.zeros_like(q.mean))))
         why = f"rounding dominates at the prior precision of {learnt:.1e}"
@@ -273,8 +275,8 @@ def _head_of(
 
 
 def takes_features(problem: Problem, live: int, num_samples: int) -> bool:
-    """Whether parameters, of which so many change an output, are a last layer that is fitted by its
-    features, if there is memory."""
+    """Whether the parameters are a last layer that is fitted by its features if there is memory.
+    ``live`` is the number of parameters that change an output."""
     # over a span of all directions, γ and expectations have no Monte Carlo error
     is_complete = live <= COMPLETE * num_samples
     is_last = problem.linear_model.is_last_layer
@@ -284,8 +286,8 @@ def takes_features(problem: Problem, live: int, num_samples: int) -> bool:
 def settings_of(
     problem: Problem, options: FitOptions, sites: float, classes: int, memory: float
 ) -> tuple[Settings, float]:
-    """Return what the fit of a last layer uses of this memory, for so many sites of all ranks, and
-    how many bytes it takes."""
+    """Return the settings of the fit of a last layer within this memory, for the number of sites of
+    all ranks, and the bytes that they need."""
     likelihood = problem.likelihood
     draws = form_of_H(likelihood, classes, sites, 0.0, memory)[1]
     draws = 0 if options.curvature == "network" else draws
@@ -304,7 +306,7 @@ def by_solver(
     around: Surroundings,
     start: Progress,
 ) -> FitResult:
-    """Return the posterior of the loop of the paper: EM on the whole problem."""
+    """Return the posterior by the loop of the paper, which is EM on the whole problem."""
     solver, prior = options.solver or BlockCG(), noise.prior
     model, q, precision = whole.Whole(problem, noise, solver), start.state, options.prior_precision
     if q is None:
@@ -315,7 +317,7 @@ def by_solver(
         if prior.layerwise and not precision.dim():
             precision = precision.expand(len(prior.layout.names)).clone()
         q = State(precision, problem.sigma, mean=problem.w_MAP * (prior.scale > 0))
-    if options.em_steps and not q.fate.why:  # of a checkpoint EM may have ended
+    if options.em_steps and not q.fate.why:  # EM may have ended before the checkpoint
         steps = em(model, q, partial(whole.updated, em_steps=options.em_steps))
         q = around.run(steps, lambda q: start._replace(state=q), q.fate.number)
     if q.fate.why != "budget":
@@ -330,7 +332,7 @@ def by_solver(
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
-    """Return for how many samples there is memory, next to H, if it moves."""
+    """Return for how many samples there is memory, beside that for H if H moves."""
     facts, K, left = problem.data.facts, len(span.probes), span.memory
     classes = facts.num_outputs // max(1, facts.num_targets)
     every = facts.num_outputs if span.sites is None else span.sites.outputs

@@ -1,4 +1,4 @@
-"""What the method needs of a linear model with its data, and how solvers see it."""
+"""The interface of a linear model with its data, and its whitened form for solvers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LinearProblem(Protocol):
     at one H and σ.
 
     ``Problem`` makes a pass over the data for each product, and a ``SpanProblem`` is dense algebra
-    over a span of directions. The prior is not a part of it. Another one, as of a last layer by its
-    stored features, needs these methods to be given to ``optimise_samples`` and ``optimise_MAP``.
+    over a span of directions. The prior is not a part of it. Any other object with these methods
+    can be passed to ``optimise_samples`` and ``optimise_MAP``.
     """
 
     @property
@@ -37,15 +37,15 @@ class LinearProblem(Protocol):
         """Return the loss at w, (P,), and its gradient, (P,)."""
 
     def with_curvature_at(self, w: Tensor) -> LinearProblem:
-        """Return the same problem with H at J w, for w (P,); where H is an expectation, the problem
-        itself."""
+        """Return the same problem with H evaluated at J w, for w (P,); if H is an expectation,
+        return the problem itself."""
 
 
 class Whitened:
-    """A x = D G D x, where D is a prior standard deviation of every weight, (P,) or (), and the
-    loss in x.
+    """The product A x = D G D x and the loss as a function of x, where D is a standard deviation
+    for every weight, (P,) or ().
 
-    With D the prior's own, w = D x turns G + Λ into A + I.
+    If D is the prior standard deviation, w = D x turns G + Λ into A + I.
     """
 
     def __init__(self, problem: LinearProblem, deviation: Tensor):

@@ -12,8 +12,8 @@ from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import PRECISION_BOUNDS
 
 STEEP = 0.9
-"""Largest slope of MacKay's update in log λ that a secant takes for real. .95: λ of single networks
-moves by 10 %."""
+"""Largest slope of MacKay's update in log λ that a secant uses; larger slopes are reduced to it.
+With .95, the λ of single networks changes by 10 %."""
 
 
 def function_space_Mackay_update(
@@ -48,9 +48,9 @@ def mackay_noise(
 ) -> tuple[Tensor, Tensor]:
     """Return σ ← √(Σ(y - J w_lin)² / (N - γ)), () or (C,), and whether it may be lost to rounding.
 
-    γ is that of every sample, (K,) or (K, blocks), at the present σ. ``outputs`` has y and E[y | J
-    w_lin] of parts of the examples, and every J w_k, of which γ of every output is estimated, if
-    there is a σ for each.
+    γ is given for every sample, (K,) or (K, blocks), at the present σ. ``outputs`` yields y and E[y
+    | J w_lin] for parts of the examples, and, if there is a σ per output, every J w_k, from which γ
+    of each output is estimated.
     """
     K = len(gamma)
     sums = gamma.new_zeros(2 + K * sigma.dim(), sigma.numel(), dtype=torch.float64)
@@ -76,11 +76,12 @@ def mackay_noise(
 def accelerated(
     here: float, there: float, last: tuple[float, float] | None, most: float = math.log(2)
 ) -> float:
-    """Return the change of log λ after which a secant expects none, at most ``most``.
+    """Return the change of log λ to the fixed point of MacKay's update by a secant, at most
+    ``most``.
 
-    MacKay's update of log λ goes from here to there, and in an earlier step from ``last[0]`` to
-    ``last[1]``. Without an earlier step, or if the slope through both is below -1, the change is
-    that of the update.
+    The update maps log λ = ``here`` to ``there``, and in an earlier step it mapped ``last[0]`` to
+    ``last[1]``. Without an earlier step, or if the slope through both is below -1, the change of
+    the update itself is returned.
     """
     slope = 0.0
     if last is not None and here != last[0]:

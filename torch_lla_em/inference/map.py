@@ -42,7 +42,7 @@ def optimise_MAP(
     if not minimum.converged:
         report(
             "warn",
-            "The mode is not as accurate as its tolerance asks. Increase "
+            "The mode is less accurate than its tolerance. Increase "
             f"Compute(tolerance=){or_float64(x.dtype)}.",
         )
     return minimum._replace(w=deviation * minimum.w)

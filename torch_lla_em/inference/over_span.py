@@ -1,5 +1,5 @@
-"""The problem restricted to a span of directions, where EM is dense algebra, G is (m, m) and the
-prior N(0, 1/λ)."""
+"""EM on the problem restricted to a span of m directions, where it is dense algebra: G is (m, m),
+and the prior is N(0, 1/λ)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ START = 0.1
 """λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
 
 ROUGHLY = 0.02
-"""Error of the mean while H moves, by G. With .04 λ of single networks moves by 20 %, with .01 it
-takes 13 % longer."""
+"""Error of the mean, in the norm of G, while H moves. With .04 the λ of single networks changes by
+20 %; .01 takes 13 % longer."""
 
 
 class OverSpan:
-    """EM's linear model over a span that grows."""
+    """The engine of EM over a span that grows."""
 
     def __init__(
         self, problem: Problem, probes: StochasticPrior, span: Span, moves: bool, tolerance: float
     ):
-        """``moves``: H is an expectation under the posterior, and not that at the network's
-        outputs."""
+        """If H ``moves``, it is an expectation under the posterior; otherwise it is evaluated at
+        the network's outputs."""
         rows = span.rows
         self.span, self.share, self.problem = span, rows.share, problem
         self.f = f = problem.less_shift(rows.f)
@@ -51,15 +51,16 @@ class OverSpan:
         """ε of this rank's examples, (K, N, ..., C)."""
 
         self._is_quadratic = problem.likelihood.is_quadratic
-        """Whether the mean solves a linear system; then products are exact, as σ may be small."""
+        """Whether the mean solves a linear system; products are then in float64, since σ may be
+        small."""
 
         self._dtype = torch.float64 if self._is_quadratic else f.dtype
         self._tolerance = max(0.2 * tolerance, 10 * torch.finfo(problem.dtype).eps)
 
     @property
     def is_exact(self) -> bool:
-        """Whether γ, the log det and expectations follow from the covariance itself and not from
-        samples."""
+        """Whether γ, the log determinant and expectations are computed from the covariance itself
+        and not from samples."""
         return self.span.is_complete and self.expected.number > 0 and not self.expected.many
 
     # EM's linear model
@@ -85,7 +86,7 @@ class OverSpan:
     def expecting(
         self, problem: SpanProblem, samples: PosteriorSamples, precision: Tensor
     ) -> SpanProblem:
-        """Return the problem with the loss in expectation over the posterior, or as it is."""
+        """Return the problem, whose loss is an expectation over the posterior if H moves."""
         if not self.expected.number:
             return problem
         if not self.is_exact:
@@ -106,7 +107,7 @@ class OverSpan:
         """Return the state with the posterior, and the bound on its log evidence."""
         precision, gamma, theta = float(q.precision), samples.effective_dims, problem.theta
         targets = self.share.total * self.f.shape[1:].numel()
-        gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
+        gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # γ of a sample may exceed it
         xi, eta = (noise @ problem.vectors for noise in (self.span.xi, q.in_span.eta))
         dets = log_dets(theta, xi, eta, precision)
         if self.is_exact:  # the same for every sample
@@ -128,7 +129,8 @@ class OverSpan:
         return q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """Yield y, E[y | J m], and of a σ per output J w_k, (K, N, C), of this rank's examples."""
+        """For this rank's examples yield y, E[y | J m], and J w_k, (K, N, C), if there is a σ per
+        output."""
         several = q.sigma is not None and q.sigma.dim() > 0
         pushed = self.span.push(q.samples).movedim(-1, 0) if several else ()
         yield (
@@ -140,8 +142,8 @@ class OverSpan:
     # to another H, σ or span
 
     def first(self, precision: float | None = None) -> State:
-        """Return the state at this λ, or one chosen by the prior's outputs, and the first H,
-        without a posterior."""
+        """Return the state at this λ (None: chosen from the variance of the prior's outputs) and
+        the first H, without a posterior."""
         span, loss = self.span, self.loss_at(self.problem.sigma)
         H, like = self.first_H(loss), span.xi
         if precision is None:
@@ -157,7 +159,8 @@ class OverSpan:
         return q
 
     def first_H(self, loss: Loss) -> Hessian:
-        """Return H at the network's outputs, or if it moves the average of that and of H at 0."""
+        """Return H at the network's outputs; if H moves, return the average of this and of H at
+        0."""
         f = self.f.to(self._dtype)
         H = self.expected.H(loss, f, None)
         if not self.expected.number:
@@ -185,7 +188,7 @@ class OverSpan:
         q, H = q._replace(sigma=sigma), self.first_H(loss)
         if sigma.dim():
             return self.curved(q, H)
-        ratio = (sigma / old).item()  # of one σ, G is scaled
+        ratio = (sigma / old).item()  # with a single σ, G is only scaled
         last = q.in_span
         problem = replace(last.problem, loss=loss, theta=last.problem.theta / ratio**2)
         scaled = last._replace(
@@ -194,7 +197,7 @@ class OverSpan:
         return q._replace(span=scaled._replace(H=H, problem=problem))
 
     def restarted(self, q: State) -> State:
-        """Return the state over the span of its mean, its samples, ξ and η only."""
+        """Return the state over the smaller span of its mean, its samples, ξ and η."""
         turn = self.span.restart(torch.cat([q.mean[None], q.samples, q.in_span.eta]))
         fate = q.fate._replace(restarts=q.fate.restarts + 1)
         q = q._replace(mean=q.mean @ turn, samples=q.samples @ turn, fate=fate)
@@ -207,8 +210,8 @@ class OverSpan:
         return self._with(q, H, self.span.ggn(H, 0, self._dtype), eta, S_noise)
 
     def widened(self, q: State) -> State:
-        """Return the state over the span that has grown, with G and η of the new directions,
-        too."""
+        """Return the state over a span that has grown, with G and η extended to the new
+        directions."""
         start, m, last = len(q.mean), self.span.size, q.in_span
         mean, samples = (pad(part, (0, m - start)) for part in (q.mean, q.samples))
         of_new = last.S_noise.flatten(1).T.to(self._dtype)
@@ -218,7 +221,8 @@ class OverSpan:
         return self._with(q._replace(mean=mean, samples=samples), last.H, G, eta, last.S_noise)
 
     def _with(self, q: State, H: Hessian, G: Tensor, eta: Tensor, S_noise: Tensor) -> State:
-        """Return the state with these, the outputs of its mean, and the eigenvectors of G."""
+        """Return the state with this H, G, η and S ε, the outputs of its mean, and the eigenvectors
+        of G."""
         outputs = self.span.push(q.mean[None], self._is_quadratic)[..., 0]
         problem = self._dense(q, G, outputs)
         return q._replace(span=OfSpan(H, G, eta, outputs, problem, S_noise))
@@ -245,15 +249,15 @@ class OverSpan:
     # checkpoints
 
     def saved(self, q: State) -> tuple[State, Stored]:
-        """Return a state with what determines the part of its span: J m and, if it has moved, H,
-        are those of all ranks."""
+        """Return a state and the part of its span that a checkpoint stores. J m, and H if it has
+        moved, are gathered from all ranks."""
         last = q.in_span
         H = self.share.gathered(last.H.values) if self.expected.number else None
         outputs = self.share.gathered(last.outputs)
         return q._replace(span=None), Stored(H, last.G, last.eta, outputs, last.residuals)
 
     def restored(self, q: State, stored: Stored) -> State:
-        """Return the state of which ``saved`` has returned the parts."""
+        """Rebuild a state from the parts that ``saved`` has returned."""
         H = self.first_H(self.loss_at(q.sigma))
         if stored.H is not None:
             H = H._replace(values=self.share.rows_here(stored.H))
@@ -267,12 +271,12 @@ class OverSpan:
     # from the whole problem
 
     def measured(self, q: State) -> State:
-        """Return the state with the residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P),
-        and the errors they bound."""
+        """Return the state with its residuals √λ ξ + η - (G + λ) w and -Jᵀ slope - λ m, (K + 1, P),
+        and the errors that they bound."""
         problem, S_noise = q.in_span.problem, q.in_span.S_noise
         precision, span = float(q.precision), self.span
         deviations, H = problem.deviations, q.in_span.H
-        if q.sigma is not None:  # of which a restored state knows nothing that was only scaled
+        if q.sigma is not None:  # a restored state was rescaled to σ without a pass
             S_noise = H.root(self.epsilon)
             problem = replace(self._dense(q, q.in_span.G, q.in_span.outputs), deviations=deviations)
         product = H.product(span.push(q.samples, self._is_quadratic).flatten(0, -2))
@@ -287,7 +291,7 @@ class OverSpan:
         residuals[:-1].add_(span.probes, alpha=math.sqrt(precision))
         inside = span.coordinates(residuals)
         squares = ((inside @ problem.vectors).square() / (problem.theta + precision)).sum(1)
-        if not span.is_complete:  # what is inside is rounding
+        if not span.is_complete:  # the part within the span is only rounding
             outside = dots(residuals, residuals) - inside.square().sum(1)
             squares += outside.clamp_min(0) / precision
         squares = self.share.group.from_first(squares)

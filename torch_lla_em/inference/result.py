@@ -1,5 +1,5 @@
-"""The result of a fit, a step of its history, and what predictions need to know of the training
-examples."""
+"""The result of a fit, an entry of its history, and the facts about training examples that
+predictions need."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch_lla_em.inference.state import State
 
 EXAMPLES, NUMBERS = 512, 2_000_000
-"""Most training examples that are stored for predictions, and most of their values: 8 MB. On two
-tables half and twice of them changed the NLL by .0001 at most, and the AUROC of p-values by .005
-(.987) and .017 (.820, of 368 examples)."""
+"""Largest number of training examples that are stored for predictions, and of their values (8 MB).
+On two tables half or twice as many changed the NLL by .0001 at most, and the AUROC of p-values by
+.005 (from .987) and .017 (from .820, with 368 examples)."""
 
 POINTS, SURE, WARMEST = 0.9, 0.15, 2.0
 """Constants of the default predictions, chosen on the ten tuning tables (docs/method.md): see
@@ -41,8 +41,8 @@ class Estimate(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """The result of a fit, which a ``Posterior`` contains: λ, () or (blocks,), and σ of a
-    regression, then q."""
+    """The result of a fit, which a ``Posterior`` contains. It begins with λ, () or (blocks,), and σ
+    of a regression."""
 
     prior_precision: Tensor
     sigma_noise: Tensor | None
@@ -56,37 +56,37 @@ class FitResult(NamedTuple):
     certificate: Tensor
     log_evidence: Estimate
     """γ, () or (blocks,); the numerical error of each sample in posterior standard deviations,
-    (K,); and log p(y | λ, σ), NaN if it is not known."""
+    (K,); and log p(y | λ, σ), NaN if it was not computed."""
 
     mixture: Tensor | None = None
     """The components of predictions as fitted or calibrated, (components, 4): weight, share of J
-    w_lin, share of f, and scale of the posterior variance; None: the samples around J w_lin if σ
-    was learnt from it, otherwise around f."""
+    w_lin, share of f, and scale of the posterior variance. None: a single component, the samples
+    around J w_lin if σ was learnt from it, otherwise around f."""
 
     examples: Tensor | None = None
     leverages: Tensor | None = None
-    """J w_k at some of the training examples, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K there, (n,
-    K, K): how much each determines of its own outputs."""
+    """J w_k at some of the training examples, (n, K, ..., C), and the leverages (J w_k)ᵀ H J w_l /
+    K there, (n, K, K), which measure how much each example determines its own outputs."""
 
     network_noise: Tensor | None = None
-    """σ of the network's residuals relative to ``sigma_noise``; None: σ is not that of J w_lin,
-    since it was not learnt."""
+    """σ of the network's residuals relative to ``sigma_noise``; None if σ was not learnt, so that
+    it is not that of J w_lin."""
 
     constant: Tensor | None = None
-    """What is added to J w_lin of continuous targets, (C,) or (); None: 0."""
+    """The constant that is added to J w_lin for continuous targets, (C,) or (); None: 0."""
 
     mode_error: float = 0.0
     """The error of the mode, relative to max(1, ‖w_lin‖) in the norm of the prior: compared with
     that of the samples."""
 
     why: str = "accurate"
-    """What ended the fit: "accurate", "all directions", "all steps", "budget", or what else
+    """The reason why the fit ended: "accurate", "all directions", "all steps", "budget", or what
     prevented accuracy."""
 
 
 def record(q: State, columns: float) -> dict[str, Any]:
-    """Return the entry of a step in ``history``: plain numbers, and lists for several blocks;
-    ``columns`` is the number that passes have multiplied so far."""
+    """Return the entry of a step in ``history`` as plain numbers, and lists for several blocks.
+    ``columns`` is the number of columns that passes have multiplied so far."""
     gamma, evidence = Estimate.of(q.gamma), Estimate.of(q.bounds)
     return {
         "prior_precision": q.precision.tolist(),
@@ -104,8 +104,8 @@ def record(q: State, columns: float) -> dict[str, Any]:
 
 
 def average(likelihood: Likelihood, over: OverSpan | OverHead, q: State) -> Tensor:
-    """Return the components of predictions, q, its mean alone and the network, by the rule of
-    docs/method.md."""
+    """Return the table of the components of predictions (q, its mean alone, and the network) by the
+    rule of docs/method.md."""
     f, expected = over.f, over.expected
     of_q, loss = q.of_examples, over.loss_at(q.sigma)
     curved = of_q.H.product(f.reshape(-1, 1)).view(f.shape)
@@ -118,15 +118,15 @@ def average(likelihood: Likelihood, over: OverSpan | OverHead, q: State) -> Tens
         kept = (of_mean / of_f.clamp_min(1e-30)).clamp(0, 1).item()
         points = POINTS * kept * math.exp(-left / SURE)
         scale = min(WARMEST, max(1.0, left / SURE))
-    if q.gamma.mean() < 4 / len(q.gamma):  # collapsed to a prior that keeps nothing
+    if q.gamma.mean() < 4 / len(q.gamma):  # q has collapsed to a prior that is nearly zero
         points = 2 / 3
     parts = [[1 - points, 1, 0, scale], [points / 2, 1, 0, 0], [points / 2, 0, 1, 0]]
     return torch.tensor(parts, dtype=torch.float64, device="cpu")
 
 
 def at_examples(over: OverSpan | OverHead, q: State) -> tuple[Tensor, Tensor]:
-    """Return J w_k at some training examples, spread evenly, (n, K, ..., C), and (J w_k)ᵀ H J w_l /
-    K there, (n, K, K)."""
+    """Return J w_k, (n, K, ..., C), and (J w_k)ᵀ H J w_l / K, (n, K, K), at some training examples
+    that are spread evenly."""
     (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total
     number = min(N, EXAMPLES, NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()

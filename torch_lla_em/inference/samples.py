@@ -67,12 +67,12 @@ def optimise_samples(
         )
         report(
             "warn",
-            f"The samples are not as accurate as their tolerance asks. {more} "
+            f"The samples are less accurate than their tolerance. {more} "
             f"Compute(tolerance=){or_float64(solution.x.dtype)}.",
         )
-    # ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ): the terms are independent and have mean γ. The second,
-    # which cannot be negative, is used alone for the γ of a block, and if rounding dominates the
-    # first, a difference of numbers close to ‖Λ^½ w‖².
+    # γ is estimated by ½(⟨w, G w⟩ + ‖Λ^{-1/2} ξ - w‖²_Λ), whose terms are independent and have mean
+    # γ. The second, which cannot be negative, is used alone for the γ of a block, and if rounding
+    # dominates the first, which is a difference of numbers close to ‖Λ^½ w‖².
     gamma = prior.sum_of_squares(probes.xi - solution.x)
     if not prior.layerwise:
         rounding = torch.finfo(solution.x.dtype).eps * prior.sum_of_squares(solution.x)

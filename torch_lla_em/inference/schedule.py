@@ -1,5 +1,5 @@
-"""Every decision of a fit over a span about λ, σ and H, and when and why it ends: docs/method.md
-has the reasons."""
+"""The decisions of a fit over a span: how λ, σ and H change, and when and why the fit ends. The
+reasons are in docs/method.md."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from torch_lla_em.problem import towards
 from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import DivergenceError
 
-# Of seven networks, values within a factor of two change neither NLL nor columns by more than 2 %,
-# unless told otherwise.
+# On seven networks, values within a factor of two change neither the NLL nor the number of columns
+# by more than 2 %, unless stated otherwise.
 
 FALL = 3.0
 """Largest factor by which λ falls in a solution, unless the span has all directions. 1.5: 12 % more
 columns; 6: 5 % fewer."""
 
 STEPS, MOST = 3, 5
-"""Steps in a block, and blocks in a solution. With two steps H lags behind λ, and some fits do not
-end."""
+"""Number of steps in a block, and largest number of blocks in a solution. With two steps H lags
+behind λ, and some fits do not end."""
 
 DAMPING = 0.45
-"""Share of the change of H in a step. With .55, H of some examples alternates, and λ and fits of
-complete spans take a fifth more columns; with .3 λ moves by 10 %."""
+"""Share of the change of H in a step. With .55, the H of some examples alternates, and fits of
+complete spans take a fifth more columns; with .3 λ changes by 10 %."""
 
 GROWTH = 1.5
-"""Growth of the span after which λ, σ and H are found anew. 2.25: 11 % more columns."""
+"""Growth of the span after which λ, σ and H are computed again. 2.25: 11 % more columns."""
 
 LEARNT = 0.2
 """Errors of samples and mean below which the span is accurate enough for λ. .1: 10 % more
 columns."""
 
 RESTS = 2.0
-"""Multiple of the Monte Carlo error of log λ by which a solution may move it if it has
-converged."""
+"""log λ has converged if a solution changes it by at most this multiple of its Monte Carlo
+error."""
 
 NATS, SHARE = 2.0, 0.1
-"""What a block may lower the bound by: nats, its standard error, or a share of γ for each unit of
-log λ, as its log det may be wrong. With a share of .05 one network ended at another λ."""
+"""A block may lower the bound by the largest of these: so many nats, its standard error, or this
+share of γ for each unit of log λ, since its log determinant may be inexact. With a share of .05 one
+network ended at another λ."""
 
 FALLS = 0.1
-"""Nats that a block may lower the bound by where it is computed without samples; λ rests if the
-first one of a solution does. With .01, λ of 45 weights moved by a factor of two with its start; 2
-let λ of separable labels wander to 0."""
+"""A block may lower a bound that is computed without samples by so many nats; if the first block of
+a solution lowers it by more, λ has converged. With .01, the λ of 45 weights depended on its start
+by a factor of two; with 2, the λ of separable labels drifted to 0."""
 
 
 class SpanFit:
@@ -64,18 +65,18 @@ class SpanFit:
         """Whether λ and σ are learnt."""
 
         self._most = em_steps or (20 if over.expected.number else 0)
-        """Largest number of solutions; if λ is given, for H."""
+        """Largest number of solutions; if λ is fixed, these are for H only."""
 
     def run(self, q: State) -> Iterator[State]:
-        """Yield the state after every extension of the span, until it says why the fit ended; the
-        first one has no posterior yet, or is that of an earlier run."""
+        """Yield the state after every extension of the span, until it contains the reason why the
+        fit ended. The first state has no posterior yet, or is that of an earlier run."""
         over, span, grew = self.over, self.span, True
         if not len(q.samples):
             q = self._posterior(q)
         elif not q.fate.cut:
             q = self._extended(q)[0]
         while True:
-            # λ, σ and H are found anew over a span that has grown enough
+            # λ, σ and H are computed again over a span that has grown enough
             due = span.size >= GROWTH * q.fate.solved or not over.expected.number
             due = due or max(q.errors) < LEARNT or span.is_complete or not grew
             if q.fate.cut or (due and not q.fate.converged and q.fate.number < self._most):
@@ -87,8 +88,8 @@ class SpanFit:
             q, grew = self._extended(q)
 
     def _extended(self, q: State) -> tuple[State, bool]:
-        """Return the state over the span with the residuals of mean and samples, and whether any
-        was new."""
+        """Return the state over the span extended by the residuals of mean and samples, and whether
+        any of these was a new direction."""
         over, span, grew = self.over, self.span, True
         residuals = q.in_span.residuals
         if residuals is not None and not span.is_complete:
@@ -100,7 +101,7 @@ class SpanFit:
         return self._precise(q) if fixed else self._posterior(q), grew
 
     def _posterior(self, q: State) -> State:
-        """Return the posterior at λ, σ and H of a state, or at the first of larger λ at which its
+        """Return the posterior at λ, σ and H of a state, or at the first larger λ for which its
         expectations are finite."""
         while True:
             try:
@@ -111,15 +112,15 @@ class SpanFit:
                 q = self.over.moved(q, 10 * q.precision, q.sigma, None)
 
     def _precise(self, q: State) -> State:
-        """Return the posterior with a mode as accurate as at the end of a fit: H does not move any
-        more."""
+        """Return the posterior with a mode that is accurate enough for the end of a fit; H does not
+        change any more."""
         return self._posterior(q._replace(fate=q.fate._replace(converged=True)))._replace(
             fate=q.fate
         )
 
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
-        """Return the posterior at another λ and σ, with H after a share of the way to that of q, if
-        it moves and is finite."""
+        """Return the posterior at another λ and σ. If H moves and is finite, it changes by a share
+        of the difference to E_q[H]."""
         expected, problem, H = self.over.expected, q.in_span.problem, None
         if expected.number:
             H = towards(
@@ -131,8 +132,8 @@ class SpanFit:
         return self._posterior(new)
 
     def solved(self, start: State) -> State:
-        """Return the state with λ, σ, H and m at rest over the present span; or cut after a block,
-        if time is over."""
+        """Return the state with converged λ, σ, H and m over the present span, or the state after
+        the present block if the time is over."""
         q, last, moved = start, start.fate.last, math.inf
         began = start.fate.cut or Cut(0, start.precision, start.sigma, start.errors[0])
         least = PRECISION_BOUNDS[0] if self.span.is_complete else float(began.precision) / FALL
@@ -146,7 +147,7 @@ class SpanFit:
             allowed = max(NATS, spread, SHARE * change * new.gamma.mean().item())
             allowed = FALLS if self.over.is_exact else allowed
             if not new.bounds.mean() > q.bounds.mean() - allowed:
-                if not number:  # no block is better, but H may be
+                if not number:  # a smaller change of H may not lower the bound
                     q = self._step(q, q.precision, q.sigma, DAMPING / 2)
                 moved = 0.0 if self.over.is_exact and not number else math.inf
                 break
@@ -168,8 +169,8 @@ class SpanFit:
     def _block(
         self, q: State, last: tuple[float, float] | None, least: float
     ) -> tuple[State, tuple[float, float]]:
-        """Return the state after a few steps, of which the first goes where a secant expects λ, and
-        the next secant's point."""
+        """Return the state after a few steps, of which the first goes to the λ of a secant, and the
+        point for the next secant."""
         precision = q.precision * math.exp(self._way(q, last))
         last = math.log(q.precision), math.log(self._update(q)[0])
         for _ in range(STEPS):
@@ -178,10 +179,10 @@ class SpanFit:
         return q, last
 
     def judged(self, q: State, grew: bool) -> State:
-        """Return the state with whether λ has converged, and why the fit ends, unless its budget
-        does."""
+        """Return the state with whether λ has converged, and the reason if the fit ends here (apart
+        from the budget)."""
         fate = q.fate
-        # where H follows its own noise, solutions do not come to rest
+        # if H follows its own Monte Carlo noise, solutions do not converge
         rests = fate.moved < max(RESTS, fate.number / 2)
         if fate.solved == self.span.size and max(q.errors) < LEARNT and rests:
             fate = fate._replace(converged=True)
@@ -201,8 +202,8 @@ class SpanFit:
         return q._replace(fate=fate._replace(why=why))
 
     def allowed(self, q: State, rises: bool = False) -> float:
-        """Return the Monte Carlo error of log λ, which counts as 1 % or more; 0.3 % where it is
-        computed without samples.
+        """Return the Monte Carlo error of log λ, at least 1 %; it is 0.3 % if γ is computed without
+        samples.
 
         A γ below 1 counts as 1, unless λ ``rises``: where the data determine nothing, λ grows
         without bound, and its value does not matter.
@@ -213,12 +214,12 @@ class SpanFit:
         return float(max(0.01, (len(q.samples) * gamma) ** -0.5))
 
     def _way(self, q: State, last: tuple[float, float] | None) -> float:
-        """Return the change of log λ after which a secant through MacKay's updates expects none; at
-        most a factor of two."""
+        """Return the change of log λ to the fixed point of MacKay's update by a secant, at most log
+        2."""
         return accelerated(math.log(q.precision), math.log(self._update(q)[0]), last)
 
     def _update(self, q: State) -> tuple[Tensor, Tensor | None]:
-        """Return λ and σ by MacKay's updates, λ a factor of e away at most."""
+        """Return λ and σ by MacKay's updates; λ changes by at most a factor of e."""
         if not self._learns:
             return q.precision, q.sigma
         precision, sigma = m_step(self.over, q)

@@ -18,7 +18,7 @@ from torch_lla_em.solvers import add_combined, dots, gram, orthonormalise, overl
 class Span:
     """An orthonormal basis V of scaled parameters z = w / scale, with J V for all examples.
 
-    Basis and J V are kept in the blocks that they grew by, so that they are never copied.
+    Basis and J V are stored in blocks, one for each extension, so that they are never copied.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Span:
         """The probes are ξ, (K, P)."""
 
         self.sites = sites
-        """Which sites of dense outputs are the rows; None: all examples, with all their sites."""
+        """The sites of dense outputs that are used; None: all examples, with all their sites."""
 
         self.blocks: list[Tensor] = []
         """V, each (k, P)."""
@@ -54,7 +54,7 @@ class Span:
         return self.size >= self._live
 
     def bytes_of(self, directions: int) -> float:
-        """Return the peak memory of this number of directions, with twice their J v, in bytes."""
+        """Return the peak memory of this number of directions in bytes; their J v counts twice."""
         return float(
             directions * (self.probes.shape[1] + 2 * self.entries) * self.probes.element_size()
         )
@@ -62,18 +62,18 @@ class Span:
     # directions
 
     def widen(self, z: Tensor) -> bool:
-        """Add directions (k, P); return whether any was new and the order of examples is the
-        same."""
+        """Add directions (k, P). Return whether any of them was new and the order of examples was
+        the same."""
         z = z / dots(z, z).sqrt().clamp_min(1e-300)[:, None].to(z)
         for _ in range(2):
             for block in self.blocks:
                 add_combined(z, overlap(z, block), block, -1)
-            # shorter ones are rounding; on five tables, twice or half of it does nothing
+            # shorter ones are rounding; on five tables, twice or half this value changed nothing
             z = orthonormalise(z, floor=1e-4)[0]
         return len(z) > 0 and self.add(z)
 
     def add(self, z: Tensor) -> bool:
-        """Add an orthonormal block, by a pass for J z; return whether the order of examples is the
+        """Add an orthonormal block, by a pass for J z. Return whether the order of examples was the
         same."""
         w, problem, sites = self.prior.scale * z, self._problem, self.sites
         take = None if sites is None else partial(sites.take, problem)
@@ -152,8 +152,8 @@ class Span:
         """Return (J V)ᵀ H J V from the block of direction ``start`` on, (m, m - start), in float64,
         of all ranks.
 
-        Of a complete span it is computed in float64: directions that hardly change the outputs
-        would be lost to rounding, and the fit would not come to rest.
+        For a complete span it is computed in float64. Otherwise directions that hardly change the
+        outputs would be lost to rounding, and the fit would not converge.
         """
         m, exact = self.size, torch.float64 if self.is_complete else dtype
         G = self.xi.new_zeros(m, m - start)
@@ -162,14 +162,14 @@ class Span:
             HJ = H.product(part[:, start:], rows).to(exact)
             part = part.to(exact)
             for i in range(0, m - start, 64):
-                lower = 0 if start else i  # of all, what is on and below the diagonal
+                lower = 0 if start else i  # of the whole G only the lower triangle
                 G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
         G = G if start else G.tril() + G.tril(-1).T
         total: Tensor = self.rows.share.group.sum(G)
         return total
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield parts of the examples with J V, (n ... C, m), which fit into the cache."""
+        """Yield parts of the examples that fit into the cache, with their J V, (n ... C, m)."""
         outputs = self.rows.f.shape[1:].numel()
         step = max(1, (1 << 19) // (outputs * max(self.size, 1)))
         for first in range(0, len(self.rows.f), step):

@@ -1,5 +1,5 @@
-"""The problem over a span of directions at one H and σ, a dense one: G is (m, m), and the prior
-N(0, 1/λ)."""
+"""The problem over a span of m directions at one H and σ. It is dense: G is (m, m), and the prior
+is N(0, 1/λ)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch_lla_em.solvers import Product
 
 @dataclass(frozen=True)
 class SpanProblem:
-    """A ``LinearProblem`` whose w are coordinates in a span, (m,), by the eigenvalues of G, and
-    whose loss is that of all ranks."""
+    """A ``LinearProblem`` whose w are coordinates in a span, (m,). It stores the eigenvalues of G,
+    and its loss is that of all ranks."""
 
     span: Span
     expected: Expectations
@@ -29,16 +29,16 @@ class SpanProblem:
     """The eigenvalues of G, (m,), and its eigenvectors, (m, m)."""
 
     near: tuple[Tensor, Tensor]
-    """Coordinates, (m,), and their outputs, (N, ..., C), from which others are computed: both may
-    be large."""
+    """Coordinates, (m,), and their outputs, (N, ..., C). Other outputs are computed by their
+    difference from these, since both may be large."""
 
     deviations: Tensor | None = None
-    """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without
+    """Draws of the outputs minus J m, (S, N, ..., C), over which the loss is averaged; None without
     draws."""
 
     @property
     def rounding(self) -> float:
-        """That of the outputs, from which losses are computed."""
+        """The relative rounding error of the outputs, from which losses are computed."""
         return torch.finfo(self.span.probes.dtype).eps
 
     def zeros(self, num_vectors: int) -> Tensor:
@@ -66,13 +66,14 @@ class SpanProblem:
         return loss, self.span.pull(u.reshape(-1, 1))[0].double()
 
     def with_curvature_at(self, w: Tensor) -> SpanProblem:
-        """Return this problem: EM moves its H, and not a search for the mode."""
+        """Return this problem, because H is changed by EM and not during the search for the
+        mode."""
         return self
 
 
 def log_dets(theta: Tensor, xi: Tensor, eta: Tensor, precision: float) -> Tensor:
-    """Return log det(I + G / λ) of every sample, (K,), half from ξ, half from η, by eigenvalues of
-    G; its slope in log λ is -γ."""
+    """Estimate log det(I + G / λ) for every sample, (K,), from the eigenvalues of G, as the mean of
+    an estimate by ξ and one by η. Its derivative in log λ is -γ."""
     log1p = torch.log1p(theta / precision)
     ratio = torch.where(theta > 0, log1p / theta, 1 / precision)
     return 0.5 * ((xi.square() * log1p).sum(1) + (eta.square() * ratio).sum(1))

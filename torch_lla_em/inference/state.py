@@ -1,4 +1,4 @@
-"""Where a fit stands."""
+"""The state of a fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch_lla_em.inference.span_problem import SpanProblem
 from torch_lla_em.problem import Hessian
 
 NONE_YET = torch.zeros(0, device="cpu")
-"""What a state has of a posterior before the first solution."""
+"""An empty tensor, for the posterior of a state before the first solution."""
 
 
 class Cut(NamedTuple):
-    """A solution over a span that the budget has cut, which goes on after so many blocks."""
+    """A solution over a span that was interrupted by the budget, with the number of its blocks so
+    far."""
 
     blocks: int
     precision: Tensor
@@ -31,27 +32,28 @@ class Fate(NamedTuple):
     number: int = 0
     solved: int = 0
     restarts: int = 0
-    """Solutions for λ, σ and H so far, by a solver steps; directions at the last one; and how often
-    a full span was restricted."""
+    """The number of solutions for λ, σ and H so far (with a solver, of steps); the number of
+    directions at the last one; and how often a full span was restricted."""
 
     last: tuple[float, float] | None = None
     """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
 
     cut: Cut | None = None
-    """The solution in which the fit has stopped, if it goes on there."""
+    """The interrupted solution with which the fit continues; None if there is none."""
 
     moved: Tensor | float = inf
-    """Changes of log λ (and log σ²) by the last solution, relative to the Monte Carlo error of log
-    λ."""
+    """The change of log λ (and of log σ²) by the last solution, relative to the Monte Carlo error
+    of log λ."""
 
     converged: bool = False
     why: str = ""
-    """Whether λ, σ and H stay fixed; and what ended the fit: empty, it goes on."""
+    """Whether λ, σ and H have converged; and the reason why the fit ended, empty while it
+    continues."""
 
 
 class OfSpan(NamedTuple):
-    """What a span adds to a state: H, and what follows from it, for this rank's examples, or over
-    the span in float64."""
+    """The part of a state for a span: H and its consequences, for this rank's examples or, in
+    float64, over the span."""
 
     H: Hessian
     G: Tensor
@@ -63,10 +65,10 @@ class OfSpan(NamedTuple):
 
     problem: SpanProblem
     S_noise: Tensor
-    """The problem over the span at this H and σ, and S ε with S Sᵀ = H, (K, N, ..., C)."""
+    """The problem over the span at this H and σ; and S ε, (K, N, ..., C), with S Sᵀ = H."""
 
     residuals: Tensor | None = None
-    """Residuals of samples and mean, (K + 1, P): the next directions."""
+    """The residuals of samples and mean, (K + 1, P), which are the next directions."""
 
 
 class OfHead(NamedTuple):
@@ -84,11 +86,11 @@ class OfHead(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a checkpoint stores of ``OfSpan``, from which the rest follows, for the examples of all
-    ranks."""
+    """The parts of ``OfSpan`` that a checkpoint stores, for the examples of all ranks; the rest
+    follows from them."""
 
     H: Tensor | None
-    """The values of H; None: it is that at the network's outputs."""
+    """The values of H; None if H is evaluated at the network's outputs."""
 
     G: Tensor
     eta: Tensor
@@ -105,8 +107,8 @@ class StoredHead(NamedTuple):
 
 
 class State(NamedTuple):
-    """λ, () or (blocks,), and σ, () or (C,), None if it is not learnt; the posterior at these; and
-    how far the fit has come."""
+    """The state of a fit: λ, () or (blocks,); σ, () or (C,), None if it is not learnt; the
+    posterior at these values; and the progress of the fit."""
 
     precision: Tensor
     sigma: Tensor | None = None
@@ -115,41 +117,41 @@ class State(NamedTuple):
     """The mode m, (P,), and w_k, (K, P); or their coordinates in the span, (m,) and (K, m)."""
 
     loss: float = nan
-    """E[-log p(y | J w)] under the posterior; without draws that at the mode."""
+    """E[-log p(y | J w)] under the posterior; without draws, -log p(y | J w) at the mode."""
 
     gamma: Tensor = NONE_YET
     bounds: Tensor = NONE_YET
     certificate: Tensor = NONE_YET
-    """γ, the bound on the log evidence by it, and the bound on the error, of every sample, (K,); γ
-    also (K, blocks)."""
+    """For every sample, (K,): γ, also (K, blocks); the bound on the log evidence that follows from
+    it; and the bound on the numerical error."""
 
     norm: Tensor = NONE_YET
     """‖m‖² in scaled parameters, () or (blocks,)."""
 
     errors: tuple[float, float] = (inf, inf)
-    """Numerical errors of samples and mean, in posterior standard deviations, and relative to the
-    mean's norm."""
+    """Numerical errors of the samples, in posterior standard deviations, and of the mean, relative
+    to its norm."""
 
     fate: Fate = Fate()
     span: OfSpan | None = None
     head: OfHead | None = None
-    """Both None: H is at the network's outputs, in every pass."""
+    """If both are None, a solver makes passes with H at the network's outputs."""
 
     @property
     def in_span(self) -> OfSpan:
-        """What a fit over a span adds."""
+        """The part of the state for a span."""
         assert self.span is not None
         return self.span
 
     @property
     def in_head(self) -> OfHead:
-        """What a fit of a last layer by its features adds."""
+        """The part of the state for a last layer that is fitted by its features."""
         assert self.head is not None
         return self.head
 
     @property
     def of_examples(self) -> OfSpan | OfHead:
-        """What a fit adds whose H moves."""
+        """The part of the state for a span or for a last layer."""
         of_fit = self.span or self.head
         assert of_fit is not None
         return of_fit

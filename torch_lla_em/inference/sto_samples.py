@@ -1,4 +1,5 @@
-"""The first stage: the stochastic prior, the random probes of which samples are functions."""
+"""The first stage: the stochastic prior, which consists of the random probes that determine the
+samples."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ def get_sto_samples(
         seed (int): Seed of the random numbers. Default 0.
         g_prior (bool, optional): Scale of the prior: 1/s if True, 1 if False. Default None: ‖w‖
             m/s.
-        layerwise (bool): Whether every parameter tensor has a precision of its own. Default False.
+        layerwise (bool): Whether every parameter tensor has its own precision. Default False.
 
     Returns:
         A ``StochasticPrior`` with the probes ``xi`` and ``eta``, both (K, P), the ``prior``, and
-        facts about continuous ``targets``. The other stages take
-        ``problem.with_targets(probes.targets)``.
+        facts about continuous ``targets``. For a regression, pass
+        ``problem.with_targets(probes.targets)`` to the other stages.
 
     Raises:
-        ValueError: If ``num_samples`` is less than 1, or ``g_prior`` is something else.
+        ValueError: If ``num_samples`` is less than 1, or ``g_prior`` is not None, True or False.
 
     Example:
         >>> probes = get_sto_samples(problem, num_samples=4)
@@ -57,7 +58,7 @@ def get_sto_samples(
 def stochastic_prior(
     problem: Problem, eta: Tensor, scale: Tensor, seed: int, layerwise: bool
 ) -> StochasticPrior:
-    """Return the stochastic prior for known η and scale, with ξ drawn from the seed."""
+    """Return the stochastic prior with the given η and scale, and ξ drawn from the seed."""
     row = torch.zeros(1, dtype=torch.long, device=eta.device)
     drawn = [normals(seed, 0, [k], row, problem.size)[0, 0].to(eta) for k in range(len(eta))]
     xi = torch.stack(drawn) * (scale > 0)

@@ -1,5 +1,5 @@
 """The loop of the paper: EM on the whole problem, with one solve for the mode and one for the
-samples at every λ and σ."""
+samples in each step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from torch_lla_em.problem import Problem, TargetFacts
 from torch_lla_em.solvers import SGD, BlockCG, Minimum, Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
-"""Errors of samples and mean while λ moves; with the second, ‖w_lin‖² had an error of 0.2 %."""
+"""Tolerances for the errors of samples and mean while λ changes; with that of the mean, ‖w_lin‖²
+had an error of 0.2 %."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """EM's linear model by passes over the data."""
+    """The engine of EM by passes over the data."""
 
     problem: Problem
     probes: StochasticPrior
@@ -35,8 +36,8 @@ class Whole:
     """Errors of samples and mean."""
 
     def at(self, q: State) -> tuple[Problem, StochasticPrior, BlockCG | SGD, Newton]:
-        """Return the problem at λ and σ of a state, its random probes, and the solvers; η is drawn
-        again if there is a σ per output."""
+        """Return the problem at λ and σ of a state, its random probes, and the solvers. If there is
+        a σ per output, η is drawn again."""
         problem, probes, (of_samples, of_mode) = self.problem, self.probes, self.errors
         last = problem.sigma
         if q.sigma is not None and last is not None and not torch.equal(q.sigma, last):
@@ -53,11 +54,11 @@ class Whole:
         return problem, probes, replace(self.solver, tolerance=of_samples), newton
 
     def expecting(self, problem: Problem, samples: PosteriorSamples, precision: Tensor) -> Problem:
-        """Return the problem: its loss is that at the mode."""
+        """Return the problem itself, since its loss is evaluated at the mode."""
         return problem
 
     def found(self, q: State, samples: PosteriorSamples, mode: Minimum, problem: Problem) -> State:
-        """Return the state with the posterior; its evidence is not known."""
+        """Return the state with the posterior; the evidence is not computed."""
         q = q._replace(
             samples=samples.w, mean=mode.w, loss=mode.loss, certificate=samples.certificate
         )
@@ -66,8 +67,7 @@ class Whole:
         return q._replace(errors=(samples.error, mode.error), bounds=bounds)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield y, E[y | J m], and of a σ per output J w_k, (K, n, C), of the examples of each
-        batch."""
+        """For each batch yield y, E[y | J m], and J w_k, (K, n, C), if there is a σ per output."""
         several = q.sigma is not None and q.sigma.dim() > 0
         columns = torch.cat([q.mean[None], *([q.samples] if several else [])])
         for batch, _, Jw in self.problem.push_forward(columns):
@@ -76,11 +76,11 @@ class Whole:
 
 
 def updated(whole: Whole, q: State, em_steps: int) -> State:
-    """Return a posterior with the λ and σ that follow, or why EM has ended.
+    """Return the state with the next λ and σ, or with the reason why EM has ended.
 
-    λ and σ rest if the remaining distances of geometric convergences are within the Monte Carlo
-    error of log λ, or 1 %. A secant through MacKay's updates accelerates fits of slow convergence,
-    which otherwise end up to 7 % from the fixed point.
+    λ and σ have converged if their remaining distances, assuming geometric convergence, are within
+    the Monte Carlo error of log λ, or 1 %. A secant through MacKay's updates accelerates slow
+    convergence; without it, such fits end up to 7 % from the fixed point.
     """
     precision, sigma = m_step(whole, q)
     gamma, moved = q.gamma.mean(0), (precision / q.precision).log()

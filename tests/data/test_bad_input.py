@@ -145,7 +145,7 @@ UNUSABLE = {
     "used up": ((), ValueError, "make the loader re-iterable"),
     "one-hot": ((X, nn.functional.one_hot(LABELS)), ValueError, r"y.argmax\(-1\)"),
     "one-hot floats": ((X, nn.functional.one_hot(LABELS).float()), TypeError, r"y.argmax\(-1\)"),
-    "label of nobody": ((X, torch.where(LABELS < 2, LABELS, 255)), ValueError, r"If one label marks missing ones.*Classification\(ignore_index="),
+    "label of nobody": ((X, torch.where(LABELS < 2, LABELS, 255)), ValueError, r"If a number marks missing labels.*Classification\(ignore_index="),
     "generator": (((b for b in []),), ValueError, "exhausted"),
     "empty": (([],), ValueError, "empty"),
     "empty batch": (([(X[:0], LABELS[:0])],), ValueError, "empty"),

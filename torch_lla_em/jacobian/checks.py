@@ -58,8 +58,8 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Inputs) -> Tens
             "log",
             f"The outputs do not depend on {len(unused)} of {len(names)} parameter tensors in the "
             f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they "
-            "should matter, what depends on them is cached, for example in an attribute: clear "
-            "that.",
+            "should matter, a tensor that depends on them is cached, for example in an attribute: "
+            "clear the cache.",
         )
     return f
 
@@ -82,7 +82,7 @@ def _traced(network: Network, names: tuple[str, ...], x: Inputs) -> tuple[Tensor
 
 
 def _skips_weights(network: Network, x: Inputs) -> bool:
-    """Whether there is a reentrant checkpoint, of which only gradients of inputs leave a trace."""
+    """Whether there is a reentrant checkpoint, which is visible only by gradients of the inputs."""
     with torch.enable_grad():
         x = map_tensors(
             lambda t: t.detach().requires_grad_().clone() if t.is_floating_point() else t, x
@@ -92,7 +92,7 @@ def _skips_weights(network: Network, x: Inputs) -> bool:
 
 
 def upstream(nodes: list[Any]) -> Iterator[Any]:
-    """Yield every node of a graph from which one of these is computed, and these."""
+    """Yield these nodes of a graph, and every node from which one of them is computed."""
     nodes, seen = [*nodes], set()
     while nodes:
         node = nodes.pop()
@@ -107,14 +107,14 @@ def last_layers(network: Network, x: Inputs) -> tuple[str, ...]:
     """Return the paths of the layers with weights that act on f(x) through no other such layer, in
     the order of calls.
 
-    They are several if the network has several heads. Where the graph of f(x) does not show them,
-    as under ``no_grad``, it is the layer that is called last.
+    There are several if the network has several heads. If the graph of f(x) does not show them, as
+    under ``no_grad``, the layer that is called last is returned.
     """
     layers = {layer: path for path, layer in network.module.named_modules() if owns_weights(layer)}
     calls: list[tuple[nn.Module, list[Any], list[Any]]] = []  # with the nodes of inputs and outputs
 
     def see(layer: nn.Module, args: object, kwargs: object, out: object) -> None:
-        """Note a call, unless it is that of a container, such as a network with a class token."""
+        """Record a call, unless the layer is a container, such as a network with a class token."""
         if not any(called in layer.modules() and called is not layer for called, _, _ in calls):
             given, returned = (
                 [t.grad_fn for t in tensors_in(tree)] for tree in ([args, kwargs], out)

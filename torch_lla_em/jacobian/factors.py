@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch_lla_em.jacobian.parameters import ParameterLayout
 from torch_lla_em.jacobian.rows import Rows
 
-# numbers in the gradients of single rows that are held at once, few enough for the cache of a CPU
+# largest number of entries of the gradients of single rows at once, which fit into the cache of a
+# CPU
 _NUMBERS = 1e6
 
 
@@ -78,7 +79,7 @@ class Outer(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """J of an embedding: a fit of a tiny BERT takes 4.0 s, and 16 s by ``torch.func``."""
+    """J of an embedding. With it a fit of a tiny BERT takes 4.0 s, and with ``torch.func`` 16 s."""
 
     names: tuple[str, ...]
     shape: torch.Size  # of the table
@@ -98,8 +99,8 @@ class Lookup(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """J itself, of weights for which that takes less arithmetic: a LeNet's fit takes 6 s, by
-    factors alone 22 s."""
+    """J itself, for weights where this takes less arithmetic. With it a fit of a LeNet takes 6 s,
+    and with factors alone 22 s."""
 
     names: tuple[str, ...]
     sizes: list[int]  # how many columns of J belong to each
@@ -121,7 +122,8 @@ Term = Outer | Lookup | Dense
 
 @dataclass(eq=False)
 class ByFactors(Rows):
-    """The linear model at a batch by factors, for ``columns`` at once, None: all."""
+    """The linear model at a batch by factors, for at most ``columns`` columns at once (None:
+    all)."""
 
     layout: ParameterLayout
     f: Tensor
@@ -136,7 +138,7 @@ class ByFactors(Rows):
 
     @property
     def features(self) -> Tensor | None:
-        """The features of a last linear layer, if its weights are all parameters."""
+        """The features of a last linear layer, if it contains all parameters; otherwise None."""
         term = self.parts[0]
         whole = len(self.parts) == 1 and term.names == self.layout.names
         if not whole or not isinstance(term, Outer) or term.b is not None:
@@ -148,7 +150,7 @@ class ByFactors(Rows):
         return h if len(term.names) == 1 else F.pad(h, (0, 1), value=1.0)
 
     def row_squares(self, u: Tensor) -> dict[str, Tensor]:
-        """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, of the weights that have factors."""
+        """Return Σ_n Σ_k (J_nᵀ u_nk)² by name, for the weights that have factors."""
         u = u.reshape(*u.shape[:2], self.f[0].numel()).transpose(0, 1)
         names = {name for term in self.parts for name in term.names}
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
@@ -188,7 +190,7 @@ class ByFactors(Rows):
 
 
 def _of_rows(term: Term, name: str, size: int, u: Tensor, rows: slice) -> Tensor:
-    """Return Jᵀu of a weight for each of some rows, (rows, K, size); there may be no columns."""
+    """Return Jᵀu of a weight for each of some rows, (rows, K, size); K may be 0."""
 
     def pulled(u: Tensor, *held: Tensor) -> Tensor:
         tensors = iter(held)

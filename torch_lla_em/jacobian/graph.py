@@ -1,4 +1,4 @@
-"""The linear model at one batch by a recorded graph, in place of ``torch.func.vjp``, and of ``jvp``
+"""The linear model at one batch by a recorded graph, which replaces ``torch.func.vjp``, and ``jvp``
 where that fails."""
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ class ByGraph(Linearised):
     """The linear model at a batch by one recorded graph for Jᵀu, and J w by its definition, or by
     reverse mode twice.
 
-    For Jᵀu ``torch.func.vjp`` takes 1.0 to 1.3 times as long for 17 columns, and for one 1.1
-    (LeNet) to 2.3 times (an MLP with one input). Reverse mode twice, column by column, is for
-    operations that have no forward mode. Differentiable in x inside ``enable_grad``.
+    For Jᵀu ``torch.func.vjp`` takes 1.0 to 1.3 times as long with 17 columns, and with one column
+    1.1 times (LeNet) to 2.3 times (an MLP with one input). Reverse mode twice, column by column, is
+    for operations that have no forward mode. Results are differentiable in x inside
+    ``enable_grad``.
     """
 
     def __init__(

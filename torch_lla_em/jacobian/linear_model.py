@@ -76,7 +76,7 @@ class LinearModel:
         inputs are needed.
         """
         with self.network.guarded(), self.network.computing("float32"), warnings.catch_warnings():
-            # torch's first forward-mode product loads parts of its own that it deprecates
+            # the first forward-mode product loads modules of torch that torch itself deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             self.ways = ways = probe(self.network, self.layout, x)
         if ways is None:
@@ -88,8 +88,8 @@ class LinearModel:
         return ways
 
     def push(self, x: Inputs, *w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f(x), (B, ..., C), and J w, (K, B, ..., C), of columns in blocks, inside
-        ``network.guarded()``."""
+        """Return f(x), (B, ..., C), and J w, (K, B, ..., C), for blocks of columns w. Call it
+        inside ``network.guarded()``."""
         if sum(block.numel() for block in w) <= _COPIED:
             w = (torch.cat(w),)
         rows = self.at(x, sum(map(len, w)))
@@ -122,8 +122,8 @@ class LinearModel:
         return ByGraph(self.network, self.layout, x, columns, ways.forward)
 
     def steady(self, x: Inputs) -> LinearModel:
-        """Return the same model for programs: by ``torch.func``, all columns at once for batches of
-        any size."""
+        """Return the same model for exported programs: by ``torch.func``, with all columns at once,
+        for batches of any size."""
         if self.ways is None:
             self.probe(x)
         other = copy(self)
@@ -131,6 +131,6 @@ class LinearModel:
         return other
 
     def leave_factors(self) -> None:
-        """Use no factors any more after an out-of-memory error: torch.func needs less memory."""
+        """Stop using factors after an out-of-memory error, since torch.func needs less memory."""
         report("log", "Out of memory: continuing without stored Jacobian factors.")
         self.ways = self.ways and self.ways._replace(names=())

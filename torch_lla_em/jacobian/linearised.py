@@ -1,5 +1,5 @@
-"""J by its definition: the derivatives of f(x; w), a function of the parameters w in the posterior,
-at the trained ones."""
+"""J by its definition: the derivative of f(x; w) with respect to the parameters w in the posterior,
+at the trained weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_lla_em.jacobian.rows import Rows
 
 @dataclass(eq=False)
 class Intercepted(TorchFunctionMode):
-    """Gives every torch function of a forward pass to another function, with its arguments."""
+    """Passes every torch function of a forward pass, with its arguments, to another function."""
 
     call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -36,8 +36,8 @@ class Intercepted(TorchFunctionMode):
 
 
 def as_in_training(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give the row of padding of a table no derivative: it gets no gradient in training, but one by
-    forward mode. Copy inputs of linear layers that are not contiguous.
+    """Remove the derivative of the padding row of a table: it gets no gradient in training, but
+    forward mode would give it one. Copy inputs of linear layers that are not contiguous.
 
     For other layouts of (B, L, E), such as the transposed outputs of attention, ``torch.func``
     takes a product, and a gradient of the weight's size, for each of B or L entries: four to six
@@ -69,7 +69,7 @@ class Linearised(Rows):
     def __init__(
         self, network: Network, layout: ParameterLayout, x: Inputs, columns: int | None = None
     ):
-        """``columns``: the most at once, None: all."""
+        """``columns`` is the largest number of columns at once (None: all)."""
         self.layout, self.columns = layout, columns
         self._of_weights, self._leaves = partial(network.outputs, x), network.leaves(layout.names)
         self._w_MAP = {name: w.detach() for name, w in self._leaves.items()}

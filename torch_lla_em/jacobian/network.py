@@ -23,7 +23,7 @@ ForwardFn = Callable[[nn.Module, Any], Tensor]
 
 
 class _Inside(NamedTuple):
-    """What is known of a network inside of ``guarded()``."""
+    """The tensors and attributes of a network inside ``guarded()``."""
 
     tensors: dict[str, Tensor]  # parameters and buffers, detached, tied ones once
     places: dict[str, str]  # the name of the tensor at every place of the network
@@ -45,7 +45,7 @@ class Network:
         """``precision`` is that of matrix products, from ``Compute``."""
         wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
         while isinstance(module, wrappers) or "_orig_mod" in getattr(module, "_modules", ()):
-            module = next(module.children())  # of torch.compile, which has one child, too
+            module = next(module.children())  # a wrapper, also of torch.compile, has one child
         if not isinstance(module, nn.Module):
             raise TypeError(f"The model is a {type(module).__name__}. Pass an nn.Module.")
         if any(isinstance(layer, torch.jit.ScriptModule) for layer in module.modules()):
@@ -80,9 +80,9 @@ class Network:
             placed[name] = placed[name].clone()
         at = {place: placed[name] for place, name in places.items()}
         try:
-            # tensors for each place of tied weights, as torch.func looks for these each time, and
-            # does not restore a module with two names (pytorch#164759); a copy of the inputs, since
-            # a layer that works in place writes to them
+            # tied weights are passed at each of their places, since torch.func searches for these
+            # in each call, and does not restore a module with two names (pytorch#164759); inputs
+            # are copied, since a layer that works in place writes to them
             f: Tensor = functional_call(self._called, at, (copied(x),), tie_weights=False)
         except RuntimeError as error:
             self._explain(error, x)
@@ -93,8 +93,7 @@ class Network:
         return f.float() if self.precision == "bfloat16" else f
 
     def _explain(self, error: RuntimeError, x: Inputs) -> None:
-        """Raise an error for inputs of another floating point dtype than the weights, which layers
-        refuse."""
+        """Raise an error if the inputs have another floating-point dtype than the weights."""
         given = {t.dtype for t in tensors_in(x) if t.is_floating_point()}
         expected = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         if not given or not expected or given & expected or is_shortage(error):
@@ -102,14 +101,14 @@ class Network:
         (one, *_), (other, *_) = given, expected
         raise TypeError(
             f"Inputs have the dtype {one}, but the network's weights {other} ({error}). Pass "
-            f"inputs.to({other}). If the network was converted after fit, it has no longer the "
-            "dtype of the training data: pass those in its dtype, too."
+            f"inputs.to({other}). If the network was converted after fit, its dtype differs from "
+            "that of the training data: pass the training data in the new dtype, too."
         ) from error
 
     @contextmanager
     def guarded(self) -> Iterator[_Inside]:
-        """Make calls safe for torch.func, in eval mode; restore everything on exit, also attributes
-        of layers.
+        """Make calls safe for torch.func, in eval mode. Everything is restored on exit, including
+        attributes of layers.
 
         One thread at a time can enter, because flags of the module and of the process are changed.
         """
@@ -117,9 +116,9 @@ class Network:
             if self._inside.attributes:
                 yield self._inside
                 return
-            layers = dict(self.module.named_modules())  # each once, whatever its names
+            layers = dict(self.module.named_modules())  # a module with several names occurs once
             before = [(layer.__dict__, layer.__dict__.copy()) for layer in layers.values()]
-            # of the process; inside parametrize.cached(), weights computed elsewhere would be taken
+            # flags of the process; inside parametrize.cached(), cached weights would be used
             flags: list[tuple[Any, str]] = [(parametrize, "_cache_enabled")]
             flags += [(torch.backends.mha, "_is_fastpath_enabled")]
             if any(isinstance(layer, nn.RNNBase) for layer in layers.values()):
@@ -137,7 +136,7 @@ class Network:
                         setattr(*flag, False)
                     for layer in layers.values():
                         layer.__dict__["training"] = False
-                        if isinstance(layer, nn.Embedding):  # whose gradients are no derivatives
+                        if isinstance(layer, nn.Embedding):  # scaled gradients are no derivatives
                             layer.__dict__.update(sparse=False, scale_grad_by_freq=False)
                     self._inside = _noted(layers)
                     yield self._inside
@@ -165,7 +164,7 @@ class Network:
 
 
 def _noted(layers: dict[str, nn.Module]) -> _Inside:
-    """Note the tensors of layers, and the layers' attributes."""
+    """Return the tensors of layers, and the layers' attributes."""
     inside, names = _Inside({}, {}, [], []), dict[int, str]()
     for path, layer in layers.items():
         inside.attributes.append((layer.__dict__, layer.__dict__.copy()))

@@ -68,7 +68,7 @@ class ParameterLayout:
 def select_parameters(
     module: nn.Module, selection: Selection = None, last: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the parameters in the posterior, tied ones once.
+    """Return the names of the parameters in the posterior; tied parameters occur once.
 
     ``None`` selects all that require gradients, except those of normalisation layers;
     ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layers at the
@@ -121,7 +121,7 @@ def _selected(
     every = dict(module.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(every.items())}
     if selection == "last_layer":
-        if not last:  # the last with a matrix: scales, shifts and PReLU do not count
+        if not last:  # the last layer with a matrix: scales, shifts and PReLU do not count
             layers = {p: m for p, m in module.named_modules() if ".parametrizations" not in f".{p}"}
             with_weights = [path for path, layer in layers.items() if owns_weights(layer)]
             with_any = [path for path, layer in layers.items() if [*layer.parameters(False)]]

@@ -1,5 +1,5 @@
-"""Compares every way to J w and Jᵀu with the definition at the first batch, and chooses the fastest
-that agrees."""
+"""Compares every way of computing J w and Jᵀu with the definition on the first batch, and chooses
+the fastest one that agrees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from torch_lla_em.jacobian.recorded import by_factors, find
 from torch_lla_em.jacobian.rows import Pulled, Rows, Ways, num_examples
 from torch_lla_em.runtime import suppressed
 
-# largest error by rounding, of deep networks in float32 or with TF32; wrong derivatives have more
+# largest rounding error of deep networks in float32 or with TF32; wrong derivatives have larger
+# errors
 _ROUNDING = 0.03
 
 # blocks with a gradient below this share of the largest one count for less, because of rounding
@@ -56,7 +57,7 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
         u = draw((2, *f.shape), dtype=f.dtype).to(f.device)
         v = draw((2, len(w)), dtype=torch.promote_types(w.dtype, torch.float32)).to(w.device)
         definition, pulled = Linearised(network, layout, x), list[Pulled]()
-        with suppressed():  # where torch.func does not support an operation, it is by ``backward``
+        with suppressed():  # if torch.func does not support an operation, ``backward`` is used
             pulled.append(definition.pull(u))
         truth: Rows = definition if pulled else plain
         JTu = (pulled or [plain.pull(u)])[0].added_to(torch.zeros_like(v))
@@ -95,8 +96,9 @@ def _twice(tensor: Tensor) -> Tensor:
 
 
 def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
-    """Check the outputs. Return their sizes, and the memory of an example in a forward pass: what
-    it keeps, or all that its layers return if that is more, as for a last layer."""
+    """Check the outputs. Return their sizes, and the memory of an example in a forward pass: the
+    tensors that its graph keeps, or all outputs of layers if these are larger, as for a last
+    layer."""
     f, sizes = checked_outputs(network, plain.layout.names, x), dict[int, int]()
     returned: list[int] = []
 
@@ -116,7 +118,7 @@ def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
             if not any(True for _ in layer.children()):
                 stack.callback(layer.register_forward_hook(note).remove)
         plain.f  # noqa: B018
-    for parameter in network.module.parameters():  # are in memory in any case
+    for parameter in network.module.parameters():  # these are in memory in any case
         if parameter.layout == torch.strided:
             sizes.pop(parameter.untyped_storage().data_ptr(), None)
     count, is_near = num_examples(x), network.device.type == "cpu"
@@ -131,8 +133,8 @@ def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:
 def _error(plain: Rows, drawn: tuple[Tensor, Tensor, Tensor], eps: float, rows: Rows) -> float:
     """Return the relative error of J w and of Jᵀu for random u, v and Jᵀu by the definition.
 
-    It does not depend on the number of outputs: w = Jᵀu, of blocks of one size, shows what J lacks,
-    and u = J v what it has too much.
+    The error does not depend on the number of outputs: w = Jᵀu, with all blocks scaled to one size,
+    reveals missing parts of J, and u = J v reveals superfluous ones.
     """
     (u, v, JTu), layout = drawn, plain.layout
     truth = JTu.double()
@@ -145,7 +147,7 @@ def _error(plain: Rows, drawn: tuple[Tensor, Tensor, Tensor], eps: float, rows: 
     size = Jv[1].norm()
     back = plain.pull((Jv[1:] / size).to(u)).added_to(torch.zeros_like(v[:1]))
     beyond = (size - (back[0].double() * v[1].double()).sum()).abs() / size
-    # of each block of Jᵀu on its own size, or if it is small, on that of all
+    # the error of each block of Jᵀu is relative to the block, or to all blocks if it is small
     wrong = layout.block_sums((pulled.double() - truth).square()).sqrt()
     sizes = layout.block_sums(truth.square()).sqrt() + 100 * eps**0.5 * truth.norm()
     of_blocks = (wrong / sizes.clamp_min(1e-300)).max()

@@ -17,7 +17,7 @@ _FETCHED_BYTES = 1.6e7
 
 
 class Ways(NamedTuple):
-    """The result of the probe: how J is computed, and what an example takes."""
+    """The result of the probe: how J is computed, and the costs of an example."""
 
     names: tuple[str, ...] = ()  # weights with factors: all that have an influence, or none
     shared: tuple[str, ...] = ()  # tables of which one lookup is used for all examples
@@ -42,8 +42,8 @@ class Ways(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """Jᵀ u, (K, P), as gradients by name, which take no more memory than the total they are added
-    to."""
+    """Jᵀ u, (K, P), as gradients by name, which need no more memory than the total to which they
+    are added."""
 
     layout: ParameterLayout
 
@@ -75,7 +75,7 @@ class Pulled(NamedTuple):
 class Rows:
     """One batch of examples; ``push`` and ``pull`` may be called any number of times.
 
-    Call them inside ``network.guarded()``. Examples are never vmapped over, columns are.
+    Call them inside ``network.guarded()``. Columns are vmapped over, and examples never are.
     """
 
     layout: ParameterLayout
@@ -87,8 +87,8 @@ class Rows:
     """Number of columns that are computed at once; None: all."""
 
     features: Tensor | None = None
-    """h, (B, ..., D), if J w = W h for all parameters W of a last linear layer; the last is 1 if it
-    has a bias."""
+    """h, (B, ..., D), if all parameters are those of a last linear layer with J w = W h. The last
+    entry of h is 1 if the layer has a bias."""
 
     nbytes: float = inf
     """Memory in bytes for storing this between passes; infinity: not worth storing."""

@@ -1,5 +1,4 @@
-"""What a network was at one time, and whether it still is: its layers, parameters and
-statistics."""
+"""Detects changes of a network: of its layers, parameters and running statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class NetworkState:
     """
 
     def __init__(self, network: Network, fingerprint: Tensor | None = None):
-        """``fingerprint``: the hash that is expected; None: that of the present network."""
+        """``fingerprint`` is the expected hash (None: the hash of the present network)."""
         with ONE_AT_A_TIME:
             module = network.module
             present = files.fingerprint(module)
@@ -34,7 +33,8 @@ class NetworkState:
             self._tensors = files.tensors_of(module) if is_present else {}
 
     def holds(self, network: Network, surely: bool = False, or_cast: bool = False) -> bool:
-        """Whether the network is unchanged, or cast as a whole; ``surely`` compares every bit."""
+        """Whether the network is unchanged, or with ``or_cast`` only cast as a whole. With
+        ``surely`` every bit is compared."""
         with ONE_AT_A_TIME:
             module = network.module
             marks = _marks(module)
@@ -48,7 +48,7 @@ class NetworkState:
             return True
 
     def _is_cast(self, now: dict[str, Tensor]) -> bool:
-        """Whether tensors are those of before in another dtype. The tensors of before must be
+        """Whether the tensors are the earlier ones in another dtype; the earlier tensors must be
         unchanged."""
         is_as_noted = torch.equal(files.fingerprint(self._tensors), self.fingerprint)
         if not is_as_noted or self._tensors.keys() != now.keys():
@@ -56,7 +56,7 @@ class NetworkState:
         return all(torch.equal(self._tensors[name].to(own), own) for name, own in now.items())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this network; ``holds`` notes that of a copy."""
+        """Leave out the marks of this network's tensors; ``holds`` computes those of a copy."""
         return {**self.__dict__, "_marks": None, "_tensors": {}}
 
 
@@ -69,7 +69,7 @@ def _marks(module: nn.Module) -> list[Any]:
         marks.append(type(layer))
         for is_parameter, holder in ((True, layer._parameters), (False, layer._buffers)):
             for key, t in holder.items():
-                # counters are no statistics
+                # counters do not matter
                 if t is None or not (is_parameter or t.is_floating_point() or t.is_complex()):
                     continue
                 is_plain = t.layout is torch.strided

@@ -1,4 +1,4 @@
-"""The base class of likelihoods p(y | f), and what its subclasses share."""
+"""The base class of likelihoods p(y | f), and functions that its subclasses share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Likelihood:
     """Whether -log p is quadratic in f, so that the mode is one linear solve."""
 
     elementwise = False
-    """Whether every output has a target of its own, so that y has the axis C as f does."""
+    """Whether every output has its own target, so that y has the axis C as f does."""
 
     real_valued = False
     """Whether targets are continuous; a prediction is then (mean, variance)."""
@@ -58,13 +58,13 @@ class Likelihood:
         raise self._lacks("log_prob(f, y)")
 
     def label_log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return log p of each label by itself, (..., B, labels); their sum over an example is
+        """Return log p of each single label, (..., B, labels); their sum over an example is
         ``log_prob``.
 
-        A label is the target of a site, or of one output if ``elementwise``. Default: ``log_prob``
-        of every label as an example, with axes of size 1 for sites. Define it if the likelihood has
-        parameters for each output or site: ``calibrate`` and ``compare`` call it for examples with
-        several labels.
+        A label is the target of a site, or of one output if ``elementwise``. By default
+        ``log_prob`` is called with every label as an example of its own, with axes of size 1 for
+        sites. Define it if the likelihood has parameters for each output or site: ``calibrate`` and
+        ``compare`` call it for examples with several labels.
         """
         labels, ones = y.shape[1:].numel(), (1,) * (y.dim() - 1)
         shape = ones if self.elementwise else (*ones, f.shape[-1])
@@ -89,7 +89,7 @@ class Likelihood:
         )
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return E[y | f], which are probabilities for classes.
+        """Return E[y | f]; for classes these are the probabilities.
 
         Args:
             f (Tensor): Outputs of the network, shape (..., B, *sites, C).
@@ -166,7 +166,7 @@ class Likelihood:
         return None
 
     def mask(self, y: Tensor) -> Tensor | None:
-        """Return which sites count, a mask or weights (B, *sites); None if every site counts
+        """Return which sites count, as a mask or weights (B, *sites); None if every site counts
         once."""
         return None
 
@@ -195,8 +195,8 @@ class Likelihood:
         Default: no check."""
 
     def mistaken(self, f: Tensor, y: Tensor) -> tuple[Tensor, str] | None:
-        """Return log p(y) by another meaning of the outputs, (B,), and a warning if it is higher;
-        None: there is none."""
+        """Return log p(y), (B,), for another meaning of the outputs, with the warning if it is
+        higher; None if there is no other meaning."""
         return None
 
     @property
@@ -205,16 +205,16 @@ class Likelihood:
         return None
 
     def with_noise(self, sigma_noise: Tensor) -> Likelihood:
-        """Return the same likelihood with ``sigma_noise``, one σ or one per output, if it has a
-        σ."""
+        """Return the same likelihood with ``sigma_noise``, which is one σ or one per output.
+        Likelihoods without σ return themselves."""
         return self
 
     def offset(self, mean: Tensor, variance: Tensor) -> Tensor | None:
-        """Return the constant in f, (C,) or (), for targets with this mean and variance; None:
+        """Return the constant in f, (C,) or (), for targets with this mean and variance; None if
         there is none.
 
-        The linear model takes it, and so finds the same posterior for targets y + b or in another
-        unit.
+        With it, the linear model has the same posterior for targets y + b, and for targets in
+        another unit.
         """
         return None
 

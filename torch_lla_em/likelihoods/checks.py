@@ -14,8 +14,8 @@ _TOLERANCE = 1e-3
 _DRAWS = 256
 
 _FEWEST, _CLEAR = 20, 3.0
-"""Fewest examples of which the meaning of outputs is judged, and by how many standard errors
-another one has to be better."""
+"""Smallest number of examples for which the meaning of outputs is checked, and the number of
+standard errors by which another meaning has to be better."""
 
 
 def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
@@ -76,8 +76,8 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     )
     if of_H and likelihood.convex:
         raise ValueError(
-            f"{message}. Correct it; if it is that expectation, define sample(f, generator) for "
-            "the check."
+            f"{message}. Correct it. If it is this expectation, define sample(f, generator), with "
+            "which the check can confirm it."
         )
     if of_H:
         report("log", f"{message}: the posterior is that of the H given.")
@@ -101,8 +101,8 @@ def require_labels(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 
 def warn_if_mistaken(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Report a warning if outputs f, (B, *sites, C), predict targets clearly better by another
-    meaning than the likelihood's.
+    """Report a warning if outputs f, (B, *sites, C), predict the targets clearly better when they
+    are read in another way than by the likelihood.
 
     Args:
         likelihood (Likelihood): The likelihood, whose ``mistaken`` is the other meaning.
@@ -121,8 +121,8 @@ def warn_if_mistaken(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 
 def _errors(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> list[str]:
-    """Return the relative errors of the gradient, of S Sᵀ u and of H u in percent, empty strings
-    for rounding."""
+    """Return the relative errors of the gradient, of S Sᵀ u and of H u in percent, as texts that
+    are empty for rounding errors."""
 
     def by_autograd(y: Tensor) -> tuple[Tensor, Tensor]:
         """Return ∇(-log p) and ∇²(-log p) u."""

@@ -136,7 +136,7 @@ class Classification(Labels):
             raise ValueError(
                 f"Class labels are between {kept.min()} and {kept.max()}, outside of 0 to "
                 f"{f.shape[-1] - 1}: the network needs as many outputs as there are classes. If "
-                "one label marks missing ones, pass it as Classification(ignore_index=...)."
+                "a number marks missing labels, pass it as Classification(ignore_index=...)."
             )
 
     def _chosen(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,8 +224,8 @@ class Bernoulli(Labels, ElementwiseLikelihood):
             return None
         p = f.double().clamp(1e-9, 1 - 1e-9)
         return sum_rows(torch.where(y > 0.5, p, 1 - p).log(), y), (
-            "The outputs look like probabilities: all lie between 0 and 1, and read so they "
-            'predict the targets better. "bernoulli" needs logits: leave out the last sigmoid, or '
+            "The outputs look like probabilities: all lie between 0 and 1, and as probabilities "
+            'they predict better. "bernoulli" needs logits: leave out the last sigmoid, or '
             "pass adapter=Adapter(lambda model, x: model(x).logit(1e-6))."
         )
 
@@ -264,7 +264,7 @@ class Poisson(ElementwiseLikelihood):
         if not (f >= 0).all():
             return None
         return Poisson.log_prob(self, f.double().clamp_min(1e-9).log(), y.double()), (
-            "The outputs look like rates: none is negative, and read so they predict the targets "
+            "The outputs look like rates: none is negative, and as rates they predict the targets "
             'better. "poisson" needs log rates: train without the last exp or softplus, or pass '
             "adapter=Adapter(lambda model, x: model(x).log())."
         )

@@ -104,28 +104,30 @@ class LinearisedLaplace(Predicts):
             log variances), "reward_modeling", or a ``Likelihood``, such as
             ``Regression(sigma_noise)``, or one of your own.
         prior (str): The scaling of the prior. "scalar" (default): the prior standard deviations of
-            parameters are ‖w‖ m/s, for the trained weights w of their layer, the size s of their
-            feature, and the mean m of s in their tensor: the posterior is the same in all units of
-            the targets. "g": 1/s, the g-prior. "isotropic": the same for all parameters.
+            parameters are ‖w‖ m/s, for the trained weights w of their tensor, the size s of their
+            feature (the derivative of the outputs with respect to the parameter), and the root mean
+            square m of s in their tensor; the posterior then does not depend on the unit of the
+            targets. "g": 1/s, the g-prior. "isotropic": the same for all parameters.
         layerwise (bool): Learn one prior precision per tensor, at several times the cost; it can
             prune tensors. Default False: one for all parameters.
         num_samples (int): Number K of posterior samples. Default 32, for which standard deviations
             have a Monte Carlo error of 12 %; with 8 it is 25 %. Time and memory grow with K.
-        parameters (str, list or callable, optional): The parameters in the posterior. None
-            (default): all that require gradients, except those of normalisation layers. Use
-            "last_layer" for very large networks: the layer that computes the outputs, or the layers
-            of all heads if there are several. Otherwise a pattern of names such as "*lora*", a
-            list of patterns, or a predicate (name, parameter) -> bool.
-        curvature (str, optional): Where the GGN is evaluated: "variational": in expectation under
-            the posterior; "network": at the network's outputs, as in the paper. None (default):
-            "variational" for all but Gaussian likelihoods, with one precision and the default
-            solver, if memory allows; else "network".
+        parameters (str, list or callable, optional): The parameters in the posterior. Default None:
+            all that require gradients, except those of normalisation layers. Use "last_layer" for
+            very large networks: it selects the layer that computes the outputs, or the layers of
+            all heads if there are several. Other parameters are selected by a pattern of names such
+            as "*lora*", a list of patterns, or a predicate (name, parameter) -> bool.
+        curvature (str, optional): Where the generalised Gauss–Newton matrix (GGN) is evaluated.
+            "variational": in expectation under the posterior; "network": at the network's outputs,
+            as in the paper. Default None: "variational" if the likelihood is not Gaussian, the
+            prior has one precision, the solver is the default, and memory allows it; otherwise
+            "network".
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
-        adapter (Adapter): How a batch becomes outputs and targets, if ``model(inputs)`` and
-            (inputs, targets) do not tell. Default Adapter().
+        adapter (Adapter): How a batch becomes outputs and targets, if not by ``model(inputs)`` and
+            (inputs, targets). Default Adapter().
         seed (int): Seed of all random numbers. Default 0.
-        compute (Compute): What a fit may use: accuracy, solver, memory, time, processes, and a
-            folder for checkpoints. Default Compute().
+        compute (Compute): Options of the computation: accuracy, solver, memory, time, processes,
+            and a folder for checkpoints. Default Compute().
 
     Raises:
         TypeError: If an argument has a type that is not allowed, or is one of an earlier version.
@@ -166,7 +168,7 @@ class LinearisedLaplace(Predicts):
         require(is_own, "adapter", adapter, "an Adapter object", TypeError)
         if isinstance(prior, str) and prior.startswith("layerwise"):
             scaling = prior.removeprefix("layerwise").strip() or "scalar"
-            raise ValueError(f'prior={prior!r} is prior="{scaling}" with layerwise=True now.')
+            raise ValueError(f'Write prior="{scaling}", layerwise=True instead of prior={prior!r}.')
         check_choice("prior", prior, tuple(PRIORS))
         require(isinstance(layerwise, bool), "layerwise", layerwise, "True or False", TypeError)
         check_choice("curvature", curvature, (None, "network", "variational"))
@@ -177,7 +179,7 @@ class LinearisedLaplace(Predicts):
             check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
             likelihood = LIKELIHOODS[likelihood]()
         if layerwise and curvature == "variational":
-            raise ValueError('curvature="variational" has one precision: use layerwise=False.')
+            raise ValueError('curvature="variational" needs one precision: use layerwise=False.')
         if isinstance(likelihood, BradleyTerry):
             adapter = Adapter(adapter.outputs or rewards, adapter.targets or preferred)
         network = Network(model, adapter.outputs, int(class_dim), compute.precision)
@@ -189,12 +191,12 @@ class LinearisedLaplace(Predicts):
         self.num_samples = int(num_samples)
         self.seed, self.adapter, self.compute = int(seed), adapter, compute
         self.trained_with: tuple[Any, Weights | None] = (None, None)
-        """The data of the fit and their weights, which copies and files leave out."""
+        """The data of the fit and their weights, which copies and files do not contain."""
 
     @property
     def posterior(self) -> Posterior | None:
-        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
-        before ``fit``."""
+        """The frozen record of the fit, which can be passed to the functions of
+        ``torch_lla_em.prediction``; None before ``fit``."""
         return self._posterior
 
     @property
@@ -204,12 +206,13 @@ class LinearisedLaplace(Predicts):
 
     @property
     def sigma_noise(self) -> Tensor | None:
-        """σ of a regression; None before ``fit``, and of other likelihoods."""
+        """σ of a regression; None before ``fit``, and for other likelihoods."""
         return None if self._posterior is None else self._posterior.likelihood.observation_noise
 
     @property
     def effective_dim(self) -> Tensor | None:
-        """γ, how many parameters the data determine, as λ; None before ``fit``."""
+        """γ, the number of parameters that the data determine, in the shape of λ; None before
+        ``fit``."""
         return None if self._posterior is None else self._posterior.result.effective_dim.value
 
     @property
@@ -286,10 +289,10 @@ class LinearisedLaplace(Predicts):
         return [] if self._posterior is None else list(self._posterior.messages)
 
     def take(self, posterior: Record) -> None:
-        """Hold another record from now on.
+        """Use another record from now on.
 
         Args:
-            posterior (Posterior): The record, as ``calibrate`` of a record returns it.
+            posterior (Posterior): The record, for example as ``prediction.calibrate`` returns it.
         """
         words = "the record of a fit, as la.posterior, or predict(record, x) for one of several"
         require(isinstance(posterior, Posterior), "posterior", posterior, words, TypeError)
@@ -306,15 +309,15 @@ class LinearisedLaplace(Predicts):
         return {**self.__dict__, "trained_with": (None, None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Note the tensors of a copied network, without which a cast of it would look like a
+        """Record the tensors of a copied network; otherwise a cast of it would look like a
         change."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.posterior is not None:
             self.posterior.setting.state.holds(self._linear_model.network)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearisedLaplace:
-        """Move posterior and network together, unless a module that contains both has moved the
-        network."""
+        """Move posterior and network together, unless a module that contains both has already moved
+        the network."""
         posterior, network = self._posterior, self._linear_model.network
         unchanged = posterior is not None and posterior.setting.state.holds(network, or_cast=True)
         self.model._apply(fn)
@@ -327,7 +330,7 @@ class LinearisedLaplace(Predicts):
 
     @property
     def tolerance(self) -> float:
-        """The largest numerical error of the samples that is asked for, in posterior standard
+        """The requested largest numerical error of the samples, in posterior standard
         deviations."""
         return self.compute.tolerance or usual_tolerance(self.num_samples)
 
@@ -349,10 +352,10 @@ class LinearisedLaplace(Predicts):
             x (DataLoader, Dataset, list of batches, or inputs): The training data.
             y (Tensor, optional): The targets, if ``x`` are inputs.
             validation (DataLoader, optional): Held-out data to calibrate on; we recommend it.
-                Default None: if the posterior leaves out parameters of the network (as that of a
-                last layer, or of a head on a frozen backbone) and inputs are columns of numbers,
-                predictions are calibrated on moved training examples, as by ``calibrate()``. False:
-                predictions stay as fitted.
+                Default None: no validation set. If only some of the network's parameters are in the
+                posterior (a last layer, or a head on a frozen backbone) and the inputs are columns
+                of numbers, predictions are calibrated on moved training examples, as by
+                ``calibrate()``. False: predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the
                 data.
@@ -360,14 +363,14 @@ class LinearisedLaplace(Predicts):
             weights (Tensor, str, callable or float, optional): Weights of the examples: a tensor,
                 if inputs and targets are tensors; "last" if batches are (inputs, targets, weights);
                 a function of the targets, such as ``lambda y: class_weights[y]``; or one number for
-                all. Predictions and ``calibrate`` use no weights, and σ of a regression is not
-                learnt with them. Default None: every example counts once.
+                all examples. Predictions and ``calibrate`` use no weights, and with weights the σ
+                of a regression is not learnt. Default None: every example counts once.
 
         Returns:
             The posterior itself.
 
         Raises:
-            TypeError: For an argument of an earlier version, with what replaces it.
+            TypeError: If an argument is one of an earlier version; the error names its replacement.
             ValueError: If targets do not fit the outputs, outputs are not finite, or the data of a
                 checkpoint have changed.
 
@@ -415,7 +418,7 @@ class LinearisedLaplace(Predicts):
         progress_bar: bool,
         unseen: Identity | None,
     ) -> Posterior:
-        """Return the posterior by one scaling of the prior; this object is not changed."""
+        """Return the fitted posterior; this object is not changed."""
         problem = self._problem(loader, group_of(self.compute.shard), weights)
         model = problem.linear_model
         state, header, compute = problem.sweep.begun_with, dict[str, Any](), self.compute
@@ -464,11 +467,11 @@ class LinearisedLaplace(Predicts):
         """Return log p(y | λ, σ) of the linear model, an ``Estimate`` with its standard error over
         samples.
 
-        It compares priors, noise levels and likelihoods on the features of one network, and not
+        Use it to compare priors, noise levels and likelihoods for one network. It does not rank
         networks.
 
         Raises:
-            ValueError: If the fit took a solver, or had a precision per tensor.
+            ValueError: If the fit used a solver, or had one precision per tensor.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
         Example:
@@ -477,7 +480,7 @@ class LinearisedLaplace(Predicts):
         found = required(self).members[0].result.log_evidence
         if found.value.isnan():
             raise ValueError(
-                "A fit by a solver, or with a precision per tensor, does not compute the evidence. "
+                "A fit by a solver, or with one precision per tensor, has no evidence. "
                 "Fit with one precision (layerwise=False) and without Compute(solver=...)."
             )
         return found
@@ -509,9 +512,9 @@ class LinearisedLaplace(Predicts):
         Args:
             path (str): Name of the file that ``save`` has written.
             model (nn.Module): The network, with the weights that the posterior was fitted to.
-            **options: Arguments of ``LinearisedLaplace`` that the fit had and a file cannot store:
-                a custom likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Others
-                replace those saved.
+            **options: Arguments of ``LinearisedLaplace`` that a file cannot store: a custom
+                likelihood, ``adapter``, and ``compute`` if you call ``fit`` again. Other arguments
+                replace the saved ones.
 
         Raises:
             ValueError: If the file is damaged or belongs to another network, or if an option is
@@ -527,8 +530,8 @@ class LinearisedLaplace(Predicts):
         return la
 
     def _loaded(self, state: dict[str, Tensor], later: bool = False) -> Posterior:
-        """Return the record of a state; ``later``: the weights of the network may be loaded after
-        it."""
+        """Return the record of a state. With ``later`` the weights of the network may be loaded
+        after the state."""
         files.check(state, "posterior")
         model = self._linear_model
         network_state = NetworkState(model.network, state["fingerprint"].cpu() if later else None)
@@ -538,7 +541,8 @@ class LinearisedLaplace(Predicts):
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
-        """Add the posterior to a state; a module that contains this one calls it with a prefix."""
+        """Add the posterior to a state. A module that contains this object calls it with a
+        prefix."""
         try:
             record = required(self, surely=True).members[0]
         except NotFittedError as error:
@@ -553,8 +557,8 @@ class LinearisedLaplace(Predicts):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *more: Any, **named: Any
     ) -> None:
-        """Load the posterior from its state, or from that of a module that contains this one, whose
-        networks may be loaded later."""
+        """Load the posterior from its own state, or from that of a module that contains this
+        object; the networks of that module may be loaded later."""
         own, (_, _, missing, _, errors) = stored.without_prefix(state_dict, prefix), more
         if own or not prefix:
             try:
@@ -572,8 +576,8 @@ class LinearisedLaplace(Predicts):
         return summary.table_of(title, models, self.likelihood, self.posterior or unfitted)
 
     def plan(self, x: Inputs | Loader, y: Tensor | None = None) -> Plan:
-        """Return a ``Plan``: the memory of ``fit`` and the time of a pass over these data; print it
-        to read it.
+        """Return a ``Plan`` of the memory of ``fit`` and the time of a pass over these data; print
+        it.
 
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): The training data.
@@ -591,12 +595,12 @@ class LinearisedLaplace(Predicts):
         return Data(loader, device, self.adapter.targets, group, weights)
 
     def _problem(self, loader: Loader, group: Group, weights: Weights | None = None) -> Problem:
-        """Return the problem of a fit, once it is known which layer is the last."""
+        """Return the problem of a fit, after finding the last layer if that is needed."""
         data, model = self._data(loader, group, weights), self._linear_model
         problem = Problem(model, self._given_likelihood, data)
         if self._parameters_asked == "last_layer":
-            # a call is needed to see which layers are applied last: of few examples, as the first
-            # batch may be all data
+            # a call is needed to see which layers are applied last; it uses few examples, since the
+            # first batch may contain all data
             few = problem.sweep.pieces(data.first(), FEW)[0]
             model = _linear_model(
                 model.network, "last_layer", last_layers(model.network, few.inputs)
@@ -612,8 +616,8 @@ def linear_problem(
     y: Tensor | None = None,
     parameters: Selection = None,
 ) -> Problem:
-    """Return the linear model of a network with its likelihood and data, which the stages of the
-    method take.
+    """Return the linear model of a network with its likelihood and data, for the four stages of the
+    method.
 
     Args:
         model (nn.Module): The trained network.
@@ -624,8 +628,8 @@ def linear_problem(
             all.
 
     Returns:
-        A ``Problem``, of which ``get_sto_samples`` draws the random probes. For a regression, the
-        other stages take ``problem.with_targets(probes.targets)``.
+        A ``Problem``, for which ``get_sto_samples`` draws the random probes. For a regression, pass
+        ``problem.with_targets(probes.targets)`` to the other stages.
 
     Example:
         >>> problem = linear_problem(model, "classification", x, y)

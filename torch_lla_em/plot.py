@@ -1,9 +1,9 @@
 """Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return its
 axes.
 
-``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``, and ``loader`` a DataLoader,
-Dataset or list of batches of held-out data, or ``predicted_data(la, loader)``, which several plots
-can share. ``axes`` are matplotlib's; by default they are those of a new figure.
+``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``. ``loader`` is a DataLoader, Dataset
+or list of batches of held-out data, or the result of ``predicted_data(la, loader)``, which several
+plots can share. ``axes`` are axes of matplotlib; by default a new figure is made.
 
     Example:
         >>> axes = plot.reliability(la, loader)
@@ -45,8 +45,8 @@ _COLOURS = {"network": "0.6", "posterior": "C0"}
 def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: int = 15) -> Axes:
     """Plot accuracy over confidence for the network and the posterior, with their ECE.
 
-    Bins with fewer than ten examples are hollow circles beside the line, since their accuracy is
-    not known.
+    Bins with fewer than ten examples are hollow circles that the line leaves out, since their
+    accuracy is uncertain.
 
     Args:
         loader: Held-out data, as above.
@@ -72,7 +72,7 @@ def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: in
 
 
 def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 0) -> Axes:
-    """Plot a regression with 90 % prediction intervals over its input, which is one number.
+    """Plot a regression with 90 % prediction intervals over its single input variable.
 
     Args:
         loader: Held-out data, as above.
@@ -85,7 +85,7 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
     rows, axes = _rows(la, loader, real=True), _axes(axes, "input", "target")
     x = rows.inputs
     if x is None or x[0].numel() != 1:
-        raise ValueError("bands are over inputs of one number each. For others, use coverage.")
+        raise ValueError("bands needs inputs with a single variable. For others, use coverage.")
     margin = 0.3 * (x.max() - x.min())
     grid = torch.linspace(x.min() - margin, x.max() + margin, 320, device="cpu").to(x)
     predicted = predict(la, grid.view(-1, *x.shape[1:]))
@@ -95,7 +95,7 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
     some = places.argsort()[:: -(-len(y) // 500)]  # more points are thinned evenly
     axes.fill_between(at, low, high, color="C0", alpha=0.25, linewidth=0, label="90 %")
     axes.plot(at, mean, color="C0")
-    ink = axes.xaxis.label.get_color()  # of dark styles too
+    ink = axes.xaxis.label.get_color()  # which suits dark styles too
     axes.scatter(places[some], y[some], 4, color=ink, label="data", zorder=3)
     axes.legend(frameon=False)
     return axes
@@ -128,7 +128,7 @@ def out_of_distribution(
     """Plot the p-values of two data sets, and the AUROC with which they separate them, as
     ``is_ood`` does.
 
-    Before ``calibrate``, and with groups, it is the epistemic uncertainty.
+    Before ``calibrate``, and with groups, the epistemic uncertainty is plotted instead.
 
     Args:
         loader: Held-out data, as above.
@@ -166,8 +166,8 @@ def out_of_distribution(
 
 
 def suspicious(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
-    """Plot the twelve images with the most suspicious labels: the given label, and that of the
-    posterior.
+    """Plot the twelve images with the most suspicious labels, each with its given label and the
+    label that the posterior would give.
 
     Args:
         loader: Data with labels, as above. Inputs are images (B, channels, H, W).
@@ -179,7 +179,7 @@ def suspicious(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
     rows = loader if isinstance(loader, PredictedData) else predicted_data(la, loader)
     if rows.inputs is None or rows.inputs.dim() != 4 or rows.targets.dim() != 1:
         raise ValueError(
-            "Pictures need images (B, channels, H, W) of one size, with one label each."
+            "This plot needs images (B, channels, H, W) of one size, with one label each."
         )
     record, axes = suspicious_among(rows), _axes(axes, "", "")
     chosen = record.order[:12]
@@ -202,7 +202,7 @@ def evidence(monitor: Monitor, axes: Axes | None = None) -> Axes:
     """Plot the evidence of a monitor over the number of inputs, with the threshold of its alarm.
 
     Args:
-        monitor (Monitor): As ``la.monitor`` returns it.
+        monitor (Monitor): The monitor, as returned by ``la.monitor``.
         axes: Matplotlib's, or None for those of a new figure.
 
     Example:

@@ -1,5 +1,5 @@
-"""``Predicts``: what a posterior and an ensemble of posteriors have in common, from predictions to
-reports."""
+"""``Predicts``: the methods that a posterior and an ensemble of posteriors share, from predictions
+to reports."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ Own = TypeVar("Own", bound="Predicts")
 
 
 class Predicts(Holder, nn.Module):
-    """Base class of ``LinearisedLaplace`` and ``LaplaceEnsemble``: what can be done with a fitted
+    """Base class of ``LinearisedLaplace`` and ``LaplaceEnsemble`` with the methods of a fitted
     posterior."""
 
     def take(self, posterior: Record) -> None:
-        """Hold another record from now on."""
+        """Use another record from now on."""
         raise NotImplementedError
 
     def forward(
@@ -57,9 +57,9 @@ class Predicts(Holder, nn.Module):
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them: several
                 in one tuple, ``la((a, b))``.
-            *more: Refused, since x has all inputs.
-            **inputs: Inputs by name, in the place of x: ``la(input_ids=...)``. Other methods take a
-                dict of them.
+            *more: Not allowed, since x contains all inputs.
+            **inputs: Inputs by name instead of x: ``la(input_ids=...)``. Pass a dict to other
+                methods.
 
         Returns:
             Tensor (B, ..., C) of probabilities or rates; for regression two tensors, the mean and
@@ -80,9 +80,9 @@ class Predicts(Holder, nn.Module):
             )
         if inputs and x is not None:
             raise TypeError(
-                f"x was passed by position, and {', '.join(inputs)} by name, which are further "
-                "inputs of the model: pass all inputs by name, or all in one tuple or dict. "
-                "Options, such as mean, are those of predict."
+                f"x was passed by position, but {', '.join(inputs)} by name, and arguments by name "
+                "are inputs of the model: pass all inputs by name, or all in one tuple or dict. "
+                "For options such as mean, call la.predict."
             )
         if x is None and not inputs:
             raise TypeError("la needs inputs of the model: pass them as its first argument, la(x).")
@@ -110,14 +110,15 @@ class Predicts(Holder, nn.Module):
 
         Args:
             x (Tensor, tuple, dict, DataLoader or Dataset): Inputs, as the model takes them; a dict
-                has the inputs of the model by name. Batches of a loader may have no targets, and
-                are read in the order of its dataset. The samples of all its outputs have to fit
-                into memory: see ``predictions``.
+                contains the inputs of the model by name. Batches of a loader may have no targets,
+                and are read in the order of its dataset. The samples of all outputs have to fit
+                into memory; otherwise use ``predictions``.
             mean (str, optional): Use the posterior alone, around f(x) ("network") or J(x) w_lin
-                ("linear"). Default None: what the fit or ``calibrate`` has chosen. A fit chooses
-                J(x) w_lin for a regression, with the σ that is learnt from it (f(x) has the σ of
-                its own residuals); with variational curvature a mixture; with others f(x), to which
-                the curvature belongs.
+                ("linear"), where f(x) are the network's outputs, and J(x) w_lin those of the mode
+                of the linear model. Default None: as chosen by the fit or by ``calibrate``. A fit
+                chooses J(x) w_lin for a regression, with the σ that is learnt from it (f(x) has the
+                σ of its own residuals); a mixture with variational curvature; and otherwise f(x),
+                at which the curvature was evaluated.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
             weights (sequence, optional): The weight of each input, if ``calibrate`` had weights.
                 Default None: the largest of a reference example.
@@ -137,14 +138,14 @@ class Predicts(Holder, nn.Module):
     def predictions(self, loader: Loader, mean: Mean | None = None) -> Iterator[Prediction]:
         """Yield the predictive distribution at each batch of a loader, in the order of its dataset.
 
-        Only one batch is held in memory at a time. All batches have the same functions: the k-th
-        sample is the same function everywhere.
+        Only one batch is held in memory at a time. The k-th sample is the same function for all
+        batches.
 
         Args:
             loader (DataLoader, Dataset or list of batches): Batches may have no targets. A
                 ``DataLoader`` that shuffles is read in the order of its dataset, as by ``fit`` and
-                all other methods. Two tensors of one form in a list are two batches; in a tuple
-                they are inputs and targets.
+                all other methods. Two tensors of equal shape and type in a list are two batches; in
+                a tuple they are inputs and targets.
             mean (str, optional): As in ``predict``.
 
         Returns:
@@ -209,16 +210,16 @@ class Predicts(Holder, nn.Module):
     ) -> Own:
         """Fit a few numbers of the predictions to a validation set, in one pass for each network.
 
-        Without arguments they are fitted to the training examples of ``fit``, moved so that a
-        network that has memorised them is as wrong as at new inputs. No guarantee follows:
-        p-values, sets and intervals need data.
+        Without arguments the numbers are fitted to the training examples of ``fit``, which are
+        moved so that a network that has memorised them is wrong as often as at new inputs. No
+        guarantee follows: p-values, sets and intervals need validation data.
 
         For classes and labels the prediction is a mixture of the posterior, its mean alone, and the
-        network: the numbers are a scale of the posterior's variance, factors of the logits of the
-        latter two (temperature scaling), and the weights. For regression they are the scale, the
-        observation noise σ, and the share of the linear mode in the mean. If the validation NLL
-        does not improve, predictions are kept as they were. The members of an ensemble share these
-        numbers, and are not changed.
+        network. The numbers are a scale of the posterior's variance, factors of the logits of mean
+        and network (temperature scaling), and the weights. For regression they are the scale, the
+        observation noise σ, and the share of the linear mode in the mean. If the validation
+        negative log-likelihood (NLL) does not improve, predictions stay as they were. The members
+        of an ensemble share these numbers, and are not changed.
 
         For ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` the numbers are fitted a
         second time, to every other example; the others are the reference. Guarantees hold on
@@ -228,11 +229,11 @@ class Predicts(Holder, nn.Module):
             x (DataLoader, Dataset, list of batches, or inputs, optional): The validation set. It
                 must not have been used in training. Default None: moved training examples.
             y (Tensor, optional): The targets, if ``x`` are inputs.
-            groups ("classes" or integers, optional): "classes": guarantees of sets and of
-                ``is_ood`` hold for each class. Or an integer for each validation example, in the
-                order of the dataset: they hold for each group, and ``predict(x, groups=...)`` takes
-                the groups of inputs. Every group needs as many examples as a validation set without
-                groups. Default None: one group.
+            groups ("classes" or integers, optional): With "classes" the guarantees of sets and of
+                ``is_ood`` hold for each class. With an integer for each validation example, in the
+                order of the dataset, they hold for each group, and ``predict(x, groups=...)`` needs
+                the groups of the inputs. Every group needs as many examples as a validation set
+                without groups. Default None: one group.
             weights (sequence, optional): A weight for each validation example, if new inputs have
                 another distribution: the ratio of the densities, up to a factor. Guarantees then
                 hold for the new inputs. The numbers are fitted without weights. Default None: no
@@ -244,8 +245,8 @@ class Predicts(Holder, nn.Module):
 
         Raises:
             ValueError: If no example has a label, if most are training examples, or if groups or
-                weights do not fit them. Without arguments, if the training data are not known, as
-                after ``load``, or their inputs have no distances.
+                weights do not fit them. Without arguments, if the training data are not available,
+                as after ``load``, or if their inputs have no distances.
             NotFittedError: Before ``fit``, or if the model has changed since.
 
         Example:
@@ -265,10 +266,10 @@ class Predicts(Holder, nn.Module):
         """Return the coverage of sets or intervals within groups of held-out examples; print it.
 
         Conformal guarantees hold on average. Groups are those passed, classes, and quarters by the
-        predicted entropy, or by the predicted mean and noise. For images it also says how well
-        ``is_ood`` detects shifted copies of up to 200 examples. For a regression with one
-        observation noise it tests whether the size of residuals depends on the inputs, and names
-        the likelihood to use if it does: ``residuals``, with false alarms at 5 %.
+        predicted entropy, or by the predicted mean and noise. For images, the result also shows how
+        well ``is_ood`` detects shifted copies of up to 200 examples. For a regression with one
+        observation noise, ``residuals`` is a test of whether the size of residuals depends on the
+        inputs, at a level of 5 %; if it does, the result names the likelihood to use.
 
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor
@@ -299,14 +300,14 @@ class Predicts(Holder, nn.Module):
         """Return which training targets are probably wrong, without training again or a validation
         set; print it.
 
-        A label is suspicious if the posterior finds it improbable although it has seen it. It is in
-        the mask if another label is more probable by a factor over 1 / m, where m is the mean
-        probability of all given labels. Numbers are in the mask if fewer than one of all is
-        expected to be as far from its prediction.
+        A label is suspicious if it is improbable under the posterior, although the posterior was
+        fitted to it. It is in the mask if another label is more probable by a factor over 1 / m,
+        where m is the mean probability of all given labels. A continuous target or count is in the
+        mask if fewer than one of all targets is expected to be as far from its prediction.
 
         Args:
-            x (DataLoader, Dataset, list of batches, or inputs): The training data, without
-                augmentation, or others.
+            x (DataLoader, Dataset, list of batches, or inputs): The training data without
+                augmentation, or other labelled data.
             y (Tensor, optional): The targets, if ``x`` are inputs.
             weights (Tensor, str, callable or float, optional): As in ``fit``. Examples with weight
                 0 are not judged.
@@ -318,7 +319,7 @@ class Predicts(Holder, nn.Module):
 
         Raises:
             NotFittedError: Before ``fit``, or if the model has changed since.
-            ValueError: If targets do not fit the outputs, hold NaN, or none is labelled.
+            ValueError: If targets do not fit the outputs or contain NaN, or if there is no label.
             TypeError: If the likelihood has no probabilities of labels, no continuous targets and
                 no Poisson counts.
 
@@ -328,8 +329,8 @@ class Predicts(Holder, nn.Module):
         return suspicious(self, x, y, weights=weights, folds=folds)
 
     def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
-        """Return a monitor of new inputs, which raises an alarm when they no longer are as the
-        validation set.
+        """Return a monitor of new inputs, which raises an alarm when their distribution differs
+        from that of the validation set.
 
         Args:
             rate (float): Largest probability that a false alarm is ever raised. Default 0.01.
@@ -338,7 +339,7 @@ class Predicts(Holder, nn.Module):
             seed (int): Seed of the random order of equal scores. Default 0.
 
         Raises:
-            ValueError: Before ``calibrate``, or if its p-values are not exact: by folds, or with
+            ValueError: Before ``calibrate``, or if p-values are not exact because of folds or
                 weights.
 
         Example:
@@ -362,19 +363,20 @@ class Predicts(Holder, nn.Module):
         """Train a network that predicts what this posterior predicts, in one forward pass.
 
         The student learns the posterior's predictions at the given inputs, and at more inputs that
-        are made from them. Elsewhere it is a network like any other: include unlabelled inputs of
-        all kinds that you expect, also unusual ones, which are kept on the network's device. If you
-        have a validation set, call ``la.calibrate`` first. ``print(student)`` shows its error at
-        inputs that were not used.
+        are made from them. Elsewhere its predictions are arbitrary: include unlabelled inputs of
+        all kinds that you expect, also unusual ones. Inputs are stored on the network's device. If
+        you have a validation set, call ``la.calibrate`` first. ``print(student)`` shows the
+        student's error at held-out inputs.
 
         Args:
             inputs (Tensor, tuple, dict, DataLoader, Dataset or iterable of batches): Unlabelled
                 inputs of one shape, or training data.
             student (nn.Module, optional): A network with the inputs and outputs of the model, which
-                is copied. Default None: the model itself (of an ensemble, the first one).
-            augment (str, callable or list of them, optional): How inputs are made: "noise" of
-                random size, "swap" of entries (also tokens) between two inputs, or functions that
-                map inputs to as many others. Default: both.
+                is copied. Default None: the model itself (for an ensemble, the first one).
+            augment (str, callable or list of them, optional): How inputs are made: "noise" adds
+                noise of random size, "swap" replaces entries (also tokens) by those of another
+                input, and functions map inputs to as many others. Default None: "noise" and "swap",
+                as far as they apply.
             num_inputs (int): Number of inputs to make. Default 12,000.
             steps (int): Number of steps of the training. Default 3000.
             seed (int): Seed of all random numbers. Default 0.
@@ -386,7 +388,7 @@ class Predicts(Holder, nn.Module):
         Raises:
             ValueError: If there are fewer than ten inputs, or another ``student`` has outputs of
                 another shape.
-            TypeError: If inputs are no tensors, or for an argument of an earlier version.
+            TypeError: If inputs are not tensors, or for an argument of an earlier version.
             RuntimeError: If inputs have several shapes.
 
         Example:
@@ -407,20 +409,20 @@ class Predicts(Holder, nn.Module):
     ) -> ExportedProgram:
         """Return ``la(x)`` as a program of torch operations, which runs without this library.
 
-        The program takes any number of examples. It returns a dict: "probs" (for other likelihoods
-        "expectation"), "predictive_variance" for continuous targets, and what ``level`` and
-        ``p_value`` add; ONNX has the same names. The program of an ensemble contains every network
-        and its samples.
+        The program accepts any number of examples. It returns a dict with "probs" (for other
+        likelihoods "expectation"), "predictive_variance" for continuous targets, and the outputs
+        that ``level`` and ``p_value`` add; outputs in ONNX have the same names. The program of an
+        ensemble contains every network and its samples.
 
         Args:
             x (Tensor, tuple or dict): Example inputs.
-            path (str, optional): Where to save it: .pt2 for torch.export, .onnx for ONNX. Default
-                None: nowhere.
-            level (float, optional): Return the mask "prediction_set" of ``prediction_set(level)``,
-                or the ends "lower" and "upper" of ``interval(level)`` for continuous targets, as
-                well. It needs ``calibrate``.
-            p_value (bool): Return ``predict(x).p_value`` as well, as "p_value". An input is out of
-                distribution if it is at most the rate of false alarms that is accepted. Default
+            path (str, optional): File to save the program to: .pt2 for torch.export, .onnx for
+                ONNX. Default None: it is not saved.
+            level (float, optional): Also return the mask "prediction_set" of
+                ``prediction_set(level)``, or for continuous targets the ends "lower" and "upper" of
+                ``interval(level)``. This needs ``calibrate``.
+            p_value (bool): Also return ``predict(x).p_value`` as "p_value". An input is out of
+                distribution if its p-value is at most the accepted rate of false alarms. Default
                 False.
 
         Raises:
@@ -455,9 +457,10 @@ class Predicts(Holder, nn.Module):
         report(self, loader, path, other)
 
     def details(self) -> Table:
-        """Return all numbers of the fit in the terms of the method, such as λ and γ; print it.
+        """Return all numbers of the fit in the terms of the method, such as λ and γ; print the
+        result.
 
-        ``print(la)`` shows the result in words.
+        ``print(la)`` shows a summary in words.
 
         Example:
             >>> numbers = str(la.details())

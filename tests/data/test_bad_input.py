@@ -51,7 +51,7 @@ OPTIONS = [
     ({"shard": "auto"}, r"Compute\(shard=None\)"),
     ({"prior_precision": torch.ones(2)}, "one precision"),
     ({"prior_precision": torch.ones(2), "layerwise": True}, "one per tensor"),
-    ({"prior": "layerwise g"}, r'prior="g" with layerwise=True now'),
+    ({"prior": "layerwise g"}, r'Write prior="g", layerwise=True instead'),
     ({"layerwise": True, "curvature": "variational"}, "use layerwise=False"),
     ({"targets": LABELS}, "no argument 'targets' any more: pass them as y"),
 ]
@@ -136,7 +136,7 @@ class Table:
 
 FRAME = Table(X.numpy())
 UNUSABLE = {
-    "lists": ((X.tolist(), LABELS.tolist()), TypeError, r"pass torch.tensor\(x\)"),
+    "lists": ((X.tolist(), LABELS.tolist()), TypeError, r"Pass arrays or lists as torch.tensor\(x\)"),
     "a table": ((FRAME, LABELS), TypeError, "to_numpy"),
     "no targets": (([(X, None)],), TypeError, "targets are a NoneType"),
     "inputs alone": (([X],), TypeError, r"construct the posterior with adapter=.* fit\(x, y\)"),
@@ -210,10 +210,10 @@ def test_questions_about_one_example_or_other_inputs_name_the_remedy(tmp_path):
     for each in (la, LinearisedLaplace.load(tmp_path / "la.pt", network())):  # not probed yet
         for error, message, x in (
             (ValueError, r"pass x\[None\]", X[0]),
-            (TypeError, r"pass torch.tensor\(x\)", X.tolist()),
+            (TypeError, r"Pass arrays or lists as torch.tensor\(x\)", X.tolist()),
             (TypeError, r"torch.stack\(x\)", list(X)),
             (TypeError, "to_numpy", FRAME),
-            (TypeError, "weights torch.float32 .* dtype of the training data", X.double()),
+            (TypeError, "weights torch.float32 .* the training data in the new dtype", X.double()),
         ):
             with pytest.raises(error, match=message):
                 each(x)

@@ -194,7 +194,7 @@ def test_batches_without_targets_are_inputs_and_inputs_have_names():
     assert_close(la(**batch), la({**batch, "labels": case.y}))
     assert_close(la.predict(batch).probs, la(batch))
     for options in ({"scale": batch["scale"]}, {"mean": "linear"}):
-        with pytest.raises(TypeError, match="by name.*Options, such as mean, are those of predict"):
+        with pytest.raises(TypeError, match="by name.*For options such as mean, call la.predict"):
             la(case.x, **options)
     for method in (la.predict, la.is_ood):
         with pytest.raises(TypeError, match="unexpected keyword argument 'tokens'"):

@@ -159,7 +159,7 @@ def test_suspicious_images_have_their_labels(tmp_path):
     assert_close(shown, (x[i, 0] - low) / (high - low))
     page = page_of(la, [(x, given)], tmp_path / "report.html")
     assert 'alt="Labels that may be wrong"' in page
-    with pytest.raises(ValueError, match="Pictures need images"):
+    with pytest.raises(ValueError, match="This plot needs images"):
         plot.suspicious(known()[1], [(known()[0].x, known()[0].y)])
 
 
@@ -187,7 +187,7 @@ def test_bands_are_over_an_input_of_one_number():
         assert (at[0].item(), at[-1].item()) == pytest.approx((-1.6, 1.6))
         assert_close(mean, la.predict(at[:, None]).expectation.reshape(320, -1)[:, -1])
     case, la = known("regression")
-    with pytest.raises(ValueError, match="one number each. For others, use coverage"):
+    with pytest.raises(ValueError, match="single variable. For others, use coverage"):
         plot.bands(la, cut(case))
 
 

@@ -1,5 +1,4 @@
-"""EM for exponential families, log p(x, component k) = θ_k · φ(x), and the parameters from which it
-starts.
+"""EM for exponential families, log p(x, component k) = θ_k · φ(x), and its initial parameters.
 
 For any distribution q over the components z of the examples,
 
@@ -20,22 +19,23 @@ from torch.nn.functional import one_hot
 from torch_lla_em.mixtures.gaussian import Family, Point, Tensors
 
 _ROWS = 1024
-"""How many examples to compute with at once. Half and twice as many take as long, within a fifth,
-for 20 to 256 columns."""
+"""Number of examples that are processed at once. Half or twice as many change the time by a fifth
+at most, for 20 to 256 columns."""
 
 _STARTS = 10
-"""Number of clusterings, of which every other one is in the units of the data. Of 24 data sets of 2
-to 13 columns none ends more than .001 per example below scikit-learn's best of 5. With ten of the
-second kind two end up to .36 lower; with k-means of scaled columns three, up to .56."""
+"""Number of clusterings, every other one of which is in the units of the data. On 24 data sets with
+2 to 13 columns no fit ends more than .001 per example below the best of 5 by scikit-learn. If all
+ten are in scaled columns, two fits end up to .36 lower; with full k-means of scaled columns three
+do, by up to .56."""
 
 _SAMPLE = 4000
-"""Most examples of which starts are made: of 8,000, with 2,000 or 6,000 one of these six ends .05
-lower, others as high."""
+"""Largest number of examples from which starts are computed. On data of 8,000 examples, 2,000 or
+6,000 make one of six fits end .05 lower, and the others as high."""
 
 _STEPS, _TOLERANCE = 100, 1e-4
 """Largest number of EM steps from each start and after a component is emptied, and the change of
-the bound per example at which they end. Half as many, or ten times as much or as little, change no
-end by more than .0005 per example."""
+the bound per example at which they end. Half as many steps, or a tenth or ten times the change,
+alter no result by more than .0005 per example."""
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -54,15 +54,15 @@ class MixtureState(NamedTuple):
 
 @dataclass(frozen=True)
 class EM:
-    """EM for one family on one data set; examples belong to the components of their label,
-    ``classes`` (K,)."""
+    """EM for one family on one data set. With labels, an example can belong only to the components
+    of its label, ``classes`` (K,)."""
 
     family: Family
     x: Tensor
     labels: Tensor
     classes: Tensor
-    room: float  # change of the bound at which it has converged
-    weight: float = 1.0  # how many examples each of these stands for
+    room: float  # change of the bound at which EM has converged
+    weight: float = 1.0  # the number of examples that each example of a sample represents
 
     def states(self, parameters: Any, max_steps: int = _STEPS) -> Iterator[MixtureState]:
         """Yield the state at these parameters, and after each M-step, until the bound converges."""
@@ -95,8 +95,7 @@ class EM:
 
 
 def start_of(em: EM, generator: torch.Generator) -> Any:
-    """Return parameters to begin with: of several starts, that with the highest bound of a
-    sample."""
+    """Return initial parameters: those of the start with the highest bound on a sample."""
     order = torch.randperm(len(em.x), generator=generator, device=generator.device)
     rows = order.to(em.x.device)[:_SAMPLE].sort().values
     # the number of examples decides how many components they are worth
@@ -105,7 +104,7 @@ def start_of(em: EM, generator: torch.Generator) -> Any:
     several, best = em.classes.unique().numel() < len(em.classes), MixtureState(None)
     for number in range(_STARTS if several else 1):
         *_, state = sample.states(_of_clusters(sample, generator, is_lloyd=number % 2 == 0))
-        # of starts that reach the same optimum, rounding does not choose
+        # rounding must not decide between starts that reach the same optimum
         if state.bound > best.bound + room:
             best = state
     is_point = isinstance(em.family.prior, Point)
@@ -113,12 +112,12 @@ def start_of(em: EM, generator: torch.Generator) -> Any:
 
 
 def _emptied(em: EM, sample: EM, parameters: Any) -> Any:
-    """Return parameters with a higher bound, where superfluous components have no examples.
+    """Return parameters with a higher bound, in which superfluous components have no examples.
 
-    EM rarely empties a component of which others could take the examples. Components are emptied
-    one by one, that whose loss costs least in a sample first, and EM goes on without them, as long
-    as the bound rises. The bound is that of all examples: a component that explains the noise of a
-    sample must not count for all.
+    EM rarely empties a component whose examples other components could explain. Components are
+    therefore emptied one by one, beginning with the one that lowers the bound of a sample least,
+    and EM continues without them as long as the bound rises. The bound is that of all examples,
+    since a component may fit only the noise of a sample.
     """
     before = MixtureState(None)
     *_, state = em.states(parameters)
@@ -140,8 +139,8 @@ def _emptied(em: EM, sample: EM, parameters: Any) -> Any:
 def _of_clusters(em: EM, generator: torch.Generator, is_lloyd: bool) -> Any:
     """Return the parameters of clusters among the examples of each label.
 
-    They are those of k-means in the units of the data, or of one step of it with all columns scaled
-    to variance 1.
+    With ``is_lloyd`` the clusters are those of k-means in the units of the data, otherwise those of
+    one step of k-means with all columns scaled to variance 1.
     """
     family = em.family
     x = family.columns(em.x).T * (family.unit if is_lloyd else 1)
@@ -176,13 +175,13 @@ def kmeans(x: Tensor, num_clusters: int, generator: torch.Generator, max_steps: 
 def plus_plus(x: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
     """Return rows of x as centres, by greedy k-means++.
 
-    Odds grow with the squared distance to earlier centres. Of 2 + log K rows that are drawn, the
-    one is taken after which the sum of these distances is least.
+    Probabilities are proportional to the squared distance to earlier centres. Of 2 + log K rows
+    drawn in this way, the one with the smallest resulting sum of distances is chosen.
     """
     trials = 2 + int(math.log(num_clusters))
     centres, distance = x[:0], x.new_full((len(x),), torch.inf)
     for _ in range(num_clusters):
-        # of the first centre, or if every row is a centre already, all odds are equal
+        # for the first centre, or if every row is a centre already, all rows are equally likely
         odds = distance if 0 < distance.sum() < torch.inf else torch.ones_like(distance)
         drawn = torch.multinomial(odds.to(generator.device), trials, True, generator=generator)
         tried = x[drawn.to(x.device)]

@@ -28,21 +28,21 @@ from torch_lla_em.runtime import Adapter, refuse_former
 class FeatureDensity:
     """OOD detection by a mixture that is fitted to the outputs of one layer of a network.
 
-    The model runs in evaluation mode and without gradients, and is not changed, as by
-    ``LinearisedLaplace``.
+    The model runs in evaluation mode and without gradients, and is not changed.
 
     Args:
         model (nn.Module): Any trained module.
         layer (str or nn.Module): A submodule or its name. If it runs several times in a forward
-            pass, its last output is used; of a tuple or a mapping, the first tensor.
+            pass, its last output is used. If the output is a tuple or a mapping, its first tensor
+            is used.
         mixture (GaussianMixture, optional): Default None: full Gaussians with ``prior=1``, one for
-            each class with ``by_label``, and ten without. Pass one with ``covariance="diagonal"``
-            if the layer has hundreds of outputs.
-        by_label (bool): Whether each class of batches (inputs, labels) has components of its own.
+            each class with ``by_label``, and ten without. Pass a mixture with
+            ``covariance="diagonal"`` if the layer has hundreds of outputs.
+        by_label (bool): Whether each class of batches (inputs, labels) has its own components.
             Default False; set it for a classifier.
         pool (callable, optional): Maps outputs (B, ...) to features (B, D), such as ``lambda h:
             h.mean(1)`` for tokens (B, T, D). Default None: the mean over all axes but the first
-            two, as of convolutions.
+            two, as for convolutions.
         adapter (Adapter): How a batch becomes outputs and targets, as in ``LinearisedLaplace``.
 
     Example:
@@ -103,7 +103,7 @@ class FeatureDensity:
         return self.mixture.log_prob(self.features(inputs))
 
     def class_scores(self, inputs: Inputs) -> Tensor:
-        """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), labels in
+        """Return log p(features, label) of ``inputs`` after a fit by label, (B, C), with labels in
         increasing order."""
         return self.mixture.class_log_prob(self.features(inputs))
 
@@ -123,7 +123,7 @@ class FeatureDensity:
         found = tensors_in(outputs[-1])
         if not found or not found[0].is_floating_point() or found[0].ndim == 0:
             what = f"{found[0].dtype} tensor" if found else type(outputs[-1]).__name__
-            raise TypeError(f"The layer returns a {what}, no floats (B, ...): choose another one.")
+            raise TypeError(f"The layer returns a {what}, not floats (B, ...): choose another one.")
         features = found[0].detach()
         features = features if self.pool is None else self.pool(features)
         if features.ndim == 1:

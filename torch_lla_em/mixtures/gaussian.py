@@ -1,8 +1,8 @@
 """Gaussian components, log p(x, k) = θ_k · φ(x) with φ(x) = (1, x, x xᵀ), and their M-steps.
 
-``Point`` maximises the likelihood, or with a conjugate prior of covariances its product with the
-prior. ``NormalWishart`` is a prior of variational EM, π ~ Dirichlet(α), Λ_k ~ Wishart(ν, Ψ⁻¹) block
-by block, μ_k | Λ_k ~ N(m, (κ Λ_k)⁻¹), and its posterior.
+``Point`` maximises the likelihood, or the product of likelihood and a conjugate prior of the
+covariances. ``NormalWishart`` is a prior of variational EM, π ~ Dirichlet(α), Λ_k ~ Wishart(ν, Ψ⁻¹)
+block by block, μ_k | Λ_k ~ N(m, (κ Λ_k)⁻¹), and its posterior.
 
 During a fit, covariances are blocks on a diagonal, so that one algebra serves both structures: one
 block of D × D ("full", shape (K, 1, D, D)), or D blocks of 1 × 1 ("diagonal", (K, D, 1, 1)).
@@ -18,8 +18,8 @@ from torch.distributions import Dirichlet, kl_divergence
 Tensors = tuple[Tensor, ...]
 
 FLOOR = 1e-8
-"""Least variance of a component in any direction, where the data's columns have variance 1.
-With 1e-6, one of 24 data sets ends .15 per example lower, since a cluster is narrower."""
+"""Smallest variance of a component in any direction, relative to that of the data's columns. With
+1e-6, one of 24 fits ends .15 per example lower, because a cluster is narrower."""
 
 
 class Gaussians(NamedTuple):
@@ -42,10 +42,10 @@ class Gaussians(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The M-step of maximum likelihood, or with a conjugate prior of Σ, with Σ above ``FLOOR``.
+    """The M-step of maximum likelihood, or with a conjugate prior of Σ. Σ is at least ``FLOOR``.
 
-    The fields are the examples that the prior is worth in each component, 0 without one, and Σ in
-    blocks.
+    The fields are the number of examples that the prior is worth in each component (0 without a
+    prior), and the prior's Σ in blocks.
     """
 
     worth: float
@@ -110,7 +110,7 @@ class NormalWishart(NamedTuple):
         return log_weights, each.sum(1) - self.means.shape[1] / self.strength, precision
 
     def log_prior(self, prior: "NormalWishart") -> Tensor:
-        """Return what takes its place in the bound, −KL(self ‖ prior), shape ()."""
+        """Return −KL(self ‖ prior), shape (), which replaces the log prior in the bound."""
         _, log_dets, precision = self.expectations()
         dim, deviation = self.means.shape[1], self.means - prior.means
         weights = kl_divergence(Dirichlet(self.concentration), Dirichlet(prior.concentration))
@@ -124,7 +124,7 @@ class NormalWishart(NamedTuple):
         return -divergence
 
     def _log_normalisers(self) -> Tensor:
-        """Return those of the Wishart distributions, shape (K, number of blocks)."""
+        """Return the log normalisers of the Wishart distributions, shape (K, number of blocks)."""
         half, d = self.dof[:, None] / 2, self.scale.shape[-1]
         volume = half * (d * math.log(2) - _log_dets(self.scale))
         log_normalisers: Tensor = torch.special.multigammaln(half, d) + volume
@@ -138,9 +138,9 @@ class Family:
     digits. θ is a tuple of a constant for each component (K,), the coefficients of x (K, D), and
     those of x xᵀ in blocks; sums of φ have the same shapes.
 
-    ``worth`` is that of the prior of a ``Point``; None: the fit is variational. In its prior, a
-    mean is worth a hundredth of an example, and ν = d + 2. The covariance of either prior is
-    K^(−2/D), as of Fraley and Raftery (2007).
+    ``worth`` is the number of examples that the prior of a ``Point`` is worth; None: the fit is
+    variational. In the variational prior a mean is worth a hundredth of an example, and ν = d + 2.
+    The covariance of either prior is K^(−2/D), as proposed by Fraley and Raftery (2007).
     """
 
     def __init__(self, x: Tensor, num_components: int, is_full: bool, worth: float | None):

@@ -19,18 +19,19 @@ Rows = Tensor | np.ndarray
 class GaussianMixture:
     """A Gaussian mixture, p(x) = Σ_k π_k N(x | μ_k, Σ_k), by EM for maximum likelihood.
 
-    In no direction has a component a standard deviation below 1e-4 of that of the data's columns,
-    so that none collapses onto a few examples. EM starts from the best of several clusterings. All
-    computations are in float64.
+    The standard deviation of a component is at least 1e-4 of that of the data's columns in every
+    direction, so that no component collapses onto a few examples. EM starts from the best of
+    several clusterings. All computations are in float64.
 
     Args:
-        num_components (int): Number of components K; with labels, that of each label.
+        num_components (int): Number of components K; with labels, the number for each label.
         covariance (str): Structure of Σ_k: "full" (default) or "diagonal". Choose "diagonal" if
             there are few examples per component, or hundreds of columns.
-        prior (float, optional): Examples that a conjugate prior of Σ_k is worth in each component.
-            Its covariance is diagonal, that of the data's columns times K^(−2/D), and the fit is
-            the mode of the posterior (MAP). Default None: maximum likelihood. Pass 1 if components
-            have fewer examples than a few times the number of columns.
+        prior (float, optional): Number of examples that a conjugate prior of Σ_k is worth in each
+            component. The covariance of the prior is diagonal, that of the data's columns times
+            K^(−2/D), and the fit is the mode of the posterior (MAP). Default None: maximum
+            likelihood. Pass 1 if the examples of a component are not at least a few times as many
+            as the columns.
         max_steps (int): Largest number of EM steps. Default 200; increase it if a warning says that
             EM has not converged.
         tolerance (float): EM stops when the lower bound per example changes by no more than this.
@@ -73,8 +74,9 @@ class GaussianMixture:
         Args:
             data (Tensor, array or iterable): A tensor or NumPy array (N, D), or batches, which are
                 read once and joined.
-            by_label (bool): Whether each label of batches (x, labels) gets ``num_components``
-                components of its own. Default False. Examples with the label −100 are ignored.
+            by_label (bool): Whether each label of batches (x, labels) has its own
+                ``num_components`` components. Default False. Examples with the label −100 are
+                ignored.
 
         Returns:
             The mixture itself, with ``parameters``, ``converged``, and the ``lower_bounds`` at the
@@ -88,7 +90,7 @@ class GaussianMixture:
         if counts.min() < self.num_components:
             raise ValueError(
                 f"{'The smallest class has' if by_label else 'The data have'} {counts.min()} "
-                f"examples for {self.num_components} components. Give at most one component per "
+                f"examples for {self.num_components} components. Choose at most one component per "
                 "example."
             )
         classes = names.repeat_interleave(self.num_components)
@@ -171,19 +173,19 @@ class GaussianMixture:
     def bic(self, x: Rows | None = None) -> float:
         """Return the Bayesian information criterion, −2 log p(x) + P log n, of examples x (n, D).
 
-        By default they are those of the fit. P is the number of free parameters. Of fits with
-        several numbers of components, that with the lowest is chosen.
+        By default x are the examples of the fit. P is the number of free parameters. Among fits
+        with several numbers of components, choose the one with the lowest value.
         """
         n, count, log_prob = self._log_evidence(x)
         return count * math.log(n) - 2 * log_prob
 
     def aic(self, x: Rows | None = None) -> float:
-        """Return Akaike's information criterion, −2 log p(x) + 2 P, as ``bic``."""
+        """Return Akaike's information criterion, −2 log p(x) + 2 P; see ``bic``."""
         _, count, log_prob = self._log_evidence(x)
         return 2 * count - 2 * log_prob
 
     def _log_evidence(self, x: Rows | None) -> tuple[int, int, float]:
-        """Return the number of examples, that of the free parameters of π, μ and Σ, and log p of
+        """Return the number of examples, the number of free parameters of π, μ and Σ, and log p of
         all examples."""
         self._ready()
         if self._worth is None:
@@ -204,7 +206,7 @@ class GaussianMixture:
         return self._fitted
 
     def class_log_prob(self, x: Rows) -> Tensor:
-        """Return log p(x, label) of examples x (n, D) after a fit by label, (n, C), labels in
+        """Return log p(x, label) of examples x (n, D) after a fit by label, (n, C), with labels in
         increasing order."""
         if self.classes is None:
             raise RuntimeError("This mixture was fitted without labels. Fit it with by_label=True.")
@@ -227,7 +229,7 @@ class VariationalGaussianMixture(GaussianMixture):
         num_components (int): Largest number of components K.
         tolerance (float): EM stops when the lower bound of all examples changes by no more than
             this. Default 0.1.
-        options: ``covariance``, ``max_steps`` and ``seed``, as of ``GaussianMixture``.
+        options: ``covariance``, ``max_steps`` and ``seed``, as in ``GaussianMixture``.
 
     Example:
         >>> mixture = VariationalGaussianMixture(8).fit(torch.randn(500, 2))
@@ -254,7 +256,7 @@ def _examples(data: Rows | Iterable[Any], by_label: bool) -> tuple[Tensor, Tenso
     x, labels = x[kept], labels[kept]
     if not len(x):
         raise ValueError(
-            "The data hold no examples. Is the loader empty or used up, or are all labels -100?"
+            "The data have no examples. Is the loader empty or used up, or are all labels -100?"
         )
     if not x.double().square().sum(1).isfinite().all():
         bad = int((~torch.isfinite(x)).any(1).sum())

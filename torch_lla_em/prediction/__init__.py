@@ -1,9 +1,8 @@
 """Predictions of a fitted posterior, and how they are calibrated, compared and stored.
 
-Begin with ``predict``: it makes a ``prediction`` by way of a ``pushforward``, of a record
-(``posterior``). What users call as methods has a file of its name: ``calibrate``, ``check``,
-``compare``, ``export``, ``monitor``, ``suspicious``. ``conformal`` and ``base`` are for students
-too.
+Begin with ``predict``, which makes a ``prediction`` from a record (``posterior``) by way of a
+``pushforward``. Methods that users call have a file with their name: ``calibrate``, ``check``,
+``compare``, ``export``, ``monitor``, ``suspicious``. Students use ``conformal`` and ``base`` too.
 """
 
 from torch_lla_em.prediction import conformal, stored, summary

@@ -1,4 +1,4 @@
-"""What predictions of posteriors and of students have in common, from probabilities to conformal
+"""The base class of predictions of posteriors and of students, from probabilities to conformal
 sets."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMER = {
 
 
 class BasePrediction(Printed):
-    """What predictions of posteriors and of students at B inputs have in common.
+    """Base class of the predictions of posteriors and of students at B inputs.
 
     All shapes are those of the network's outputs, (B, ..., C).
     """
@@ -55,7 +55,7 @@ class BasePrediction(Printed):
     """The groups and weights of the inputs, if the reference has any."""
 
     _room: float
-    """Relative difference up to which scores are ties, at least."""
+    """Smallest relative difference up to which scores are ties."""
 
     expectation: Tensor
     """E[y]: probabilities of classes and labels, rates of counts, or the mean."""
@@ -78,18 +78,18 @@ class BasePrediction(Printed):
         raise NotImplementedError
 
     def _log_density(self, y: Tensor) -> Tensor:
-        """Return log p(y_n | x_n), (B,), of targets with the outputs last."""
+        """Return log p(y_n | x_n), (B,), for targets with the outputs last."""
         raise NotImplementedError
 
     def _judged(self, name: str) -> tuple[Reference, BasePrediction]:
-        """Return the reference, and the prediction by the numbers that were fitted for it. Raise an
-        error for the method ``name`` if there is no reference."""
+        """Return the reference, and the prediction with the numbers that were fitted together with
+        it. Raise an error for the method ``name`` if there is no reference."""
         raise NotImplementedError
 
     def _map(
         self, change: Callable[[Tensor], Tensor], rows: slice | Tensor = slice(None)
     ) -> BasePrediction:
-        """Return the prediction of some inputs, alone, with every tensor changed."""
+        """Return the prediction of some inputs, without a reference, with every tensor mapped."""
         raise NotImplementedError
 
     @property
@@ -106,8 +106,8 @@ class BasePrediction(Printed):
 
     @property
     def predictive_variance(self) -> Tensor:
-        """The variance of y, with observation noise, (B, ..., C); of labels p (1 - p), that of each
-        indicator."""
+        """The variance of y, with observation noise, (B, ..., C); for classes and labels p (1 - p),
+        the variance of each indicator."""
         if self.likelihood.gives_probabilities:
             return self.probs * (1 - self.probs)
         aleatoric, epistemic = self._uncertainties()
@@ -115,8 +115,8 @@ class BasePrediction(Printed):
 
     @property
     def probs(self) -> Tensor:
-        """The probability of every class or label, (B, ..., C); a TypeError if E[y] is not a
-        probability."""
+        """The probability of every class or label, (B, ..., C). A TypeError is raised if E[y] is
+        not a probability."""
         self._require_probabilities("probs")
         return self.expectation
 
@@ -128,7 +128,8 @@ class BasePrediction(Printed):
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of y in nats: one value per label for classes, (B, ...), else per output.
+        """The entropy of y in nats: one value per label for classes, (B, ...), otherwise one per
+        output.
 
         For regression it is that of a Gaussian with the same mean and variance.
         """
@@ -150,9 +151,9 @@ class BasePrediction(Printed):
         """Return log p(y_n | x_n) of each example by itself, (B,).
 
         For an example with several labels, such as pixels, tokens or outputs, it is their joint
-        log-probability: in a posterior they depend on each other (the outputs of one regression are
-        independent). ``calibrate``, ``compare`` and ``report`` judge each label by itself. For
-        classes that is ``nll_loss(prediction.log_probs, y)``.
+        log-probability, since they depend on each other under the posterior (the outputs of a
+        regression count as independent). ``calibrate``, ``compare`` and ``report`` score each label
+        by itself; for classes this is ``nll_loss(prediction.log_probs, y)``.
 
         Args:
             y (Tensor): Targets, as in the training data.
@@ -168,11 +169,11 @@ class BasePrediction(Printed):
     def p_value(self) -> Tensor:
         """Conformal p-value of each input for being from the validation set's distribution, (B,).
 
-        It is the share of reference examples that are at least as unusual as the input, the input
-        included. For inputs from that distribution, P(p_value <= rate) <= rate; with ``groups``
-        within each of them. An example is unusual if its ``epistemic`` uncertainty, or its
-        distances to the nearest training example are large; ``p_values`` takes some of these scores
-        alone.
+        It is the share of reference examples that are at least as unusual as the input, where the
+        input itself is counted too. For inputs from that distribution P(p_value <= rate) <= rate;
+        with ``groups`` this holds within each group. An example is unusual if its ``epistemic``
+        uncertainty or its distances to the nearest training example are large; ``p_values`` can use
+        some of these scores alone.
 
         Raises:
             ValueError: Before ``calibrate``.
@@ -183,8 +184,8 @@ class BasePrediction(Printed):
         """Return conformal p-values by some of the scores, (B,); see ``p_value``.
 
         Args:
-            score: "all" (default), "epistemic", or "distance": all but that one, which regressions
-                do not have.
+            score: "all" (default); "epistemic"; or "distance", which means all scores except the
+                epistemic one, and does not exist for regressions.
 
         Raises:
             ValueError: If there are no reference examples, or none with this score.
@@ -201,7 +202,7 @@ class BasePrediction(Printed):
         each = []
         for member, known in zip(members, parts, strict=True):
             values, units = member._scored
-            # references of 0.4 have the last score only, of others than classifiers
+            # references of version 0.4, except those of classifiers, have only the last score
             computed = values.shape[1]
             some = chosen(score, computed, known.shape[1])
             among = reference._replace(unusual=known[:, [i - computed for i in some]])
@@ -251,13 +252,13 @@ class BasePrediction(Printed):
         """Return a set of classes that contains the label with probability ``level`` or more.
 
         It is an adaptive prediction set (APS) without randomisation: classes are added in the order
-        of falling probability until their probability exceeds a conformal quantile.
+        of decreasing probability until their total probability exceeds a conformal quantile.
 
         Args:
             level (float): Coverage, between 0 and 1. Default 0.9.
 
         Raises:
-            ValueError: If the predictions are not calibrated, or with too few examples.
+            ValueError: If the predictions are not calibrated, or on too few examples.
             TypeError: If the targets are not one class label per example.
 
         Returns:
@@ -284,14 +285,14 @@ class BasePrediction(Printed):
 
         Args:
             level (float): Coverage for each output, between 0 and 1. Default 0.9.
-            joint (bool): Whether the level is that of all outputs of an example at once, which
-                needs wider intervals.
+            joint (bool): Whether the level holds for all outputs of an example at once, which needs
+                wider intervals. Default False.
 
         Returns:
             An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
 
         Raises:
-            ValueError: If the predictions are not calibrated, or with too few examples.
+            ValueError: If the predictions are not calibrated, or on too few examples.
             TypeError: If the targets are not continuous.
 
         Example:
@@ -316,8 +317,8 @@ class BasePrediction(Printed):
         """Return the error of each prediction, (B, outputs), without columns if errors are not
         defined for such targets.
 
-        Of classes it is the probability of all that are more probable than the label, of values the
-        residual in predictive standard deviations.
+        For classes it is the total probability of all classes that are more probable than the
+        label, and for continuous targets the residual in predictive standard deviations.
         """
         mean = self.expectation
         if has_classes(self.likelihood, self._f):
@@ -340,7 +341,8 @@ class BasePrediction(Printed):
         return values.movedim(-1, axis + leading if axis >= 0 else axis)
 
     def _require(self, holds: bool, name: str, what: str) -> None:
-        """Raise an error if there is no method ``name``, because of ``what`` the likelihood is."""
+        """Raise an error if the method ``name`` does not exist for the likelihood, for the reason
+        ``what``."""
         if not holds:
             raise TypeError(
                 f"A prediction under {type(self.likelihood).__name__} has no .{name}: {what}. Use "
@@ -351,7 +353,7 @@ class BasePrediction(Printed):
         holds = self.likelihood.gives_probabilities
         self._require(holds, name, "its E[y] is not a probability")
 
-    if not TYPE_CHECKING:  # so that type checkers report attributes that there are not
+    if not TYPE_CHECKING:  # type checkers report attributes that do not exist
 
         def __getattr__(self, name: str) -> None:
             if name in _FORMER:

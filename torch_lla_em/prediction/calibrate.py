@@ -1,5 +1,4 @@
-"""The functions that use a validation set, of a posterior or of an ensemble: they are methods of
-both."""
+"""Functions that use a validation set, which are methods of posteriors and of ensembles."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ def calibrated_on(
     groups: Values | str | None = None,
     weights: Values | None = None,
 ) -> Correction:
-    """Fit the correction of ``calibrate`` to a validation set in one pass for each network, shared
-    by the ranks."""
+    """Fit the correction of ``calibrate`` to a validation set, by one pass for each network, which
+    the ranks share."""
     group = group_of(known.setting.shard if isinstance(known, Posterior) else None)
     with torch.inference_mode(False), torch.no_grad():
         _, data = pushed(known.members, loader, group)
@@ -70,8 +69,8 @@ def calibrated_on(
 
 
 def _agreed(known: Record, found: Correction, group: Group) -> Correction:
-    """Return the correction of the first rank, because other ranks may round differently, with the
-    marks of its members."""
+    """Return the correction of rank 0, because other ranks may round differently, with the marks of
+    its members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
     calibration = group.meet(found.calibration, first_of)
     if calibration is None or not calibration.applied:
@@ -88,8 +87,8 @@ def calibrated_on_moved(
     """Return a posterior as fitted, calibrated on moved training examples.
 
     Raises:
-        NoDistance: If training examples cannot be moved or have changed, or if that was not
-            ``asked`` and inputs are not columns.
+        NoDistance: If training examples cannot be moved or have changed, or if the user has not
+            ``asked`` for it and inputs are not columns.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
     network, group = setting.linear_model.network, group_of(setting.shard)
@@ -108,8 +107,8 @@ def calibrated_on_moved(
             batches, length = moved(network, moves, likelihood)
             read = replace(posterior, setting=setting._replace(target_fn=None))
             _, part = pushed((read,), batches)
-            # memorised labels make a network too confident; below 1 the simple model only knows
-            # more
+            # memorised labels make a network too confident; a temperature below 1 only means that
+            # the simple model is better
             memorised = asked or not likelihood.gives_probabilities
             if not memorised and temperature_of(likelihood, part.f, part.y) < 1:
                 return None
@@ -128,7 +127,7 @@ def without_validation(posterior: Posterior, loader: Loader, weights: Weights | 
         return posterior
     try:
         return calibrated_on_moved(posterior, loader, weights, asked=False)
-    except Exception as error:  # nobody has asked for this step, so no error of it may cost the fit
+    except Exception as error:  # this step is automatic, so no error of it may cost the fit
         why = str(error)
         if not isinstance(error, NoDistance):
             why = f"{type(error).__name__}: {str(error)[:200]} {CALL}."

@@ -36,8 +36,8 @@ from torch_lla_em.prediction.reference import (
 from torch_lla_em.prediction.scores import count_labels
 
 _UNLIKE, _SPREAD = 0.1, 3.0
-"""Share of inputs beyond all training examples, and relative spread of targets, from which
-validation data are unlike those of the fit."""
+"""Share of inputs that are more uncertain than all training examples, and relative spread of
+targets, above which validation data count as unlike those of the fit."""
 
 
 class Calibration(NamedTuple):
@@ -60,7 +60,7 @@ class Calibration(NamedTuple):
     """Standard error of the difference over examples; NaN for a single example."""
 
     applied: bool
-    """Whether predictions were changed: not if the NLL before was lower."""
+    """Whether predictions were changed; they are not if the NLL before was lower."""
 
     rmse: tuple[float, float] | None = None
     """The RMSE of the point predictions of a regression before and after; equal if they were
@@ -74,16 +74,16 @@ class Calibration(NamedTuple):
     ``after``."""
 
     labels: float = 1.0
-    """The mean number of labels of an example, such as pixels, tokens or outputs, of which NLLs are
-    means."""
+    """The mean number of labels of an example, such as pixels, tokens or outputs; NLLs are means
+    over labels."""
 
     length: float | None = None
-    """None for a validation set; for training examples the length by which they were moved,
+    """None for a validation set. For moved training examples, the length by which they were moved,
     relative to the distance to their nearest neighbours."""
 
     unlike: str = ""
-    """A warning if the validation examples do not look like those of the fit, for example in
-    another unit; else empty."""
+    """A warning if the validation examples do not look like those of the fit, for example because
+    of another unit; otherwise empty."""
 
     @property
     def is_measurable(self) -> bool:
@@ -92,7 +92,7 @@ class Calibration(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What the examples are: "validation", or "moved training"."""
+        """The kind of the examples: "validation" or "moved training"."""
         return "validation" if self.length is None else "moved training"
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Calibration(NamedTuple):
 
 class Correction(NamedTuple):
     """The result of ``calibrate`` for one posterior, or for several together. All fields are empty
-    before it."""
+    before ``calibrate``."""
 
     table: Tensor | None = None
     """The components of predictions; None: as fitted."""
@@ -123,7 +123,7 @@ class Correction(NamedTuple):
     """A factor of σ; None: 1."""
 
     reference: Reference | None = None
-    """What inputs are compared with, by splitting the validation set."""
+    """The scores that inputs are compared with, from a split of the validation set."""
 
     calibration: Calibration | None = None
 
@@ -132,7 +132,7 @@ class Correction(NamedTuple):
     computed."""
 
     marks: tuple[str, ...] = ()
-    """Those of the several posteriors that it belongs to; empty in files of 0.4."""
+    """The marks of the several posteriors to which it belongs; empty in files of version 0.4."""
 
 
 def calibrated(
@@ -196,10 +196,11 @@ def unlike(parts: Sequence[Pushforward]) -> str:
     """Return a warning if validation examples do not look like those of the fit, an empty string
     otherwise.
 
-    Of n training examples that are kept, 89 or more, a tenth of others exceed all with probability
-    .9^n: of 24 classifiers at most 4.5 % do, with inputs times 16 88 % or more. Targets of 32
-    regressions spread .54 to 1.61 times as much as predictions, which overfitting keeps; times ten
-    7.9 or more, a tenth of them .32 or less. NLLs do not tell wrong units from overfitting.
+    If n training examples are stored, 89 or more, a tenth of other examples from the same
+    distribution exceed all of them with probability .9^n. For 24 classifiers at most 4.5 % did;
+    with inputs times 16 it was 88 % or more. The targets of 32 regressions spread .54 to 1.61 times
+    as much as the predictions, also after overfitting; targets times ten 7.9 times or more, and
+    targets divided by ten .32 times or less. NLLs do not distinguish wrong units from overfitting.
     """
     if parts[0].likelihood.real_valued:
         return _unlike_targets(parts)
@@ -264,8 +265,8 @@ def half_as_reference(data: Pushforward, numbers: Numbers, stated: Stated = Stat
 def reference_of(
     parts: Sequence[Pushforward], table: Tensor, noise: Tensor | None, folds: bool = False
 ) -> Reference:
-    """Return the scores of examples to which these numbers were not fitted. ``folds``: each member
-    has examples of its own."""
+    """Return the scores of examples to which these numbers were not fitted. With ``folds``, each
+    member has its own examples."""
     parts = [part.part(part.likelihood.labelled(part.y)) for part in parts]
     each = [(part.prediction(table, noise), part) for part in parts]
     return Reference(
@@ -278,8 +279,8 @@ def reference_of(
 
 
 def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> Tensor | None:
-    """Return the squared error of the mean of every example, (N,); None if targets have another
-    form."""
+    """Return the squared error of the mean of every example, (N,); None if targets do not have the
+    shape of the mean."""
     found: list[Tensor] = []
     for part, table in zip(parts, tables, strict=True):
         if not part.likelihood.real_valued:

@@ -35,17 +35,17 @@ class PredictedData(NamedTuple):
     """The examples of a loader and their predictions, classes last."""
 
     inputs: Any
-    """One tensor if batches are tensors of one shape, else None."""
+    """One tensor if batches are tensors of one shape; otherwise None."""
 
     targets: Tensor
     network: Prediction
-    """That of the network alone, or of all networks of an ensemble."""
+    """The prediction of the network alone, or of all networks of an ensemble."""
 
     posterior: Prediction
-    """That of the posterior, as fitted or as calibrated."""
+    """The prediction of the posterior, as fitted or as calibrated."""
 
     def every(self) -> dict[str, Prediction]:
-        """Return the predictions by name: of the network, of labels also with temperature scaling,
+        """Return the predictions by name: of the network, for labels also with temperature scaling,
         and of the posterior.
 
         Each half of the examples has the temperature that fits the other half.
@@ -73,7 +73,7 @@ def predicted_data(la: Fitted, loader: Loader) -> PredictedData:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Printed):
-    """The result of ``compare``; print it for a table and what follows from it.
+    """The result of ``compare``; print it for a table and its conclusions.
 
     Example:
         >>> best = compare([la, other], x, y).ranking[0]
@@ -83,16 +83,17 @@ class Comparison(Printed):
     """The scores of each posterior by name, in the order given."""
 
     log_probs: dict[str, Tensor]
-    """log p(y | x) of each validation example, (N,), by name; paired across posteriors. With
-    several labels, such as pixels, it is the sum over labels, each by itself, divided by their mean
-    number."""
+    """log p(y | x) of each validation example, (N,), by name; paired across posteriors. For
+    examples with several labels, such as pixels, it is the sum over single labels, divided by their
+    mean number."""
 
     gains: dict[str, Tensor]
-    """The difference from that under the networks alone, (N,), by name."""
+    """The difference of ``log_probs`` from those of the networks alone, (N,), by name."""
 
     over_temperature: dict[str, Tensor] = field(default_factory=dict)
-    """The difference from that under the networks with temperature scaling, (N,), by name; labels
-    alone have it. Each half of the examples has the temperature that fits the other half."""
+    """The difference of ``log_probs`` from those of the networks with temperature scaling, (N,), by
+    name; only for labels. Each half of the examples has the temperature that fits the other
+    half."""
 
     @property
     def ranking(self) -> list[str]:
@@ -110,7 +111,7 @@ class Comparison(Printed):
 
     @property
     def findings(self) -> list[str]:
-        """What follows from the table, as sentences."""
+        """The conclusions from the table, as sentences."""
         best, *others = self.ranking
         lines = [f"{best!r} has the lowest NLL."]
         for name in others:
@@ -152,8 +153,8 @@ def compare(
     Args:
         posteriors (sequence or mapping): Fitted posteriors and ensembles, or a mapping from names
             to them.
-        validation (DataLoader, Dataset, list of batches, or inputs): Data that none was fitted to
-            or calibrated on.
+        validation (DataLoader, Dataset, list of batches, or inputs): Data that no posterior was
+            fitted to or calibrated on.
         targets (Tensor, optional): The targets, if ``validation`` are inputs.
 
     Returns:

@@ -1,7 +1,7 @@
 """Functions of arrays: ranks among reference scores, conformal sets and intervals.
 
-Predictions of posteriors and of students use the same ones. Outputs are last. Differences by
-rounding are ties.
+Predictions of posteriors and of students use the same functions. The outputs are the last axis.
+Scores that differ only by rounding are ties.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import NUMBERS
 
 ROUNDING = 1e-9
-"""Scores below this are rounding errors of double precision, and products of a level and a count
-round in their last bit."""
+"""Scores below this are rounding errors of double precision; it also covers the rounding of
+products of a level and a count."""
 
 
 class Interval(NamedTuple):
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What inputs are compared with, for each OOD score on its own."""
+    """The scores of inputs and of validation examples, for each OOD score separately."""
 
     scores: Tensor
     """The scores of inputs, (B, S)."""
@@ -86,10 +86,11 @@ def p_values(
 ) -> Tensor:
     """Return conformal p-values, (B,), of scores (B, S) among reference scores (n, S).
 
-    A mean of the shares of examples with at least the same score (``combined``) is ranked among
-    examples and input. A score is at least as large as s if it exceeds s - ``room`` (s + ``unit``).
-    All are treated alike, so p-values are exact without ties, and conservative with them. Examples
-    count by ``weights``, (n,), inputs by ``own``, (1 or B,).
+    For each score, the share of examples with at least this score is computed. The mean of the
+    shares (``combined``) is ranked among those of the examples and the input. A score counts as at
+    least s if it exceeds s - ``room`` (s + ``unit``). Inputs and examples are treated alike, so
+    p-values are exact without ties, and conservative with them. The weights of examples are
+    ``weights``, (n,), and those of inputs ``own``, (1 or B,).
     """
     reference = reference.to(scores.device)
     weights, own = _weights(reference, weights, own)
@@ -123,8 +124,8 @@ def p_values(
 
 
 def in_parts(function: Callable[..., Tensor], size: int, *values: Tensor) -> Tensor:
-    """Apply a function to so many rows at a time. If there are fewer, the number of rows does not
-    matter, so that exported programs take any."""
+    """Apply a function to ``size`` rows at a time. If there are fewer rows, the number of rows is
+    not used, so that exported programs accept any number."""
     if len(values[0]) <= max(1, size):
         return function(*values)
     parts = zip(*(value.split(max(1, size)) for value in values), strict=True)
@@ -164,8 +165,8 @@ def quantiles(
 ) -> Tensor:
     """Return the conformal quantile of each column of errors (n, outputs), (1 or B, outputs).
 
-    ``of`` says in an error which part of the examples these are. The error of an input itself
-    counts as infinity, and so the quantile is infinite if its weight is more than a share 1 -
+    ``of`` names the part of the examples in an error message. The error of an input itself counts
+    as infinity, so the quantile is infinite if the weight of the input is more than a share 1 -
     ``level`` of all weights.
     """
     require_share(level)
@@ -173,7 +174,7 @@ def quantiles(
     in_order, order = errors.sort(0)
     weights, own = _weights(errors, weights, own)
     sums = weights[order].cumsum(0).T.contiguous()
-    # ONNX has single precision for plain numbers, by which 0.8 of 20 would be more than 16
+    # ONNX has single precision for plain numbers, in which 0.8 of 20 would be more than 16
     needed = torch.tensor(level, dtype=sums.dtype, device=sums.device) * (weights.sum() + own)
     needed = needed - ROUNDING * needed
     places = torch.searchsorted(sums, needed.expand(len(sums), -1).contiguous())
@@ -181,7 +182,7 @@ def quantiles(
 
 
 def require(count: int, needed: int, asked: str, of: str = "") -> None:
-    """Raise an error if there are fewer reference examples, or of a part of them, than needed."""
+    """Raise an error if there are fewer reference examples than needed, in total or in a part."""
     if count < needed:
         raise ValueError(
             f"{asked} needs at least {needed} reference examples{of}, and there are {count}: "
@@ -226,8 +227,8 @@ def conformal_interval(
 
 
 def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
-    """Return, for each class, the probability of all that are more probable by a factor over 1 +
-    ``room``, (B, C)."""
+    """Return, for each class, the total probability of all classes that are more probable by a
+    factor over 1 + ``room``, (B, C)."""
     probs = probs.double()  # sorted among their products with this factor, which have no mass
     mass = torch.cat([torch.zeros_like(probs), probs], 1)
     places = torch.cat([probs * (1 + room), probs], 1)

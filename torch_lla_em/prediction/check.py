@@ -24,12 +24,12 @@ from torch_lla_em.prediction.residuals import ResidualSize, residual_size
 from torch_lla_em.prediction.scores import auroc
 
 _FEWEST, _CLEAR = 10, 3.0
-"""Fewest examples of a group, and standard errors below the level at which its coverage is too low:
-groups are many."""
+"""Smallest number of examples of a group, and number of standard errors by which its coverage has
+to be below the level to count as low; it is large because there are many groups."""
 
 _COPIES, _AT_ONCE, _RATE = 200, 50, 0.05
-"""Most images of which shifted copies are made, how many at once, and the rate of false alarms at
-which they are flagged."""
+"""Largest number of images of which shifted copies are made, the number of images at once, and the
+rate of false alarms at which copies are flagged."""
 
 _BLIND, _UNFLAGGED = 0.7, 0.2
 """The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores
@@ -55,7 +55,7 @@ class GroupCoverage(NamedTuple):
     """Mean number of classes in a set, or mean width of an interval."""
 
     references: float = inf
-    """Number of calibration examples that its sets or intervals are from."""
+    """Number of calibration examples that determine its sets or intervals."""
 
     def is_low(self, level: float) -> bool:
         """Whether the coverage is below the level by more than the sampling error of these and of
@@ -66,7 +66,7 @@ class GroupCoverage(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Check(Printed):
-    """The result of ``la.check``; print it for a table and what to do.
+    """The result of ``la.check``; print it for a table and recommendations.
 
     Example:
         >>> print(la.check(x, y))  # doctest: +SKIP
@@ -96,7 +96,7 @@ class Check(Printed):
 
     @property
     def problems(self) -> list[str]:
-        """What was found, and what to do about it, as sentences."""
+        """The problems that were found and their remedies, as sentences."""
         low, lines = [group.name for group in self.groups if group.is_low(self.level)], []
         if low:
             names = f"{self.level:g} for: {', '.join(low)}"
@@ -124,19 +124,19 @@ class Check(Printed):
         return lines
 
     def _of_flags(self, name: str) -> str:
-        """Return how well the flags detect a shift, in words."""
+        """Return a text on how well the flags detect a shift."""
         share = f", {self.flagged[name]:.0%} flagged" if name in self.flagged else ""
         return f"AUROC {self.shifted[name]:.2f}{share}"
 
     @property
     def findings(self) -> list[str]:
-        """The problems, or that there are none."""
+        """The problems, or a sentence that there are none."""
         if self.groups:
             return self.problems or ["No group has a coverage that is clearly below the level."]
         return [_WITHOUT_SETS, *self.problems]
 
     def _remedy(self, low: list[str]) -> str:
-        """Return what can raise the coverage of these groups, if it has not been done yet."""
+        """Return a remedy for the coverage of these groups that has not been applied yet."""
         kinds, by = {name.split(" ")[0] for name in low}, self.prediction._judged("check")[0]
         own = {"all": True, "group": by.groups is not None, "class": by.classes is not None}
         if any(own.get(kind) for kind in kinds):

@@ -1,7 +1,7 @@
 """Predictions as programs of torch operations, which run without this library.
 
-They are recorded at B and B + 1 examples, as derivatives in C++ have no symbolic sizes: numbers
-that differ are linear in B.
+Programs are recorded at B and at B + 1 examples, because derivatives in C++ have no symbolic sizes.
+Numbers that differ between both recordings are linear in B.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def program_of(
     """Return the program that maps any number of inputs to what ``direct`` returns, and save it to
     ``path``.
 
-    ``recorded`` computes the same by operations that can be recorded, and calls these ``networks``.
+    ``recorded`` computes the same by operations that can be recorded; it calls these ``networks``.
     """
     suffix = ".pt2" if path is None else Path(path).suffix
     if suffix not in (".pt2", ".onnx"):
@@ -92,17 +92,17 @@ def program_of(
         )
     Path(path or ".").parent.resolve(strict=True)  # an error before the work
     x = map_tensors(Tensor.detach, x)
-    direct(x)  # an error for inputs that cannot be predicted; checks derivatives, draws rotations
+    direct(x)  # raises for inputs that cannot be predicted, checks derivatives, draws rotations
     size = len(tensors_in(x)[0])
     try:
         with torch.no_grad(), ExitStack() as stack:
             for network in networks:
                 stack.enter_context(network.guarded())
             shapes = map_tensors(lambda t: {0: Dim("batch")}, x)
-            several = _resized(x, max(2, size))  # torch takes an axis of size 1 for a fixed one
+            several = _resized(x, max(2, size))  # torch regards an axis of size 1 as fixed
             graph = _for_any_size(recorded, several)
             program = torch.export.export(graph, (several,), dynamic_shapes=(shapes,))
-    except Exception as error:  # torch's are of many kinds
+    except Exception as error:  # torch raises many kinds of errors
         why = str(error).partition("\n")[0]
         raise RuntimeError(f"These predictions cannot be exported: {why}. {_REMEDY}") from error
     given = {"its example inputs": x, "one example": _resized(x, 1)}
@@ -131,7 +131,7 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Inputs) -> bytes:
         names = list(map(str, x))
     program, before = program.run_decompositions(_PLAIN_IN_ONNX), logging.root.manager.disable
     options: Any = {"input_names": names, "output_names": due, "verbose": False}
-    logging.disable(logging.WARNING)  # what the exporter could not convert is compared afterwards
+    logging.disable(logging.WARNING)  # the result is compared with the predictions afterwards
     try:
         exported: Any = torch.onnx.export(program, dynamo=True, **options)
         content = exported.model_proto.SerializeToString()
@@ -150,7 +150,8 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Inputs) -> bytes:
 
 
 def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0.0) -> None:
-    """Raise if a program's values differ from the predictions, at inputs that the network takes."""
+    """Raise an error if a program's values differ from the predictions at inputs that the network
+    accepts."""
     for kind, some in inputs.items():
         try:
             due = direct(some)
@@ -159,7 +160,7 @@ def _check(run: Answer, direct: Answer, inputs: dict[str, Any], least: float = 0
         room = max(100 * torch.finfo(next(iter(due.values())).dtype).eps ** 0.75, least)
         for name, found in run(some).items():
             expected, error, most = due[name].double(), torch.inf, 0.0
-            if found.shape == expected.shape:  # infinite ends of intervals are right
+            if found.shape == expected.shape:  # ends of intervals may be infinite
                 apart = (found.to(expected) - expected).abs().nan_to_num()
                 error, most = apart.max().item(), room * expected.abs().max().item()
                 if name in ("prediction_set", "p_value"):  # rounding may change a class, or a rank
@@ -178,14 +179,14 @@ def _resized(x: Inputs, size: int) -> Any:
 
 
 def _for_any_size(function: Answer, x: Inputs) -> GraphModule:
-    """Return the operations of a function, derivatives among them, for any number of examples."""
+    """Return the operations of a function, including derivatives, for any number of examples."""
 
     def at(size: int) -> GraphModule:
         return make_fx(function, decomposition_table=_PLAIN)(_resized(x, size))
 
     size = len(tensors_in(x)[0])
     graph, other = at(size), at(size + 1)
-    # torch may choose others from some size on
+    # torch may choose other operations from some size on
     if len(graph.graph.nodes) != len(other.graph.nodes):
         size, graph, other = size + 1, other, at(size + 2)
     mine, theirs = ([(node.op, node.target) for node in one.graph.nodes] for one in (graph, other))
@@ -224,8 +225,8 @@ def _freed(value: object, other: object, count: Node, size: int) -> Any:
 
 
 def _changed(x: Tensor) -> Tensor:
-    """Return inputs that are flipped along their last axis, of the opposite sign, or with a half of
-    0."""
+    """Return inputs that are flipped along their last axis, have the opposite sign, or are half
+    zero."""
     x = x.flip(-1) if x.dim() > 1 else x
     if x.is_floating_point():
         return -1.5 * x

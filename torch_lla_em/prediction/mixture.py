@@ -1,5 +1,5 @@
-"""The mixture that a prediction is: functions made from K samples, averages over them, and the
-mixture of Gaussians that continuous targets have."""
+"""Predictions as mixtures: functions made from K samples, averages over these functions, and the
+mixture of Gaussians for continuous targets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from torch_lla_em.likelihoods import Likelihood, average, mean_square
 from torch_lla_em.runtime import NUMBERS, without_autocast
 
 Take = Callable[[Tensor, "Tensor | None", slice], Tensor]
-"""Maps functions (S, b, ..., C), their weights (S,) or None, and the rows of these examples to
-values."""
+"""A function that maps functions (S, b, ..., C), their weights (S,) or None, and the slice of these
+examples to values."""
 
 FUNCTIONS = 64
-"""The least number of functions in an average over one example: with mirror images alone, averages
-have 1 to 20 % more error than with any number of rotations; with one rotation, 1 to 9 % more."""
+"""Smallest number of functions in an average over one example. With mirror images alone, the error
+of averages is 1 to 20 % larger than with any number of rotations; with one rotation, it is 1 to 9 %
+larger."""
 
 JOINT = 1024
-"""The same for joint log-probabilities, where few functions dominate a product of many terms."""
+"""Smallest number of functions for joint log-probabilities, where few functions dominate a product
+of many terms."""
 
 WEIGHT, MODE, NETWORK, SCALE = range(4)
 """The columns of a table of components: a prediction's mixture, as fitted or as calibrated.
@@ -34,8 +36,8 @@ Each row is a component: its weight, how much of J w_lin and of f its mean conta
 of the posterior's variance. The first row has the samples' deviations, the others have none.
 """
 
-# most outputs of an example, and most samples, for which rotations are drawn: these take K³
-# operations
+# largest number of outputs of an example, and of samples, for which rotations are drawn: a rotation
+# takes K³ operations
 _OUTPUTS, _SAMPLES = 1024, 256
 
 
@@ -53,10 +55,11 @@ class Component(NamedTuple):
     function."""
 
     weight: float | Tensor = 1.0
-    """The weight in the mixture; those of all components have the sum 1."""
+    """The weight in the mixture; the weights of all components have the sum 1."""
 
     owner: int = 0
-    """The number of its posterior, whose first component has the samples."""
+    """The number of the posterior that it belongs to; the first component of a posterior has the
+    samples."""
 
 
 class Mixture(NamedTuple):
@@ -71,7 +74,7 @@ class Mixture(NamedTuple):
 
     @property
     def is_of_several(self) -> bool:
-        """Whether it has the components of several posteriors."""
+        """Whether the components belong to several posteriors."""
         return self.components[-1].owner > 0
 
     @property
@@ -91,7 +94,8 @@ class Mixture(NamedTuple):
         )
 
     def mapped(self, change: Callable[[Tensor], Tensor], rows: slice | Tensor) -> Mixture:
-        """Return it for some inputs, with tensors changed whose last axes are (B, ..., C)."""
+        """Return the mixture for some inputs, with a function applied to tensors whose last axes
+        are (B, ..., C)."""
         return Mixture(
             tuple(
                 part._replace(
@@ -102,7 +106,7 @@ class Mixture(NamedTuple):
         )
 
     def mean(self, values: Iterable[Tensor]) -> Tensor:
-        """Return the mean over the components of a value of each."""
+        """Return the weighted mean of values, one for each component."""
         first, *others = values
         return average(torch.stack([first, *others]), self.weights) if others else first
 
@@ -126,8 +130,8 @@ class Mixture(NamedTuple):
         return torch.cat([own.first.deviations + (own.centre() - mean) for own in each])
 
     def samples(self) -> Tensor:
-        """Return the samples of one posterior, (K, B, ..., C), of which functions replace some in
-        proportion to their weights."""
+        """Return the samples of one posterior, (K, B, ..., C), some of which are replaced by the
+        functions in proportion to their weights."""
         samples = self.first.centre + self.first.deviations
         others = [part.centre for part in self.components[1:]]
         return in_shares(samples, others, self.weights) if others else samples
@@ -155,7 +159,7 @@ class Mixture(NamedTuple):
         count = sum(2 * n + max(at_least, 2 * n) for n in counts)  # at most
         step = max(1, NUMBERS // max(1, count * f.shape[1:].numel()))
         with without_autocast(f.device):
-            if len(f) <= step:  # states no number of rows, so that exported programs take any
+            if len(f) <= step:  # without a number of rows, so that exported programs accept any
                 return take(*self.functions(at_least=at_least), slice(None))
             parts = map(slice, range(0, len(f), step), range(step, len(f) + step, step))
             return torch.cat([take(*self.functions(p, at_least), p) for p in parts], dim)
@@ -213,8 +217,8 @@ def rotated(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
     """Return S ≥ 2 K zero-mean functions, shape (S, B, ...), from deviations (K, B, ...); outside
     of autocast.
 
-    They are the samples, random rotations of them by K alone, and mirror images: each set has the
-    samples' covariance.
+    They are the samples, random rotations of them that depend on K only, and mirror images. Each
+    set has the covariance of the samples.
     """
     count, _, *outputs = deviations.shape
     sets = max(2 if count <= _SAMPLES else 1, -(-at_least // (2 * count)))
@@ -228,7 +232,7 @@ def rotated(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 def _rotations(count: int, sets: int) -> np.ndarray:
     """Return the identity, random orthogonal matrices, and all of them with the other sign, (S,
     K)."""
-    # no tensors, since one that is made in torch.inference_mode cannot be differentiated later
+    # not tensors, since a tensor made in torch.inference_mode cannot be differentiated later
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")
     Q = torch.cat(
@@ -239,11 +243,11 @@ def _rotations(count: int, sets: int) -> np.ndarray:
 
 
 def in_shares(samples: Tensor, others: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Return samples, (K, B, ..., C), of which other functions replace some in proportion to the
-    weights of all."""
+    """Return samples, (K, B, ..., C), some of which are replaced by other functions in proportion
+    to the weights."""
     every = torch.cat([samples, *(f[None] for f in others)])
     count = torch.arange(len(samples), device="cpu")
-    # multiples of the golden ratio have the shares among the first few, too
+    # multiples of the golden ratio have the right shares also among the first few samples
     places = ((count.double() + 0.5) * (5**0.5 - 1) / 2).frac()
     ends = weights.detach().double().cpu().cumsum(0)
     at = torch.searchsorted(ends / ends[-1], places).clamp(max=len(ends) - 1)
@@ -274,15 +278,15 @@ class TargetMixture(NamedTuple):
             return each[0]
         lower, upper = each.detach().amin(0), each.detach().amax(0)
         with torch.no_grad():
-            for _ in range(64):  # after which the ends are equal in double precision
+            for _ in range(64):  # then both ends are equal in double precision
                 middle = 0.5 * (lower + upper)
                 is_below = self.cdf(middle) < q
                 lower, upper = middle.where(is_below, lower), upper.where(is_below, middle)
             value = 0.5 * (lower + upper)
         if not each.requires_grad:
             return value
-        # F(value) = q stays true, so the derivative of the value is that of -F, divided by the
-        # density
+        # F(value) = q holds for all parameters, so the derivative of the value is that of -F,
+        # divided by the density
         below, z = self.cdf(value), (value - means.detach()) / deviations.detach()
         density = average((-0.5 * z.square()).exp() / deviations.detach(), weights.detach())
         density = (density / (2 * pi) ** 0.5).clamp_min(torch.finfo(density.dtype).tiny)
@@ -299,7 +303,7 @@ class TargetMixture(NamedTuple):
         return score
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y) of each output by itself."""
+        """Return log p(y) of each single output."""
         normal = torch.distributions.Normal(self.means, self.deviations, validate_args=False)
         return log_mean_exp(normal.log_prob(y), self.weights)
 

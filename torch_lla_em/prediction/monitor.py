@@ -18,13 +18,13 @@ from torch_lla_em.prediction.conformal import Compared, has_classes, has_values,
 from torch_lla_em.prediction.printed import Cells, Printed
 
 _POWERS = 0.25, 0.5, 0.75, 2.0
-"""After a change P(p <= u) is u to one of these powers. Without .75 changes to u^.7 and u^.8 take
-twice as long or are never found, without 2 larger p-values are not; .125 in addition gains nothing
-(median delays of 200 simulated streams)."""
+"""A bet assumes that after a change P(p <= u) is u to one of these powers. Without .75, changes to
+u^.7 and u^.8 take twice as long or are never detected; without 2, changes to larger p-values are
+not detected; adding .125 gains nothing (median delays of 200 simulated streams)."""
 
 _SHARE, _WINDOW, _POINTS = 0.05, 200, 1000
-"""Share of inputs that ``is_ood`` flags without a change, last inputs of which the share is shown,
-and points of a plot."""
+"""Share of inputs that ``is_ood`` flags without a change, number of last inputs for which the share
+is shown, and largest number of points in a plot."""
 
 _NEW: dict[str, Any] = {"seen": 0, "since": None, "evidence": 0.0, "counts": {}, "wealth": []}
 _NEW |= {"history": [[0, 0.0]], "flags": [], "inside": []}
@@ -35,10 +35,10 @@ class Monitor(Printed):
     """Evidence that a stream of inputs is not distributed as the validation set;
     ``la.monitor(rate)`` returns it.
 
-    The evidence is a test martingale, a mean over the OOD scores. If the validation set and all
-    inputs are exchangeable, an alarm is ever raised with a probability of at most ``rate``, however
-    long the stream and small the validation set. Threads may call ``update`` at the same time. Pass
-    every input once.
+    The evidence is a test martingale, averaged over the out-of-distribution (OOD) scores. If the
+    validation set and all inputs are exchangeable, the probability that an alarm is ever raised is
+    at most ``rate``, for a stream of any length and a validation set of any size. Threads may call
+    ``update`` at the same time. Pass every input once.
 
     Args:
         la (LinearisedLaplace, LaplaceEnsemble or Student): The calibrated object.
@@ -48,8 +48,8 @@ class Monitor(Printed):
 
     Attributes:
         state (dict): ``seen`` inputs; the input ``since`` which the alarm is raised, or None; the
-            logarithm of the ``evidence``; its ``history`` at up to 1,000 batches; and what else
-            ``load_state_dict`` needs, as plain numbers.
+            logarithm of the ``evidence``; its ``history`` at up to 1,000 batches; and further plain
+            numbers that ``load_state_dict`` needs.
 
     Example:
         >>> monitor = la.calibrate(x, y).monitor(rate=0.1)
@@ -91,12 +91,13 @@ class Monitor(Printed):
         Args:
             x: Inputs, as the model takes them, or their prediction by ``la.predict``. Inputs with
                 NaN count as the most unusual ones.
-            y (Tensor, optional): Targets, if they are known, of which the coverage is measured.
+            y (Tensor, optional): Targets, if they are known; the coverage of sets or intervals is
+                then measured.
             groups (integers, optional): The group of each input, if ``calibrate`` had groups.
 
         Raises:
-            ValueError: If there are no inputs, or targets do not fit the outputs. The batch does
-                not count then.
+            ValueError: If there are no inputs, or targets do not fit the outputs. The batch is then
+                not counted.
             TypeError: If targets are several labels for each input, or counts.
         """
         with torch.no_grad():
@@ -105,8 +106,8 @@ class Monitor(Printed):
             found = prediction.compared()
             if _mark_of(found.reference) != self._mark:
                 raise ValueError(
-                    "Inputs are compared with another validation set than that of this monitor: la "
-                    "was calibrated again. Make another monitor, la.monitor(rate)."
+                    "Inputs are compared with another validation set than when this monitor was "
+                    "made: la was calibrated again. Make another monitor, la.monitor(rate)."
                 )
             if not len(found.scores):
                 raise ValueError("The batch has no inputs: pass one or more.")
@@ -134,7 +135,7 @@ class Monitor(Printed):
             ends = (sizes.cumsum(0) / sizes.sum())[:, None] ** powers
             bets[own.cpu()] = (ends.diff(dim=0, prepend=0 * ends[:1])[cells] / urn).log()
             counts[label] = totals[-1].tolist()
-        # a change before input t has the weight 1 - 1 / log(t + e) in all, whenever it was
+        # all changes before input t have the weight 1 - 1 / log(t + e) together
         left = 1 / (seen + torch.arange(count + 1, device="cpu").double() + torch.e).log()
         begun = ((left[:-1] - left[1:]) / len(powers)).log()[:, None, None]
         total, start = bets.cumsum(0), old["wealth"] or [[-inf] * len(powers)] * columns
@@ -173,12 +174,12 @@ class Monitor(Printed):
 
     @property
     def findings(self) -> list[str]:
-        """What follows from the evidence, as a sentence."""
+        """The conclusion from the evidence, as a sentence."""
         if self.alarm:
             return [
                 "The inputs differ from the validation set: calibrate on new data, or call reset()."
             ]
-        return [f"A false alarm is ever raised with a probability of {self.rate:g} at most."]
+        return [f"The probability that a false alarm is ever raised is at most {self.rate:g}."]
 
     def _table(self) -> tuple[str, Cells]:
         state, rows = self.state, list[tuple[str, ...]]()
@@ -201,7 +202,7 @@ class Monitor(Printed):
 
 
 def _mark_of(scores: Tensor) -> list[float]:
-    """Return numbers that identify a validation set, whatever the device."""
+    """Return numbers that identify a validation set, independent of the device."""
     finite = scores.double().nan_to_num(posinf=0.0)
     return [len(finite), float(f"{finite.sum().item():.9g}")]
 
@@ -240,7 +241,7 @@ def _inside(prediction: BasePrediction, y: Tensor, level: float) -> list[bool]:
     likelihood, f = prediction.likelihood, prediction._f
     if not (has_classes(likelihood, f) or has_values(likelihood, f)):
         raise TypeError(
-            "Coverage is measured of one class label for each input, or of continuous targets. "
+            "Coverage needs one class label for each input, or continuous targets. "
             "Call update(x) without y."
         )
     y = prediction._aligned(y)

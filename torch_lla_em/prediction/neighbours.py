@@ -1,5 +1,5 @@
-"""Training examples that a fit keeps, the distances of inputs to them, and the variance above which
-means are shrunk."""
+"""The training examples that a fit stores, the distances of inputs to them, and the variance above
+which means are shrunk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch_lla_em.prediction.conformal import in_parts
 from torch_lla_em.runtime import NUMBERS
 
 _MOST = 0.95
-"""Largest leverage; by the Monte Carlo error of a covariance of samples it can exceed 1."""
+"""Largest leverage; the Monte Carlo error of a covariance of samples could make it larger than
+1."""
 
 
 class TrainingExamples(NamedTuple):
-    """What is known of some training examples."""
+    """The posterior's outputs at some training examples."""
 
     likelihood: Likelihood
 
@@ -25,15 +26,17 @@ class TrainingExamples(NamedTuple):
     """J w_k, (n, K, ..., C)."""
 
     largest_variance: Tensor
-    """The largest variance of their centred outputs, each without itself in the posterior, ()."""
+    """The largest variance of their centred outputs, (), each in the posterior without the
+    example."""
 
     def distances(self, deviations: Tensor) -> Tensor:
         """Return the distances of inputs, by J w_k (K, B, ..., C), to the nearest example, (B, 2).
 
-        Both are the posterior standard deviation of a difference of outputs: the first relative to
-        the smaller one of their own standard deviations, the second relative to the example's.
+        Both are the posterior standard deviation of the difference between the outputs at input and
+        example. The first is relative to the smaller of the two standard deviations of these
+        outputs, the second to that of the example.
         """
-        # distances are differences of squares, in which float32 would lose half of its digits
+        # distances are differences of squares, for which float32 would lose half of its digits
         known = centred(self.likelihood, self.deviations).flatten(1).double()
         points = centred(self.likelihood, deviations).movedim(0, 1).flatten(1).to(known)
         if points.shape[1] != known.shape[1]:
@@ -59,21 +62,22 @@ class TrainingExamples(NamedTuple):
 
 
 def centred(likelihood: Likelihood, deviations: Tensor) -> Tensor:
-    """Return outputs without their mean over classes, which moves no prediction."""
+    """Return outputs minus their mean over classes, which has no influence on predictions."""
     if likelihood.gives_probabilities and not likelihood.elementwise:
         return deviations - deviations.mean(-1, keepdim=True)
     return deviations
 
 
 def output_variance(likelihood: Likelihood, deviations: Tensor) -> Tensor:
-    """Return the variance of the centred outputs, averaged over them, (B,), of (K, B, ..., C)."""
-    variance = centred(likelihood, deviations).square().mean(0)  # of one axis a CPU is faster
+    """Return the variance of the centred outputs, averaged over outputs, (B,), for (K, B, ...,
+    C)."""
+    variance = centred(likelihood, deviations).square().mean(0)  # one axis is faster on a CPU
     return variance.flatten(1).mean(1) if variance.dim() > 1 else variance
 
 
 def largest_variance(likelihood: Likelihood, deviations: Tensor, leverages: Tensor) -> Tensor:
-    """Return the largest of these variances among training examples, each in the posterior without
-    itself, ().
+    """Return the largest of these variances among training examples, (), each in the posterior
+    without the example.
 
     The factors (I - L)^-½ of its leverage L, (n, K, K), turn J w_k, (n, K, ..., C), into draws
     without the example.

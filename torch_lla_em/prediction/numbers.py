@@ -17,33 +17,34 @@ from torch_lla_em.prediction.scores import label_log_prob
 
 _OF_FACTOR = 0.5
 """Prior standard deviation of log factors of logits; that of log scales and of the logits of
-weights is 1. Of 1, test NLLs on ten tables are .5 % higher in the mean, and up to 3 %."""
+weights is 1. With 1 instead, test NLLs on ten tables are .5 % higher on average, and 3 % at
+most."""
 
 _STEP, _NEAR = 0.5, 1e-4
-"""Distance of the values between which a component is interpolated, and of those by which it is
-differentiated."""
+"""Step between the values at which a component is computed for interpolation, and step of its
+numerical derivative."""
 
 _MOST, _NATS = 100, 1e-6
-"""Largest number of Newton's steps, and the gain of a step in nats at which they end."""
+"""Largest number of Newton steps, and the gain of a step in nats at which they end."""
 
 
 class Numbers(NamedTuple):
     """The numbers that are fitted."""
 
     at: Callable[[Tensor], tuple[Rows, Tensor | None]]
-    """From θ, which is 0 at the start, to a table of components and a factor of σ."""
+    """A function from θ, which is 0 at the start, to a table of components and a factor of σ."""
 
     deviations: tuple[float, ...]
     """Prior standard deviations of θ."""
 
     of_rows: tuple[int | None, ...] = ()
-    """The place in θ of the only number on which a row of the table depends apart from its weight,
-    None: on no number. Empty: a row depends on several."""
+    """For each row of the table the place in θ of the only number on which it depends apart from
+    its weight (None: on no number). Empty if a row depends on several numbers."""
 
 
 def numbers_of(likelihood: Likelihood, kept: tuple[float, float] | None = None) -> Numbers:
-    """Return the numbers of a likelihood's predictions; ``kept`` are the shares of J w_lin and f in
-    a mean to keep."""
+    """Return the numbers of a likelihood's predictions. ``kept`` are the shares of J w_lin and f in
+    the mean, if these are fixed."""
     if likelihood.observation_noise is not None:
 
         def mixed_mean(theta: Tensor) -> tuple[Rows, Tensor]:
@@ -71,8 +72,9 @@ def table_of(rows: Rows, like: Tensor) -> Tensor:
 class LabelProbs:
     """log p(label | x, θ) of held-out examples, as a function of the numbers θ.
 
-    A component that depends on one number is computed at a few values of it, and interpolated: of
-    128 functions of 2,000 examples, a search takes ten of these and not 60 evaluations.
+    A component that depends on one number is computed at a few values of the number, and
+    interpolated. For 128 functions of 2,000 examples, a search then takes ten such computations
+    instead of 60.
     """
 
     def __init__(self, numbers: Numbers, parts: Sequence[Pushforward]):
@@ -86,7 +88,7 @@ class LabelProbs:
         self._known: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, theta: Tensor) -> Iterator[Tensor]:
-        """Yield log p(label), (n, labels), of some examples after the other."""
+        """Yield log p(label), (n, labels), for one part of the examples after another."""
         (rows, noise), of_rows = self.numbers.at(theta), self.numbers.of_rows
         for i, part in enumerate(self.parts):
             if of_rows:
@@ -105,7 +107,7 @@ class LabelProbs:
         self, start: Tensor | None = None, deviations: tuple[float, ...] | None = None
     ) -> Tensor:
         """Return θ at a local maximum of the posterior, by Newton's method from ``start`` or from
-        0; ``deviations`` are those of another prior."""
+        0. ``deviations`` replace the prior standard deviations."""
         precision = self._like(deviations or self.numbers.deviations) ** -2
         theta = torch.zeros_like(precision) if start is None else start
         for _ in range(_MOST if len(theta) else 0):
@@ -146,8 +148,9 @@ class LabelProbs:
         """Return by how much the fitted log-likelihood exceeds that of new examples: tr((I + H)⁻¹
         J).
 
-        H is the sum of squared gradients over labels, J that over examples, whose labels may depend
-        on each other. With one label each it is the number of parameters that the data determine.
+        H is the sum of squared gradients over labels, and J that over examples, whose labels may
+        depend on each other. With one label per example the result is the number of parameters that
+        the data determine.
         """
         deviations = self._like(self.numbers.deviations)
         of_labels = theta.new_zeros(len(theta), len(theta))
@@ -164,8 +167,8 @@ class LabelProbs:
         return float(torch.linalg.solve(of_labels, of_examples).trace())
 
     def _of_row(self, part: int, row: int, theta: Tensor) -> Tensor:
-        """Return log p(label) by a row of the table alone, (n, labels): a cubic between two values
-        of its number."""
+        """Return log p(label) by a single row of the table, (n, labels), interpolated by a cubic
+        between two values of its number."""
         place = self.numbers.of_rows[row]
         if place is None:
             return self._at_step(part, row, 0)[0]
@@ -177,7 +180,8 @@ class LabelProbs:
         return low + t * (high - low) + t * left * bend
 
     def _at_step(self, part: int, row: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return log p(label) by a row where its number has so many steps, and its slope."""
+        """Return log p(label) by a row whose number is ``step`` times the step size, and its
+        derivative."""
         if (part, row, step) not in self._known:
             with torch.no_grad():
                 ends = [self._computed(part, row, step * _STEP + h) for h in (_NEAR, -_NEAR)]
@@ -193,24 +197,24 @@ class LabelProbs:
         rows, values = table_of(self.numbers.at(theta)[0], theta).tolist(), []
         for piece in (self._means if row else self.parts)[part].pieces():
             whole = piece.prediction(rows)
-            same = whole._mixture.components[row :: len(rows)]  # of every member
+            same = whole._mixture.components[row :: len(rows)]  # the same row for every member
             same = tuple(one._replace(weight=1 / len(same), owner=i) for i, one in enumerate(same))
             values.append(label_log_prob(replace(whole, _mixture=Mixture(same)), piece.y))
         return torch.cat(values)
 
     def _like(self, values: Sequence[float]) -> Tensor:
-        """Return numbers as a tensor where the examples are."""
+        """Return numbers as a tensor on the device of the examples."""
         return torch.tensor(values, dtype=torch.float64, device=self.parts[0].f.device)
 
 
 def most_probable(probs: LabelProbs, alone: Tensor | None = None, held_out: bool = True) -> Tensor:
-    """Return θ at a maximum of log p(y | x, θ) + log p(θ); ``alone`` is that of the networks, if
-    known.
+    """Return θ at a maximum of log p(y | x, θ) + log p(θ). ``alone`` is the θ of the networks
+    alone, if it is known.
 
-    If ``held_out`` examples show that the network is too sure, and with a temperature it is more
-    likely by more than a number is worth, the search goes on with the prior of that temperature: a
-    last layer after 400 epochs had 1.3 times the NLL without, and on ten tables test NLLs fall by
-    up to 8 %. Of other networks they would rise by up to 3 %.
+    If ``held_out`` examples show that the network is overconfident, and a temperature increases the
+    likelihood by more than one number is worth, the search continues with a prior around that
+    temperature. Without this the NLL of a last layer after 400 epochs was 1.3 times as high; on ten
+    tables test NLLs fall by up to 8 %. For other networks they would rise by up to 3 %.
     """
     theta, parts = probs.searched(), probs.parts
     if not held_out or parts[0].likelihood.observation_noise is not None:
@@ -230,7 +234,8 @@ def log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None 
 
 
 def scaled(theta: Tensor) -> Rows:
-    """Return the table of the network alone, its logits times exp θ if they have a factor."""
+    """Return the table of the network alone, with its logits multiplied by exp θ if they have a
+    factor."""
     return [[1.0, 0.0, theta.sum().exp(), 0.0]]
 
 
@@ -248,14 +253,14 @@ def networks_alone(parts: Sequence[Pushforward]) -> LabelProbs:
 
 
 def temperature_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> float:
-    """Return the temperature that fits outputs, classes last, best."""
+    """Return the temperature that fits outputs best (classes last)."""
     part = Pushforward((Member(likelihood, f, f.new_zeros(1, *f.shape)),), y)
     return (-temperature([part]).sum()).exp().item()
 
 
 def with_temperature(data: Pushforward) -> Pushforward:
-    """Return the networks' logits times a factor, which for each half of the examples is fitted to
-    the other half."""
+    """Return the examples with the networks' logits times a factor, which for each half of the
+    examples is fitted to the other half."""
     labelled, factors = data.likelihood.labelled(data.y), torch.ones_like(data.f[:, 0])
     factors = factors.flatten(1)[:, 0] if factors.dim() > 1 else factors
     is_second = torch.arange(len(labelled), device=labelled.device) % 2 == 1

@@ -1,4 +1,4 @@
-"""Passes over held-out data, of which products with the vectors of posteriors are taken."""
+"""Passes over held-out data that compute products with the vectors of posteriors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from torch_lla_em.problem import Problem
 from torch_lla_em.runtime import Group
 
 _LEAST, _MANY, _DISTINCT = 50, 0.5, 0.8
-"""Number and share of training examples in a validation set that are refused, and the share of
-different training examples below which equal ones are no sign of it."""
+"""A validation set with at least this number and this share of training examples is refused, unless
+the share of distinct training examples is below the last number: then equal examples prove
+nothing."""
 
 
 def pushed(
     posteriors: Iterable[Posterior], loader: Loader, group: Group | None = None
 ) -> tuple[Tensor | None, Pushforward]:
-    """Return all inputs of a loader, if they are tensors of one shape, and all products; one pass
-    for each posterior.
+    """Return all inputs of a loader, if they are tensors of one shape, and all products, by one
+    pass for each posterior.
 
-    With a ``group`` each rank computes its share, and training examples of a posterior are refused.
+    With a ``group``, each rank computes its share, and training examples of a posterior are
+    refused.
     """
     each: list[Pushforward] = []
     for posterior in posteriors:
@@ -43,7 +45,7 @@ def pushed(
 def _pushed_by(
     posterior: Posterior, loader: Loader, shared: Group | None
 ) -> tuple[list[Any], Pushforward]:
-    """Return this rank's batches of inputs, and the examples of all ranks with their products, in
+    """Return this rank's batches of inputs, and the examples of all ranks with their products, by
     one pass."""
     device, group = posterior.setting.linear_model.network.device, shared or Group()
 
@@ -60,7 +62,7 @@ def _pushed_by(
         if shared is not None:
             refuse_training_data(data.facts, posterior.trained_on, posterior.num_data)
         group.agree(lambda: require_one_shape([f for _, f, *_ in each]))
-        none = torch.zeros(1, 0, device=device)  # takes the form that other ranks have
+        none = torch.zeros(1, 0, device=device)  # other ranks determine the shape
         empty = [((), none[0], none[0], none[0], none[0])]
         inputs, *columns = zip(*(each or empty), strict=True)
         axes = 0, 1, 0, 0  # the samples of J w come before the examples
@@ -80,8 +82,8 @@ def same_targets(y: Tensor, known: Tensor) -> None:
     """Raise an error if the targets of a pass are not those of an earlier one."""
     if not torch.equal(y.flatten().cpu(), known.flatten().cpu()):
         raise ValueError(
-            "The loader has other examples, or another order of them, in every pass: pass a "
-            "list of batches, so that all posteriors see the same."
+            "The loader yields other examples, or another order of them, in every pass: pass a "
+            "list of batches, so that all posteriors see the same examples."
         )
 
 

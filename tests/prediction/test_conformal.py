@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(blobs, several):
         (TypeError, "one class label", lambda: real.calibrate(case.x, case.y, groups="classes")),
         *((TypeError, r"use interval\(level\).*RiskControl\(la,", each.prediction_set) for each in (pixels, plain)),
         (TypeError, "prediction_set", by(lambda la: la.predict(x[:3]).interval())),
-        (ValueError, "regressions do not keep", lambda: known.predict(several[1][:3]).p_values("distance")),
+        (ValueError, "regressions do not have", lambda: known.predict(several[1][:3]).p_values("distance")),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             call()

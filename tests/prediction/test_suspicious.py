@@ -54,7 +54,7 @@ def test_wrong_labels_are_found_and_counted():
     assert_close(record.probability, log_p.exp().amax(1))
     lines = repr(record).splitlines()
     assert len(lines) == 5 and f"{record.number} of 200" in lines[1]
-    assert "the posterior says" in lines[2]
+    assert "the posterior predicts" in lines[2]
     # labels that are right: hardly any is in the mask
     assert la.suspicious(x, y).number <= 2
 

@@ -1,5 +1,5 @@
-"""The frozen records of fits, from which predictions, files and messages are made: ``Posterior``
-and ``Posteriors``."""
+"""``Posterior`` and ``Posteriors``: the frozen records of fits, from which predictions, files and
+messages are made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NotFittedError(RuntimeError):
 
 
 class Setting(NamedTuple):
-    """What a posterior belongs to: its network, and how loaders are read and shared."""
+    """The network of a posterior, and how loaders are read and shared."""
 
     linear_model: LinearModel
     """The network, its parameters in the posterior, and how J is computed."""
@@ -47,10 +47,10 @@ class Setting(NamedTuple):
     """The weights and running statistics of the network that the posterior was fitted to."""
 
     target_fn: TargetFn | None = None
-    """How the fit gets targets from a batch."""
+    """The function by which the fit gets targets from a batch."""
 
     shard: str | None = None
-    """How the fit used a process group; ``calibrate`` does the same."""
+    """How the fit used a process group; ``calibrate`` uses it in the same way."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,13 +60,13 @@ class Posterior:
     setting: Setting
 
     likelihood: Likelihood
-    """With the observation noise that was learnt, times the factor of the correction."""
+    """The likelihood with the learnt observation noise, times the factor of the correction."""
 
     result: FitResult
-    """What the fit has learnt."""
+    """The result of the fit."""
 
     training: TrainingExamples | None = None
-    """The training examples that are kept."""
+    """The training examples that are stored."""
 
     correction: Correction = Correction()
     """The result of the last ``calibrate``."""
@@ -75,13 +75,13 @@ class Posterior:
     """The number of training examples with a label."""
 
     tolerance: float | None = None
-    """The largest numerical error that the fit was to have; None: that of the object."""
+    """The requested largest numerical error of the fit; None: that of the object."""
 
     trained_on: tuple[int, ...] = ()
-    """Hashes of some training examples; empty if they are not known."""
+    """Hashes of some training examples; empty if there are none."""
 
     num_inputs: int = 0
-    """Entries of a batch that are inputs of the network; 0 if that is not known."""
+    """Number of entries of a batch that are inputs of the network; 0 if it is not known."""
 
     history: tuple[dict[str, Any], ...] = ()
     """A record of every EM step."""
@@ -93,12 +93,12 @@ class Posterior:
     def of_fit(
         cls, learnt: FitResult, setting: Setting, given: Likelihood, **facts: Any
     ) -> Posterior:
-        """Return the record of what a fit has learnt; ``given`` is the likelihood before it."""
+        """Return the record of a fit; ``given`` is the likelihood before the fit."""
         mixture, device = learnt.mixture, learnt.w_lin.device
         examples, leverages = learnt.examples, learnt.leverages
-        if mixture is None:  # around the function whose residuals σ describes
+        if mixture is None:  # then samples are around the function whose residuals σ describes
             mixture = posterior_alone("network" if learnt.network_noise is None else "linear")
-        # a single one has too many numbers
+        # a single example may have too many numbers
         if examples is not None and leverages is not None and len(examples):
             largest = largest_variance(given, examples, leverages).to(examples)
             facts["training"] = TrainingExamples(given, examples, largest)
@@ -117,7 +117,7 @@ class Posterior:
 
     @property
     def members(self) -> tuple[Posterior]:
-        """This posterior, as ``Posteriors`` has several."""
+        """This posterior alone, for functions that accept ``Posteriors`` too."""
         return (self,)
 
     @cached_property
@@ -130,7 +130,7 @@ class Posterior:
 
     @property
     def mixture(self) -> Tensor:
-        """The same as a tensor."""
+        """The components of predictions as a tensor."""
         like = self.result.w_lin if self.result.mixture is None else self.result.mixture
         return like.new_tensor(self.tables[0])
 
@@ -200,8 +200,8 @@ class Posterior:
     def of_products(
         self, f: Tensor, Jw: Tensor, targets: Tensor | None = None, class_dim: int = -1
     ) -> Pushforward:
-        """Return examples by f, (B, ..., C), J w of w_lin and the samples, and the targets if they
-        are known."""
+        """Return examples from f, (B, ..., C), J w of w_lin and of the samples, and the targets if
+        they are known."""
         result = self.result
         if result.constant is not None:
             Jw = torch.cat([Jw[:1] + result.constant.to(Jw), Jw[1:]])
@@ -217,17 +217,17 @@ class Posterior:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posteriors:
-    """Several posteriors, of which an equally weighted mixture predicts; like ``Posterior`` it is
-    never changed."""
+    """Several posteriors, whose equally weighted mixture predicts. Like a ``Posterior`` it is never
+    changed."""
 
     members: tuple[Posterior, ...] = ()
 
     correction: Correction = Correction()
-    """What ``calibrate`` has found of them together, beside their own corrections."""
+    """The joint result of ``calibrate``, beside the corrections of the members."""
 
     @property
     def likelihood(self) -> Likelihood:
-        """That of the first member: they may differ in the noise."""
+        """The likelihood of the first member; members may differ in the observation noise."""
         return self.members[0].likelihood
 
     @property
@@ -239,42 +239,43 @@ class Posteriors:
         return (table.tolist(),) * len(self.members)
 
     def corrected(self, correction: Correction) -> Posteriors:
-        """Return these posteriors with another correction of them together."""
+        """Return these posteriors with another joint correction."""
         return Posteriors(self.members, correction)
 
     def around(self, mean: str) -> Posteriors:
-        """Return the posteriors alone, each around one mean."""
+        """Return the posteriors without other components, each around one mean."""
         each = tuple(member.around(mean) for member in self.members)
         return Posteriors(each, Correction(noise=self.correction.noise))
 
     def at(self, x: Inputs) -> Pushforward:
-        """Return inputs with their products under each."""
+        """Return inputs with their products under each posterior."""
         return stack_members([member.at(x) for member in self.members])
 
 
 Record = Posterior | Posteriors
-"""What functions of this subpackage need of a fit."""
+"""The record of a fit or of several, for functions of this subpackage."""
 
 
 class Holder(Printed):
-    """What holds a record: the base class of ``LinearisedLaplace`` and ``LaplaceEnsemble``."""
+    """Base class of the objects that hold a record, ``LinearisedLaplace`` and
+    ``LaplaceEnsemble``."""
 
     @property
     def posterior(self) -> Record | None:
-        """The frozen record of the fit, which functions of ``torch_lla_em.prediction`` take; None
-        before it."""
+        """The frozen record of the fit, which can be passed to the functions of
+        ``torch_lla_em.prediction``; None before the fit."""
         raise NotImplementedError
 
 
 Fitted = Holder | Record
-"""What predicts: a fitted object, or its record."""
+"""A fitted object, or its record."""
 
 
 def required(la: Fitted, surely: bool | None = False) -> Record:
-    """Return the record of an object, or a record itself; raise an error if it is not fitted, or
-    what it belongs to has changed.
+    """Return the record of an object, or a record itself. Raise an error if it is not fitted, or if
+    its network or members have changed.
 
-    ``surely`` compares every bit of a network, None nothing.
+    With ``surely=True`` every bit of a network is compared, with None nothing.
     """
     found = getattr(la, "posterior", la)
     if found is None:
@@ -285,8 +286,8 @@ def required(la: Fitted, surely: bool | None = False) -> Record:
     if not isinstance(found, (Posterior, Posteriors)):
         raise TypeError(
             f"An object of the class {type(la).__name__} is not a posterior: pass a fitted "
-            "LinearisedLaplace, a LaplaceEnsemble, or the record of one; in place of a student, "
-            "the posterior that it was distilled from."
+            "LinearisedLaplace, a LaplaceEnsemble, or the record of one. Instead of a student, "
+            "pass the posterior that it was distilled from."
         )
     if surely is None:
         return found
@@ -299,8 +300,8 @@ def required(la: Fitted, surely: bool | None = False) -> Record:
     marks = found.correction.marks
     if marks and marks != tuple(member.mark for member in found.members):
         raise RuntimeError(
-            "A member was fitted or calibrated again after the ensemble was calibrated, whose "
-            "numbers belong to the members as they were: call "
+            "A member was fitted or calibrated again after the ensemble was calibrated, so the "
+            "numbers of the ensemble are no longer valid: call "
             "ensemble.calibrate(validation_loader) again."
         )
     return found

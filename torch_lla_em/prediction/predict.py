@@ -1,5 +1,5 @@
-"""Predictions of a posterior or of several: functions of their records, which are methods of the
-objects that hold them."""
+"""Predictions of a posterior or of several, as functions of their records; the objects that hold
+records have them as methods."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def predict(
     groups: Values | None = None,
     weights: Values | None = None,
 ) -> Prediction:
-    """Return the predictive distribution at x, as ``LinearisedLaplace.predict``, of an object or a
-    record."""
+    """Return the predictive distribution of an object or a record at x, as
+    ``LinearisedLaplace.predict``."""
     known = required(la) if mean is None else required(la).around(mean)
     if isinstance(x, LOADERS):
         batches = _in_batches(known, inputs_in_order(x))
@@ -45,15 +45,15 @@ def predictions(
     loader: Loader,
     mean: Mean | None = None,
 ) -> Iterator[Prediction]:
-    """Yield the predictive distribution at each batch of a loader, of an object or a record."""
+    """Yield the predictive distribution of an object or a record at each batch of a loader."""
     known = required(la) if mean is None else required(la).around(mean)
     return (predicted(known, data) for data in _in_batches(known, inputs_in_order(loader)))
 
 
 def predicted(known: Record, data: Pushforward) -> Prediction:
-    """Return the prediction at inputs with products, with what they are compared with."""
+    """Return the prediction at inputs with their products, together with the reference."""
     found = known.correction
-    noise = None if isinstance(known, Posterior) else found.noise  # which its likelihood has
+    noise = None if isinstance(known, Posterior) else found.noise  # its likelihood includes it
     return data.prediction(known.tables, noise, found.reference, found.room)
 
 

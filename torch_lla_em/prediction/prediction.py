@@ -26,7 +26,8 @@ from torch_lla_em.runtime import check_whole, without_autocast
 
 
 class Origin(Protocol):
-    """What a prediction was made of: the ``Pushforward`` of its inputs, which documents these."""
+    """The origin of a prediction: the ``Pushforward`` of its inputs, where these methods are
+    documented."""
 
     @property
     def likelihood(self) -> Likelihood: ...
@@ -43,8 +44,8 @@ class Prediction(BasePrediction):
     """The predictive distribution at B inputs, as returned by ``la.predict(x)``.
 
     ``f_mean``, ``f_variance``, ``f_covariance`` and ``samples`` are those of the network's function
-    f, without observation noise; ``expectation``, ``predictive_variance``, ``probs`` and what
-    follows from them are those of targets y. After ``calibrate``, ``p_value``, ``is_ood``,
+    f, without observation noise; ``expectation``, ``predictive_variance``, ``probs`` and all other
+    quantities are those of targets y. After ``calibrate``, ``p_value``, ``is_ood``,
     ``prediction_set`` and ``interval`` compare the inputs with the validation set. All shapes are
     those of the network's outputs, (B, ..., C). ``print`` shows a table.
 
@@ -56,7 +57,7 @@ class Prediction(BasePrediction):
     _mixture: Mixture
     _class_dim: int = -1
     _origin: Origin | None = None
-    """None: it cannot be compared with a validation set."""
+    """The products of the inputs; None: the inputs cannot be compared with a validation set."""
 
     _reference: Reference | None = None
     """The scores of validation examples that inputs are compared with."""
@@ -68,12 +69,12 @@ class Prediction(BasePrediction):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood, of an ensemble that of the first member: they may differ in σ."""
+        """The likelihood; for an ensemble that of the first member (members may differ in σ)."""
         return self._mixture.first.likelihood
 
     @cached_property
     def members(self) -> tuple[Prediction, ...]:
-        """The prediction of each posterior: of a single one, or of all members of an ensemble."""
+        """The prediction of each posterior: a single one, or one for each member of an ensemble."""
         every = range(1 + self._mixture.components[-1].owner)
         return tuple(
             replace(
@@ -125,10 +126,11 @@ class Prediction(BasePrediction):
 
     @property
     def samples(self) -> Tensor:
-        """K samples of f, (K, B, ..., C), joint over inputs: f + √τ J w_k for a single posterior.
+        """K samples of f, (K, B, ..., C), joint over inputs: the mean of f plus √τ J w_k, where w_k
+        are posterior samples and τ is their scale, for a single posterior.
 
-        Further components replace some of them in proportion to their weight. An
-        ensemble has the samples of all members.
+        If the prediction has further components, these replace some samples in proportion to their
+        weight. An ensemble has the samples of all members.
         """
         each = [member._mixture.samples() for member in self.members]
         return self._shaped(torch.cat(each), 1)
@@ -155,13 +157,13 @@ class Prediction(BasePrediction):
     def standard_error(self) -> Tensor:
         """Monte Carlo standard error of ``expectation`` with K samples, (B, ..., C).
 
-        On seven tables, fits with different seeds differed by 0.8 to 1.0 times as much. It is 0 for
-        continuous targets and NaN for a single sample.
+        On seven tables, the standard deviation between fits with different seeds was 0.8 to 1.0
+        times this. It is 0 for continuous targets and NaN for a single sample.
         """
         if self.likelihood.real_valued:
             return torch.zeros_like(self.expectation)
-        # an average over a sample and its mirror image is nearly quadratic in it, so its spread
-        # over samples is that of their covariance, which rotations do not reduce
+        # the average over a sample and its mirror image is nearly quadratic in the sample, so its
+        # spread over samples reflects the error of their covariance, which rotations do not reduce
         variances = []
         for member in self.members:
             first = member._mixture.first
@@ -169,7 +171,7 @@ class Prediction(BasePrediction):
             def squared(f: Tensor, weights: Tensor | None, rows: slice) -> Tensor:
                 values, half, K = first.likelihood.mean(f), len(f) // 2, len(first.deviations)
                 pairs = 0.5 * (values[:K] + values[half : half + K])
-                # NaN for a single sample, and 0 without
+                # NaN for a single sample, and 0 without samples
                 apart: Tensor = (pairs - pairs.mean(0)).square().sum(0)
                 return apart / (K * (K - 1) if K else 1)
 
@@ -200,8 +202,8 @@ class Prediction(BasePrediction):
         return self._mixture.log_density(y)
 
     def joint_log_prob(self, y: Tensor) -> Tensor:
-        """Return log p(y_1..y_B | x_1..x_B), (): by the samples' covariance if it has a closed
-        form.
+        """Return log p(y_1..y_B | x_1..x_B), (); if it has a closed form, from the covariance of
+        the samples.
 
         Args:
             y (Tensor): Targets, as in the training data.
@@ -209,8 +211,8 @@ class Prediction(BasePrediction):
         return self._mixture.log_density(self._aligned(y), joint=True)
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """Draw targets y, (n, B, ...), joint over inputs given f; for each draw as in the training
-        data.
+        """Draw targets y, (n, B, ...), jointly over inputs; each draw has the form of the training
+        targets.
 
         Args:
             n (int): Number of draws. Default 1.
@@ -223,7 +225,7 @@ class Prediction(BasePrediction):
         return self._shaped(self._mixture.sample(n, generator), 1)
 
     def credible_interval(self, level: float = 0.95) -> Interval:
-        """Return the interval of continuous targets between equal tails.
+        """Return the equal-tailed interval of continuous targets under the posterior.
 
         Args:
             level (float): Probability under the posterior, between 0 and 1. Default 0.95. For a
@@ -240,7 +242,7 @@ class Prediction(BasePrediction):
         return Interval(lower, upper)
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y <= y) of each continuous output on its own, (B, ..., C).
+        """Return P(Y <= y) for each single continuous output, (B, ..., C).
 
         Args:
             y (Tensor): Targets, as in the training data.
@@ -253,8 +255,8 @@ class Prediction(BasePrediction):
         It is differentiable in the inputs.
 
         Args:
-            q (float, sequence or Tensor): A probability between 0 and 1; of several, the result has
-                one more axis in front, (levels, B, ..., C).
+            q (float, sequence or Tensor): A probability between 0 and 1; for several, the result
+                has an additional first axis, (levels, B, ..., C).
 
         Example:
             >>> median = regression.predict(x).quantile(0.5)
@@ -283,7 +285,7 @@ class Prediction(BasePrediction):
         return self._shaped(self._gaussians("crps").crps(self._aligned(y)))
 
     def _gaussians(self, name: str) -> TargetMixture:
-        """Return the Gaussians whose mixture the targets are, for a method of this name."""
+        """Return the mixture of Gaussians of the targets; ``name`` is the method that needs it."""
         self._require(self.likelihood.real_valued, name, "its targets are not continuous")
         return self._mixture.gaussians()
 
@@ -291,11 +293,11 @@ class Prediction(BasePrediction):
 
     @cached_property
     def _scored(self) -> tuple[Tensor, Tensor]:
-        """Scores, (B, 2 or 3), large out of distribution, epistemic first, and the unit of each, by
-        which it is rounded."""
+        """The OOD scores, (B, 2 or 3), epistemic first, and the unit of each score, which
+        determines its rounding error."""
         distances = None if self._origin is None else self._origin.distances()
         likelihood = self.likelihood
-        # small scores are differences of large numbers
+        # small scores can be differences of large numbers
         double = self._map(Tensor.double)
         if likelihood.real_valued:
             aleatoric, epistemic = double._uncertainties()
@@ -309,7 +311,7 @@ class Prediction(BasePrediction):
         columns = [(s.flatten(1).mean(1) if s.dim() > 1 else s)[:, None].double() for s in scores]
         units = torch.full((2,), ROUNDING, dtype=torch.float64, device=self._f.device)
         if distances is not None:
-            # training examples are stored where vectors are
+            # training examples are on the device of the vectors
             columns.append(distances.to(columns[0]))
             units = torch.cat([units[:1], torch.ones_like(units)])
         return infinite_if_nan(torch.cat(columns, 1)), units
@@ -328,7 +330,8 @@ class Prediction(BasePrediction):
 
     @cached_property
     def _by_reference(self) -> Prediction | None:
-        """The prediction by the numbers that were fitted for the reference, classes last."""
+        """The prediction with the numbers that were fitted together with the reference, classes
+        last."""
         origin, reference = self._origin, self._reference
         if origin is None or reference is None or reference.table is None:
             return None
@@ -339,6 +342,6 @@ class Prediction(BasePrediction):
 
 
 def functions_of(prediction: Prediction) -> tuple[Tensor, Tensor | None]:
-    """Return the functions whose averages a prediction's quantities are, (S, B, ..., C) with the
-    classes last, and their weights, (S,); None: all are equal."""
+    """Return the functions over which a prediction is averaged, (S, B, ..., C) with the classes
+    last, and their weights, (S,); None if all weights are equal."""
     return prediction._mixture.functions()

@@ -10,8 +10,8 @@ Cells = list[tuple[str, ...]]
 
 
 class Printed:
-    """Base class of objects that are printed as a title, a table, and the sentences of
-    ``findings``, if they have some."""
+    """Base class of objects that are printed as a title, a table, and the sentences of ``findings``
+    if there are any."""
 
     def _table(self) -> tuple[str, Cells]:
         """Return the title and the cells, row by row."""

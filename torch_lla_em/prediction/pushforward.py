@@ -1,4 +1,5 @@
-"""Examples with f and the products J w of posteriors, and the predictions that are made of them."""
+"""Examples with f and the products J w of posteriors, and the predictions that are made from
+them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.runtime import NUMBERS
 
 Rows = list[list[Any]]
-"""A table of components as numbers, or as tensors of one number each if it is differentiated."""
+"""A table of components: numbers, or tensors of a single number if the table is differentiated."""
 
 Table = Tensor | Rows
 Tables = Table | tuple[Table, ...]
-"""A table of components, the same for all members of an ensemble, or one for each."""
+"""A table of components for all members of an ensemble, or one table for each member."""
 
 LENGTHS = (
     "pad the inputs to one length, with targets of -100 there, or predict batch by batch: "
@@ -46,13 +47,14 @@ class Member(NamedTuple):
     """The network's outputs f, (B, ..., C), classes last."""
 
     Jw: Tensor
-    """J w of w_lin and of the samples, (1 + K, B, ..., C)."""
+    """J w for w_lin and for the samples, (1 + K, B, ..., C)."""
 
     training: TrainingExamples | None = None
-    """The stored training examples: logits of inputs with a larger variance are shrunk."""
+    """The stored training examples; logits of inputs with a larger variance than theirs are
+    shrunk."""
 
     network_noise: Tensor | None = None
-    """σ of the network's residuals relative to that of the likelihood, which belongs to J w_lin;
+    """σ of the network's residuals relative to the σ of the likelihood, which belongs to J w_lin;
     None: 1."""
 
     shares: Tensor | None = None
@@ -63,7 +65,7 @@ class Member(NamedTuple):
         training examples; None: all are 1."""
         if self.shares is not None or self.training is None:
             return self.shares
-        if not self.likelihood.gives_probabilities:  # of counts, a mean of 0 would be a rate of 1
+        if not self.likelihood.gives_probabilities:  # for counts, a mean of 0 is a rate of 1
             return None
         variance = output_variance(self.training.likelihood, self.Jw[1:])
         largest = self.training.largest_variance.to(variance)
@@ -118,7 +120,7 @@ class Pushforward(NamedTuple):
 
     @property
     def y(self) -> Tensor:
-        """The targets of held-out data, which have some."""
+        """The targets; raises an error if there are none."""
         if self.targets is None:
             raise ValueError("These examples have no targets: pass batches (inputs, targets).")
         return self.targets
@@ -140,7 +142,8 @@ class Pushforward(NamedTuple):
         reference: Reference | None = None,
         room: float = 0.0,
     ) -> Prediction:
-        """Return the prediction by a table of components, for regression with σ times ``noise``."""
+        """Return the prediction for a table of components; for regression σ is multiplied by
+        ``noise``."""
         count = len(self.members)
         tables = table if isinstance(table, tuple) else (table,) * count
         components = tuple(
@@ -155,7 +158,8 @@ class Pushforward(NamedTuple):
         return self.without_samples().prediction(posterior_alone())
 
     def distances(self) -> Tensor | None:
-        """Return the distances to the nearest training example, (B, 2), if some are kept."""
+        """Return the distances to the nearest training example, (B, 2), or None if none are
+        stored."""
         each = []
         for member in self.members:
             if member.training is None:
@@ -190,7 +194,7 @@ class Pushforward(NamedTuple):
 
 
 def require_one_shape(outputs: Iterable[Tensor], remedy: str = LENGTHS) -> None:
-    """Raise an error if outputs, (B, ...), have several shapes beside their first axis."""
+    """Raise an error if outputs, (B, ...), have several shapes apart from their first axis."""
     shapes = {tuple(f.shape[1:]) for f in outputs}
     if len(shapes) > 1:
         raise ValueError(f"There are outputs of the shapes {sorted(shapes)} per example: {remedy}")
@@ -209,7 +213,7 @@ def joined(parts: Sequence[Pushforward]) -> Pushforward:
 
 
 def stack_members(each: Sequence[Pushforward]) -> Pushforward:
-    """Return the same examples under several posteriors, each given under one."""
+    """Combine the same examples under single posteriors to examples under several posteriors."""
     if len(each) == 1:
         return each[0]
     require_one_shape([pushed.f for pushed in each], _CLASSES)

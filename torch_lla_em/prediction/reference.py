@@ -1,5 +1,5 @@
-"""What inputs are compared with: scores of examples that nothing was fitted to, and their p-values
-and quantiles.
+"""The reference of inputs: scores of examples that nothing was fitted to, and the p-values and
+quantiles that follow from them.
 
 Guarantees hold on average, or within groups or classes (Mondrian conformal prediction); weights
 correct for shifts (Tibshirani et al., 2019).
@@ -45,8 +45,8 @@ class Stated(NamedTuple):
         groups: Values | str | None = None,
         weights: Values | None = None,
     ) -> Stated:
-        """Return groups and weights of so many examples as tensors; raise an error if they are
-        not."""
+        """Return groups and weights of ``count`` examples as tensors; raise an error if they do not
+        fit."""
         by_class = isinstance(groups, str)
         if by_class and groups != "classes":
             raise ValueError(f'groups={groups!r}, but it must be "classes" or integers.')
@@ -57,7 +57,7 @@ class Stated(NamedTuple):
         return cls(integers, numbers, by_class)
 
     def part(self, examples: slice | Tensor) -> Stated:
-        """Return what is stated of some examples."""
+        """Return the groups and weights of some examples."""
         return self._replace(
             groups=None if self.groups is None else self.groups[examples],
             weights=None if self.weights is None else self.weights[examples],
@@ -85,15 +85,15 @@ def _tensor(
 
 
 class Reference(NamedTuple):
-    """Scores of examples to which the predictions were not fitted, and the numbers of the
+    """Scores of examples to which the predictions were not fitted, and the numbers of these
     predictions.
 
-    Of ensembles that were trained by folds they are all examples, each scored by the member that
+    For ensembles that were trained by folds these are all examples, each scored by the member that
     has not seen it.
     """
 
     table: Tensor | None
-    """The components of predictions, fitted to the first half; None of a student."""
+    """The components of predictions, fitted to the first half; None for a student."""
 
     sigma: Tensor | None
     """The observation noise of a regression, fitted to the first half."""
@@ -105,7 +105,7 @@ class Reference(NamedTuple):
     """Errors of the second half, shape (n, outputs)."""
 
     folds: Tensor | None = None
-    """How many of the examples each member of an ensemble by folds has not seen, in their order."""
+    """For an ensemble by folds, the number of examples that each member has not seen, in order."""
 
     groups: Tensor | None = None
     """The group of each example, (n,)."""
@@ -142,13 +142,13 @@ class Reference(NamedTuple):
             )
 
     def require(self, needed: int, asked: str, inputs: Stated) -> None:
-        """Raise an error if a part to which inputs can belong has too few examples."""
+        """Raise an error if there are too few examples in a part to which inputs can belong."""
         for of, rows in self._parts(inputs):
             require(len(self.unusual[rows]), needed, asked, of)
 
     def p_values(self, scores: Tensor, inputs: Stated, room: float, unit: Tensor) -> Tensor:
-        """Return the p-values, (B,), of scores (B, S), with ties as in ``conformal.p_values``; the
-        largest one if each class has its own reference."""
+        """Return the p-values, (B,), of scores (B, S), with ties as in ``conformal.p_values``. If
+        each class has its own reference, the largest p-value is returned."""
         each = [
             p_values(self.unusual[rows], scores, room, unit, *self._weights(rows, inputs))
             for _, rows in self._parts(inputs)
@@ -177,13 +177,13 @@ class Reference(NamedTuple):
             labels = torch.arange(classes, device="cpu") if classes else own
         if own is None or labels is None:
             return [("", slice(None))]
-        if not len(labels):  # without inputs any will do
+        if not len(labels):  # without inputs any part is sufficient
             labels = own[:1]
         return [(f" of {word} {label}", own == label) for label in labels.unique().tolist()]
 
     def _weights(self, rows: Any, inputs: Stated) -> tuple[Tensor | None, Tensor | None]:
-        """Return the weights of some examples and of inputs; inputs without weights have the
-        largest."""
+        """Return the weights of some examples and of inputs; inputs without weights are given the
+        largest weight."""
         if self.weights is None:
             return None, None
         own = self.weights.max()[None] if inputs.weights is None else inputs.weights
@@ -191,7 +191,7 @@ class Reference(NamedTuple):
 
 
 def _of_groups(each: list[Tensor], groups: Tensor) -> Tensor:
-    """Return the values of the group of each input, of values (B, ...) for each group."""
+    """Select for each input the value of its group, from values (B, ...) for each group."""
     if not len(groups):
         return each[0]
     places = groups.unique(return_inverse=True)[1]
@@ -199,7 +199,7 @@ def _of_groups(each: list[Tensor], groups: Tensor) -> Tensor:
 
 
 REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
-"""The names of these fields in files."""
+"""The names of the fields of ``Reference`` in files."""
 
 
 def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -> Tensor:
@@ -227,11 +227,12 @@ def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -
 
 
 def chosen(score: Score, computed: int, known: int) -> list[int]:
-    """Return the columns of the computed scores that are compared; the reference has the last."""
+    """Return the columns of the computed scores that are compared; the reference contains the last
+    ``known`` of them."""
     check_choice("score", score, ("all", "epistemic", "distance"))
     if score == "distance" and computed < 3:
         raise ValueError(
-            'score="distance" needs distances to training examples, which regressions do not keep: '
+            'score="distance" needs distances to training examples, which regressions do not have: '
             "leave score out."
         )
     if known < computed and (computed == 3 or score == "epistemic"):

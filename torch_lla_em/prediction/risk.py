@@ -21,14 +21,14 @@ class RiskControl:
     which the loss of the validation images, corrected for their number, is at most ``level``
     (conformal risk control, Angelopoulos et al., 2022). Then the expected loss of a new image is at
     most ``level``, whatever the quality of the probabilities, if it and the validation images are
-    exchangeable and the posterior was not fitted to any of them: for images on average, not for
-    every image.
+    exchangeable and the posterior was not fitted to any of them. This holds on average over images,
+    not for every image.
 
     Args:
         predict (callable): Inputs -> probabilities, such as a fitted ``LinearisedLaplace``.
-        loader (iterable): Validation batches (inputs, labels), labels of shape (B, *sites), read
-            one by one. Pixels whose label is not a class, such as -100, do not count; an image of
-            them alone has the loss 0.
+        loader (iterable): Validation batches (inputs, labels) with labels of shape (B, *sites),
+            which are read one by one. Pixels whose label is not a class, such as -100, do not
+            count; an image with only such pixels has the loss 0.
         level (float): Largest expected loss. Default 0.1.
         class_dim (int): Axis of the classes in the probabilities. Default 1.
 
@@ -64,7 +64,7 @@ class RiskControl:
                 if (chosen[counts] < 0).any():
                     raise ValueError(
                         f"Probabilities of image {self.num_images} are NaN, so no threshold bounds "
-                        "the loss: mend the network, or set the labels of such pixels to -100."
+                        "the loss: correct the network, or set the labels of such pixels to -100."
                     )
                 own = chosen[counts].sort().values
                 total += torch.searchsorted(own, grid).double() / max(1, len(own))
@@ -112,6 +112,6 @@ def _chosen(probs: Tensor, labels: Tensor, class_dim: int) -> list[tuple[Tensor,
         )
     known = (labels >= 0) & (labels < p.shape[-1])
     index = labels.where(known, 0).long().to(p.device).unsqueeze(-1)
-    # NaN is in no set, also not in that of all classes
+    # NaN is in no set, not even in the set of all classes
     own = p.gather(-1, index).squeeze(-1).double().cpu().flatten(1).nan_to_num(nan=-1.0)
     return list(zip(own, known.cpu().flatten(1), strict=True))

@@ -1,4 +1,4 @@
-"""Scores of predictions by their targets: NLL of single labels, accuracy, ECE, RMSE, coverage."""
+"""Scores of predictions, given targets: NLL of single labels, accuracy, ECE, RMSE, coverage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch_lla_em.prediction.prediction import Prediction
 
 
 def label_log_prob(prediction: Prediction, y: Tensor) -> Tensor:
-    """Return log p(y | x) of each label by itself, (B, labels): of a site, or of an output that has
-    a target of its own.
+    """Return log p(y | x) of each single label, (B, labels). A label is that of a site, or of an
+    output with its own target.
 
-    Where outputs are independent given x it is that of all of them together, (B, 1).
+    If the outputs are independent given x, it is the sum over all of them, (B, 1).
 
     Args:
         prediction: The prediction.
@@ -47,8 +47,8 @@ def covered(prediction: Prediction, y: Tensor, level: float = 0.9) -> Tensor:
 
 
 def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
-    """Return the scores that apply, by name, of a prediction and its targets, both with the classes
-    last."""
+    """Return the applicable scores of a prediction and its targets, both with the classes last, by
+    name."""
     likelihood = prediction.likelihood
     values = {"NLL": -per_label(prediction, y).mean()}
     if likelihood.gives_probabilities:
@@ -70,11 +70,11 @@ def scores(prediction: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def per_label(prediction: Prediction, y: Tensor) -> Tensor:
-    """Return the log-probability of each labelled example relative to the mean number of labels,
+    """Return the log-probability of each labelled example divided by the mean number of labels,
     (N,).
 
-    It is the sum over its labels, each by itself, so that the mean is that of a label: a pixel, a
-    token or an output.
+    It is the sum over single labels, so that the mean over examples is the mean over labels
+    (pixels, tokens or outputs).
     """
     likelihood = prediction.likelihood
     sums = label_log_prob(prediction, y).double().sum(1)[likelihood.labelled(y)]
@@ -82,7 +82,7 @@ def per_label(prediction: Prediction, y: Tensor) -> Tensor:
 
 
 def stated_and_right(prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the confidence in each predicted label, and whether it is right, (labels,)."""
+    """Return the confidence of each predicted label, and whether the label is right, (labels,)."""
     p = prediction.probs
     if prediction.likelihood.elementwise:
         return torch.maximum(p, 1 - p).flatten(), ((p > 0.5) == (y > 0.5)).flatten()

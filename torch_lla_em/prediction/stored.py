@@ -1,4 +1,4 @@
-"""How a posterior is stored: tensors by name beside one record of plain values."""
+"""How a posterior is stored: as tensors by name, beside one record of plain values."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _TRAINING = "training_deviations", "largest_variance"
 
 
 def options_of(state: State, network: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``LinearisedLaplace`` for a file of its network: those that were
-    saved, and those ``given``."""
+    """Return the arguments of ``LinearisedLaplace`` for a saved state and its network: the saved
+    ones, and those ``given``."""
     if "options" not in state:
         raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
     _refuse_other_network(state, files.fingerprint(Network(network).module))
@@ -56,7 +56,7 @@ def options_of(state: State, network: nn.Module, given: dict[str, Any]) -> dict[
 
 
 def likelihood_options(given: Likelihood) -> dict[str, Any]:
-    """Return a likelihood as options of ``LinearisedLaplace``; a user's own likelihood has none."""
+    """Return a likelihood as options of ``LinearisedLaplace``; empty for a custom likelihood."""
     if not is_named(given):
         return {}
     name = next(name for name, kind in LIKELIHOODS.items() if kind is type(given))
@@ -66,7 +66,7 @@ def likelihood_options(given: Likelihood) -> dict[str, Any]:
 
 
 def without_prefix(state: State, prefix: str) -> State:
-    """Return the tensors of a module in the state of one that contains it."""
+    """Return the tensors of a module from the state of a module that contains it."""
     return {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
 
 
@@ -143,7 +143,7 @@ def correction_of(state: State, device: torch.device) -> Correction:
     record = _record(state)
     calibration, room, marks = (record.get(name) for name in ("calibration", "room", "marks"))
     if calibration is not None:
-        if not isinstance(calibration[4], bool):  # 0.3.0 stored coverages before this field
+        if not isinstance(calibration[4], bool):  # version 0.3.0 stored coverages at this place
             calibration = [*calibration[:4], calibration[-1]]
         given: list[Any] = [tuple(v) if isinstance(v, list) else v for v in calibration]
         # earlier versions stored fewer fields
@@ -165,7 +165,7 @@ def _tensor(state: State, device: torch.device, name: str) -> Any:
 def _record(state: State) -> dict[str, Any]:
     """Return the record in a state of this version, or of 0.3 and 0.4."""
     record: dict[str, Any] = files.from_bytes(state["record"])
-    # of a function that calls the network; 0.4 stored other options here without need
+    # whether a function calls the network; version 0.4 stored further options here
     given = [name for name in record.get("given", ()) if name in ("forward_fn", "adapter")]
     return {**record, "given": given}
 
@@ -196,14 +196,15 @@ def _refuse_other_network(state: State, fingerprint: Tensor) -> None:
 
 
 def _attributes(given: Likelihood) -> str | None:
-    """Return the attributes of a user's own likelihood, by which another one is noticed."""
+    """Return the attributes of a custom likelihood, by which another likelihood is recognised."""
     return None if is_named(given) else files.plain(vars(given))
 
 
 def _refuse_others(
     state: State, record: dict[str, Any], setting: Setting, given: Likelihood
 ) -> None:
-    """Raise an error if a state is of another network, posterior or likelihood, or is damaged."""
+    """Raise an error if a state belongs to another network, posterior or likelihood, or is
+    damaged."""
     layout, network = setting.linear_model.layout, setting.linear_model.network
     has_adapter = network.forward_fn is not default_forward
     _refuse_other_network(state, setting.state.fingerprint)

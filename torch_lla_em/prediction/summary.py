@@ -1,4 +1,4 @@
-"""What ``print(la)`` shows of a fit: its result in words, an assessment, and advice."""
+"""The output of ``print(la)``: the result of a fit in words, an assessment, and recommendations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch_lla_em.runtime import CALL
 from torch_lla_em.solvers import is_accurate, relative_error
 
 _FEW = 38
-"""Number of validation examples below which a calibration is not called good: ``is_ood`` needs as
-many for its rate."""
+"""Number of validation examples below which a calibration is not called good; ``is_ood`` needs as
+many for its default rate."""
 
 
 class Accuracy(NamedTuple):
@@ -34,7 +34,7 @@ class Accuracy(NamedTuple):
     """An upper bound on the error of every output of every sample, at any input."""
 
     tolerance: float
-    """The largest error that the fit was to have."""
+    """The requested largest error of the fit."""
 
     @property
     def is_reached(self) -> bool:
@@ -89,8 +89,8 @@ def _numbers(posterior: Posterior) -> Iterator[tuple[str, str]]:
 def table_of(
     name: str, models: Sequence[LinearModel], likelihood: Likelihood, record: Record | str
 ) -> tuple[str, Cells]:
-    """Return the title and the table that ``print(la)`` shows; in place of a record, what has to be
-    done first."""
+    """Return the title and the table of ``print(la)``. Without a record, ``unfitted`` states what
+    has to be done first."""
     modules = [model.network.module for model in models]
     title = f"{name} of {', '.join(sorted({type(module).__name__ for module in modules}))}"
     rows = [("likelihood", type(likelihood).__name__)]
@@ -112,7 +112,8 @@ def table_of(
 
 
 def _training_data(members: Sequence[Posterior]) -> str:
-    """Return the number of training examples, the time of the fits, and why some ended early."""
+    """Return a text with the number of training examples, the time of the fits, and why some ended
+    early."""
     counts = sorted({member.num_data or 0 for member in members})
     seconds = [member.history[-1]["seconds"] for member in members if member.history]
     ends = sorted({member.result.why for member in members} - {"accurate"})
@@ -122,10 +123,10 @@ def _training_data(members: Sequence[Posterior]) -> str:
 
 
 def _of_reference(reference: Reference) -> str:
-    """Return in words how many validation examples inputs are compared with."""
+    """Return a text on the validation examples that inputs are compared with."""
     words = f"{len(reference.unusual):,} validation examples"
     if reference.classes is not None:
-        words += ", those of each class apart"
+        words += ", separately for each class"
     elif reference.groups is not None:
         words += f" in {len(reference.groups.unique())} groups"
     words += " with weights" if reference.weights is not None else ""
@@ -133,7 +134,7 @@ def _of_reference(reference: Reference) -> str:
 
 
 def advice(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield what is good about a fit, what is not, and what to do."""
+    """Yield lines on what is good about a fit, what is not, and what to do."""
     members, several = record.members, isinstance(record, Posteriors)
     calibration = record.correction.calibration
     calibrated = calibration is not None and calibration.length is None
@@ -176,7 +177,7 @@ def of_calibration(calibration: Calibration) -> Iterator[tuple[str, str]]:
     if calibration.applied:
         words = f"calibrated on {count:,} examples: {source} {per} {calibration}"
         if count < _FEW:
-            words += f". Fewer than {_FEW} examples measure it badly: use more"
+            words += f". Fewer than {_FEW} examples are too few to measure this: use more"
     is_good = calibration.is_measurable and count >= _FEW and not calibration.unlike
     yield "good" if is_good else "calibration", words
     if calibration.unlike:

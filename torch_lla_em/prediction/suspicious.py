@@ -1,4 +1,4 @@
-"""Training examples whose targets are probably wrong, by the posterior's own predictions at
+"""Finds training examples whose targets are probably wrong, by the posterior's predictions for
 them."""
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from torch_lla_em.prediction.pushforward import require_one_shape
 from torch_lla_em.prediction.reference import Stated
 
 _OWN = 0.25
-"""Functions count by p(y)^-.25 of the label that is judged, so that it has less to say: 0 leaves it
-in, 1 leaves it out, with more Monte Carlo error. AUROC over ten tables with 10 % of wrong labels,
-30 and 200 epochs: .917 and .909, at 0 .915 and .904, at .5 .916 and .905, at 1 .905 and .884."""
+"""Functions are weighted by p(y)^-.25 of the label y that is judged, which reduces its influence on
+its own score. A power of 0 keeps its full influence; 1 removes it, with more Monte Carlo error. The
+AUROC on ten tables with 10 % of wrong labels after 30 and 200 epochs is .917 and .909; with a power
+of 0 .915 and .904, with .5 .916 and .905, with 1 .905 and .884."""
 
 
 class Judged(NamedTuple):
-    """What a prediction says of targets, for every site and output."""
+    """The judgement of targets by a prediction, for every site and output."""
 
     score: Tensor
     """-log of the probability of the target, (B, ...)."""
 
     margin: Tensor
-    """The logarithm of this probability, relative to that of the most probable other label; -score
-    of numbers."""
+    """The logarithm of this probability, relative to that of the most probable other label; for
+    continuous targets and counts it is -score."""
 
     label: Tensor
     probability: Tensor
@@ -45,16 +46,17 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SuspiciousTargets(Printed):
-    """The result of ``la.suspicious``, example by example in the order of the dataset; print it.
+    """The result of ``la.suspicious``, with examples in the order of the dataset; print it.
 
     Example:
         >>> print(la.suspicious(x, y))  # doctest: +SKIP
     """
 
     score: Tensor
-    """How suspicious each target is, (N,): -log p(label | x), for which the label itself counts
-    less, or of numbers -log of their two-sided probability. Of several outputs it is that of the
-    least probable one, of sites the mean. It is 0 for examples without a label."""
+    """How suspicious each target is, (N,): -log p(label | x), in which the label itself counts
+    less; for continuous targets and counts the negative logarithm of their two-sided probability.
+    With several outputs it is the score of the least probable one, with several sites the mean. It
+    is 0 for examples without a label."""
 
     mask: Tensor
     """Which examples to look at, (N,)."""
@@ -63,10 +65,12 @@ class SuspiciousTargets(Printed):
     """The targets, with the outputs last."""
 
     label: Tensor
-    """The label that the posterior would give, in the shape of ``given``; of numbers E[y]."""
+    """The label that the posterior would give, in the shape of ``given``; for continuous targets
+    and counts E[y]."""
 
     probability: Tensor
-    """The probability of that label; of numbers the two-sided probability of the given target."""
+    """The probability of that label; for continuous targets and counts the two-sided probability of
+    the given target."""
 
     map: Tensor
     """The score of every site and output, in the same shape."""
@@ -82,7 +86,7 @@ class SuspiciousTargets(Printed):
 
     @property
     def number(self) -> int:
-        """The estimated number of wrong targets, those of the mask.
+        """The estimated number of wrong targets, which is the number of targets in the mask.
 
         With 0, 2, 5, 10 and 20 % of wrong labels it was off by 4, 4, 2, 3 and 10 % of N on average
         over eleven tables.
@@ -93,7 +97,7 @@ class SuspiciousTargets(Printed):
         """Return a table of examples, the most suspicious first.
 
         Args:
-            shown (int): Their number.
+            shown (int): Number of examples in the table.
         """
         count, rows = len(self.score), list[tuple[str, ...]]()
         for i in self.order[:shown].tolist():
@@ -101,7 +105,7 @@ class SuspiciousTargets(Printed):
             if self.given.numel() == count:
                 parts = self.given, self.label, self.probability
                 given, label, p = (part.flatten()[i].item() for part in parts)
-                words = f"{given:.4g}; the posterior says {label:.4g}, p = {p:.2g}"
+                words = f"{given:.4g}; the posterior predicts {label:.4g}, p = {p:.2g}"
             rows.append((f"example {i}", words))
         return rows
 
@@ -127,11 +131,11 @@ def suspicious(
     device, module = model.network.device, model.network.module
     with torch.inference_mode(False), torch.no_grad():
         data = Data(data, device, target_fn, weights=weights)
-        data.first()  # or an error, if there are no examples
+        data.first()  # raises an error if there are no examples
         for batch in data:
             prediction = predicted(record, record.at(batch.inputs))
             y = prediction._aligned(batch.targets)
-            # a member that has not seen an example is judged as it is
+            # for a member that has not seen the example, the label counts in full
             several, own = ((prediction,), _OWN) if folds is None else (prediction.members, 0.0)
             each = [judged(replace(one, _class_dim=-1), y, own) for one in several]
             counts = _counts(y, record.likelihood.mask(y), batch.weights)
@@ -143,7 +147,7 @@ def suspicious(
         members = torch.zeros(len(y), dtype=torch.long, device=device)
     if not 0 <= members.min() <= members.max() < len(columns[0]):
         raise ValueError(
-            f"folds holds numbers from {members.min()} to {members.max()}, but there are "
+            f"folds contains numbers from {members.min()} to {members.max()}, but there are "
             f"{len(columns[0])} members, counted from 0: pass ensemble.folds."
         )
     score, margin, label, probability = (
@@ -157,7 +161,7 @@ def suspicious(
     found = Judged(score, margin, label, probability)
     whole = of_all(record.likelihood, y, counts, found)
     if model.layout.size < ParameterLayout.of(module, select_parameters(module, None)).size:
-        words = "A posterior of all parameters finds more wrong targets than this one of some."
+        words = "A posterior over all parameters finds more wrong targets than this one."
         return replace(whole, findings=(*whole.findings, words))
     return whole
 
@@ -179,8 +183,8 @@ def _counts(y: Tensor, *given: Tensor | None) -> Tensor:
 
 
 def of_all(likelihood: Likelihood, y: Tensor, counts: Tensor, found: Judged) -> SuspiciousTargets:
-    """Return the record of all examples, from the judgement of every site and output and its
-    weight."""
+    """Return the result for all examples, from the judgement of every site and output and their
+    weights."""
     kept = counts > 0
     limit = -log(max(1, kept.sum().item()))
     if likelihood.gives_probabilities:
@@ -196,8 +200,8 @@ def of_all(likelihood: Likelihood, y: Tensor, counts: Tensor, found: Judged) -> 
 
 
 def judged(prediction: Prediction, y: Tensor, own: float = _OWN) -> Judged:
-    """Return what a prediction, classes last, says of targets; a label that is judged counts less
-    by this power."""
+    """Return the judgement of targets by a prediction with the classes last. ``own`` is the power
+    by which the label that is judged counts less."""
     likelihood = prediction.likelihood
     if likelihood.gives_probabilities:
         known = likelihood.mask(y)

@@ -35,8 +35,8 @@ def trained(width, epochs):
 # %% [markdown]
 # ## Comparing priors by evidence
 #
-# One network, three priors. `log_marginal_likelihood` returns its Monte Carlo error as well, so
-# that you can see whether a difference is significant.
+# We fit posteriors with three priors to one network. `log_marginal_likelihood` returns its Monte Carlo
+# error as well, so that you can see whether a difference is significant.
 
 # %%
 model = trained(20, 60)
@@ -63,7 +63,7 @@ for (name, _), first, last in zip(model.named_parameters(), *steps, strict=True)
 # %% [markdown]
 # ## Comparing networks on a validation set
 #
-# Four networks, from one that has hardly been trained to one that has overfitted. `compare`
+# We train four networks, from one that is hardly trained to one that has overfitted. `compare`
 # evaluates their posteriors on the same examples. The standard errors are those of paired
 # differences, so they are much smaller than the standard error of each NLL.
 

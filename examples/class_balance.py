@@ -2,8 +2,8 @@
 # # Class balance: rare classes and class weights
 #
 # 3 % of 53,940 diamonds have the cut "Fair" and 40 % are "Ideal". On such imbalanced data a network
-# and its prediction sets can be right on average and wrong for rare classes. `la.check` shows it,
-# `groups="classes"` gives every class its guarantee, and `weights` moves the predictions.
+# and its prediction sets can be right on average and wrong for rare classes. `la.check` shows this,
+# `groups="classes"` gives a guarantee for every class, and `weights` changes the predictions.
 
 # %%
 from helpers.diamonds import CUTS, cuts, trained
@@ -26,8 +26,8 @@ def by_class(check):
 by_class(la.check(x, y, level=0.9))
 
 # %% [markdown]
-# The sets contain the cut of 90 % of all diamonds, and of fewer in some classes: the guarantee is one
-# of the average. `print(la.check(x, y))` shows this table with further groups, and what to do.
+# The sets contain the cut of 90 % of all diamonds, but of fewer diamonds in some classes: the guarantee
+# holds on average. `print(la.check(x, y))` shows this table with further groups and recommendations.
 #
 # ## Sets that hold for each class
 #
@@ -39,16 +39,16 @@ la.calibrate(*data.validation, groups="classes")
 by_class(la.check(x, y, level=0.9))
 
 # %% [markdown]
-# The coverage of each class is at least the level on average over validation sets. That of a single
-# validation set scatters by √(0.9 · 0.1 / n), where n is half the number of validation examples of the
-# class, since the other half fits the numbers: about 5 % for the rare class. Every class needs 18
+# The coverage of each class is at least the level on average over validation sets. For a single
+# validation set it varies with a standard deviation of √(0.9 · 0.1 / n), about 5 % for the rare class. Here n is half the
+# number of validation examples of the class, because the numbers of `calibrate` are fitted to the other half. Every class needs 18
 # validation examples at a level of 0.9.
 #
 # ## Class weights
 #
 # Weights of the examples make rare classes count more, in the training of the network and in `fit`.
-# Probabilities are then those of a population in which all classes are as frequent. That finds
-# more of the rare class, and gives worse probabilities for the population at hand.
+# Probabilities are then those of a population in which all classes are equally frequent. More examples of the
+# rare class are found, but the probabilities are worse for the actual population.
 
 # %%
 class_weights = len(data.train[1]) / (5 * data.train[1].bincount())
@@ -71,5 +71,5 @@ for name, p in probs.items():
     print(f"{name:26}{nll:7.3f}{found[0]:12.1%}{sum(found) / 5:17.1%}{right.mean():10.1%}")
 
 # %% [markdown]
-# With weights more of the cuts "Fair" are found, and the NLL of all diamonds is higher. `calibrate` on
-# unweighted data brings back little of it: use weights for decisions, and no weights for probabilities.
+# With weights more of the cuts "Fair" are found, but the NLL over all diamonds is higher. `calibrate` on
+# unweighted data reduces it only a little: use weights for decisions, and no weights for probabilities.

@@ -48,7 +48,7 @@ for _ in range(30):
 # ## Fit the posterior
 #
 # `fit` accepts tensors, a `Dataset` or a `DataLoader`. `print(la)` shows what was fitted, how
-# accurate it is, and what to do.
+# accurate it is, and recommendations.
 
 # %%
 la = LinearisedLaplace(model, "classification", num_samples=32)
@@ -132,7 +132,7 @@ figure.suptitle("Digits with the lowest and the highest mutual information (nats
 # ## Joint predictions
 #
 # A posterior sample is one function, evaluated at all inputs, so predictions of several inputs are
-# joint. Of five noisy copies of one digit, usually either all are misclassified or none:
+# joint. If five inputs are noisy copies of one digit, usually all or none of them are misclassified:
 # `joint_log_prob` accounts for this, and a product of five probabilities does not.
 
 # %%

@@ -60,8 +60,8 @@ print(student)
 # %% [markdown]
 # ## What is kept
 #
-# We compare the predictions for test images and for rotated test images. The p-values of the student come from examples that neither `calibrate` of the posterior nor `distil` has seen, so its rate of false
-# alarms is guaranteed.
+# We compare the predictions for test images and for rotated test images. The p-values of the student come from examples that
+# neither `calibrate` of the posterior nor `distil` has seen, so its rate of false alarms is guaranteed.
 
 # %%
 student.calibrate(x[conformal], y[conformal])
@@ -77,8 +77,8 @@ print(f"{'network':11}test NLL {nll:.3f}")
 # %% [markdown]
 # ## Monitor
 #
-# A monitor sees the inputs in use, and raises an alarm once they no longer are as the examples of `calibrate`. False alarms have a probability
-# of at most 0.001, however long the student is in use.
+# A monitor is given the inputs in use, and raises an alarm once their distribution differs from that of the examples of
+# `calibrate`. The probability that it ever raises a false alarm is at most 0.001, however long the student is in use.
 
 # %%
 monitor = student.monitor(rate=0.001)
@@ -89,7 +89,7 @@ print(monitor)
 # %% [markdown]
 # ## Export
 #
-# One ONNX program has all outputs by name, with the sets of classes at a level of 95 %.
+# One ONNX program returns all outputs by name, including sets of classes at a level of 95 %.
 
 # %%
 student.export(x[test], "student.onnx", level=0.95)
@@ -105,7 +105,7 @@ print(f"largest difference to the student: {difference:.0e}")
 # %% [markdown]
 # ## Time of one request
 #
-# The median of calls with one image on one thread.
+# We compare the median times of calls with one image on one thread.
 
 
 # %%

@@ -39,7 +39,7 @@ for _ in range(300):  # your own training
 # ## Three lines
 #
 # `fit` learns the prior precision and draws functions from the posterior. The weights of the network are not
-# changed. If you have a validation set, call `calibrate`; without one, leave it out.
+# changed. If you have a validation set, call `calibrate`; otherwise leave this line out.
 
 # %%
 la = LinearisedLaplace(model, "classification", num_samples=32)
@@ -50,8 +50,8 @@ print(la)
 # %% [markdown]
 # ## What you get
 #
-# `probs` and `log_prob`; `epistemic`, the uncertainty that more data would reduce, and `aleatoric`, the rest; sets of
-# classes that contain the label with a stated probability; and flags for out-of-distribution (OOD) inputs.
+# A prediction has `probs` and `log_prob`; `epistemic`, the uncertainty that more data would reduce, and `aleatoric`, the rest;
+# sets of classes that contain the label with a stated probability; and flags for out-of-distribution (OOD) inputs.
 
 # %%
 prediction = la.predict(x_test)
@@ -88,9 +88,9 @@ for axes, (title, values) in zip(panels, maps.items(), strict=True):
 figure.tight_layout()
 
 # %% [markdown]
-# Far from the data the network is certain of one class, and the posterior is not.
+# Far from the data the network is certain of one class, but the posterior is not.
 #
-# ## Keep it
+# ## Save it
 #
 # `save` writes the posterior without the network. Other [tutorials](index.md) cover images, regression, language
 # models and deployment. [Which method should I use?](../which_method.md) compares the alternatives.

@@ -3,7 +3,7 @@
 #
 # Small diamonds have similar prices, and large ones do not. A regression with one noise level has
 # intervals that are too wide for the former and too narrow for the latter, although their
-# coverage is right on average. A network that predicts the noise as well has the right width for both.
+# coverage is right on average. A network that also predicts the noise has intervals of the right width for both.
 
 # %%
 import matplotlib.pyplot as plt
@@ -20,13 +20,13 @@ print(constant.check(x, y))
 
 # %% [markdown]
 # `check` counts how many test prices are inside the 90 % intervals, for quarters of the diamonds by
-# the predicted price ("predicted mean"). The quarters differ. It also tests whether the size of residuals depends on
-# the inputs ("size of residuals"), and the last line says what to do then.
+# the predicted price ("predicted mean"). The coverage differs between quarters. `check` also tests whether the size of
+# residuals depends on the inputs ("size of residuals"), and the last line recommends what to do if it does.
 #
 # ## Predict the noise
 #
-# The network returns a mean and a log variance, is trained by the Gaussian negative log-likelihood, and
-# gets the likelihood "heteroscedastic". EM learns no noise level then.
+# The network returns a mean and a log variance, is trained by the Gaussian negative log-likelihood, and is
+# fitted with the likelihood "heteroscedastic". EM then learns no noise level.
 
 # %%
 

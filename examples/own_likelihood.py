@@ -32,8 +32,8 @@ train, validation, test = shuffled[:800], shuffled[800:1000], shuffled[1000:]
 # - `mean` is the inverse link function.
 #
 # Gradient and Hessian follow by differentiation. Every fit compares the methods with derivatives
-# of `log_prob` on the first batch. Optional methods enable more: `variance` the aleatoric
-# uncertainty, `sample` random targets.
+# of `log_prob` on the first batch. Optional methods add features: `variance` adds the aleatoric
+# uncertainty, and `sample` adds random targets.
 
 # %%
 

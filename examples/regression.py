@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Regression with prediction intervals
 #
-# Ten measurements of 442 patients, and the progress of their diabetes after one year. Each
-# prediction gets an interval. The data set is small, so we learn the observation noise from the
-# training data.
+# From ten measurements of 442 patients we predict the progress of their diabetes after one year, with an interval
+# for each prediction. The data set is small, so we learn the observation noise from the training data.
 
 # %%
 import matplotlib.pyplot as plt
@@ -43,7 +42,7 @@ print(la)
 # ## Prediction intervals
 #
 # `la(x)` returns mean and variance; the variance includes the observation noise. `la.predict(x)`
-# also has the parts: `.epistemic` is the variance that more data would reduce, and `.aleatoric` is
+# also has its two parts: `.epistemic` is the variance that more data would reduce, and `.aleatoric` is
 # the variance of the observation noise. `.credible_interval` includes both.
 
 # %%

@@ -72,7 +72,7 @@ print(la)
 # ## Predictions for pixels
 #
 # `probs` has the shape (B, C, H, W); `epistemic` and `entropy` have the shape (B, H, W). The negative log-likelihood
-# (NLL) below is that of a single pixel by its own probabilities, as `calibrate` and `compare` report it.
+# (NLL) below is that of single pixels under their own probabilities, as `calibrate` and `compare` report it.
 # `prediction.log_prob` is the joint log-probability of all pixels of an image, which depend on each other given the data.
 
 # %%
@@ -92,11 +92,10 @@ print(f"posterior {nll:.3f}")
 # ## Sets of classes with a bound on what they miss
 #
 # `RiskControl` chooses the smallest probability of a class in a pixel's set, such that at most 10 % of
-# the pixels of digits of an image are missed on average. The bound holds for new images like
-# those of the validation set, whatever the quality of the probabilities, for
-# images that neither the network nor the posterior has seen. (`calibrate` has fitted six numbers to the
-# validation set here; take other images for an exact bound.) The mean entropy is a score of an image: images
-# with a high score have more wrong pixels.
+# the pixels of digits of an image are missed on average. The bound holds for new images like those of the validation
+# set, whatever the quality of the probabilities, if neither the network nor the posterior has seen any of these images.
+# (Here `calibrate` has fitted six numbers to the validation set; use other images for an exact bound.) The mean entropy
+# is a score of an image: images with a high score have more wrong pixels.
 
 # %%
 level = 0.1

@@ -42,9 +42,9 @@ la.save("posterior.pt")  # a server loads it together with the network's checkpo
 #
 # After `calibrate`, `is_ood` flags out-of-distribution inputs with at most 5 % false alarms.
 # FastAPI runs endpoints that are not `async` in a thread pool; a posterior can be called from any
-# number of threads. The monitor sees every prediction, and raises an alarm once the inputs no longer are as the
-# validation set; false alarms have a probability of at most 0.001, however long the service runs. A
-# [student](../serving.md#distillation) has the same methods.
+# number of threads. The monitor is given every prediction, and raises an alarm once the distribution of the inputs differs
+# from that of the validation set. The probability that it ever raises a false alarm is at most 0.001, however long the
+# service runs. A [student](../serving.md#distillation) has the same methods.
 
 # %%
 posterior = LinearisedLaplace.load("posterior.pt", model)
@@ -96,7 +96,7 @@ monitor.reset()
 # ## Throughput
 #
 # Four threads send requests of eight images each. Clients, JSON and server share one interpreter
-# here, so the line of the network shows the cost of everything but the posterior.
+# here, so the line of the network shows the cost of everything except the posterior.
 
 # %%
 request = {"pixels": x[1300:1308].tolist()}

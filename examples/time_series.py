@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Time series: blocked validation and intervals over time
 #
-# The number of sunspots a year ahead, from the numbers of five years. Guarantees of `interval` and
-# `is_ood` ask that validation and test examples are exchangeable. Months are not: the sun is more
-# active in some decades than in others. This tutorial shows what this costs, and what helps.
+# We predict the number of sunspots a year ahead from the numbers of five years. The guarantees of `interval` and
+# `is_ood` require that validation and test examples are exchangeable. Months are not: the sun is more
+# active in some decades than in others. This tutorial shows the consequences, and what helps.
 
 # %%
 import matplotlib.pyplot as plt
@@ -21,8 +21,8 @@ print(la)
 
 # %% [markdown]
 # The validation set is one block of time after the training data, with a gap of a year, the horizon
-# of the forecast. Random months would share most of their inputs with training months, and would say
-# nothing about another century.
+# of the forecast. Random months would share most of their inputs with training months, and would give no
+# information about another century.
 #
 # ## Calibrate again as time goes on
 #
@@ -60,12 +60,12 @@ axes.legend()
 
 # %% [markdown]
 # Calibrated once, the coverage of 90 % intervals differs between spans of twelve years from 77 to 94 %,
-# because the cycles of the sun differ. Calibrating anew helps from 1977 on, and does not help from 1953
-# to 1964, whose cycle was stronger than those before: what has not been seen cannot be calibrated for.
+# because the cycles of the sun differ. Calibrating again helps from 1977 on, but not from 1953 to 1964, whose
+# cycle was stronger than those before: no calibration can anticipate what has not been seen.
 # For your own series:
 #
 # - Split by time, with a gap of the horizon between the parts.
 # - Calibrate on the latest block, and again whenever new targets are known.
-# - Keep an eye on the share of targets inside the intervals; it is the first sign of a change.
+# - Monitor the share of targets inside the intervals; it is the first sign of a change.
 # - `predict(x).p_value` is small for inputs that are unlike those of the validation block. A change of
 #   the noise alone does not show in the inputs.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # The method on two weights
 #
-# A network with two weights, so that everything can be computed on a grid and drawn: the exact
-# posterior of the linear model, the Gaussian q that the library finds, the path of the prior precision
-# λ and of the curvature H, posterior samples, and what the error bound says. The method in a few lines
-# of dense algebra is compared with the library at each step; it is the place to try a change first.
+# The network has only two weights, so that everything can be computed on a grid and drawn: the exact
+# posterior of the linear model, the Gaussian approximation q that the library finds, the path of the prior precision
+# λ and of the curvature H (the second derivative of the loss in the outputs), posterior samples, and the error bound. The
+# method is written in a few lines of dense algebra, which are compared with the library at each step. Try changes here first.
 
 # %%
 import matplotlib.pyplot as plt
@@ -147,8 +147,8 @@ figure.tight_layout()
 
 # %% [markdown]
 # The bound is below the exact log evidence, as it must be, and close to it. The library's numbers differ from
-# the dense ones by its Monte Carlo error: γ, the expectations and the log det are averages over
-# samples, because a trace or a determinant of millions of weights cannot be computed.
+# the dense ones by their Monte Carlo error: γ, the expectations and the log determinant are averages over
+# samples, because a trace or a determinant for millions of weights cannot be computed.
 #
 # ## Samples
 #
@@ -181,7 +181,7 @@ axis.legend(loc="upper right", fontsize=8)
 figure.tight_layout()
 
 # %% [markdown]
-# ## What the error bound says
+# ## The error bound
 #
 # A solver stops before it is exact. If r = √λ ξ + η − (G + λ) w is the residual of a sample, its error
 # w* − w = Σ r changes the output at any input by at most ‖r‖/√λ posterior standard deviations of that
@@ -209,9 +209,9 @@ print(f"la's samples: bound {la.certificate.max():.1e} sd")
 # ## Solve small, check large, extend
 #
 # With millions of weights the library runs this EM on a small problem: the linear model restricted to a *span* of
-# directions. `e_step` computes mode and samples over the span, `m_step` the λ that follows, and `measured` takes one pass for the
-# residuals of the whole problem. They bound the error, and are the next directions. Here the span begins with one
-# random direction instead of two dozen, so that there is something left to extend.
+# directions. `e_step` computes mode and samples over the span, `m_step` computes the next λ, and `measured` takes one pass to
+# compute the residuals of the whole problem. The residuals bound the error, and are the next directions. Here the span begins
+# with one random direction instead of two dozen, so that there is something left to extend.
 
 # %%
 from torch_lla_em import Bernoulli, get_sto_samples, linear_problem  # noqa: E402
@@ -243,7 +243,7 @@ while True:
     q = e_step(over, over.widened(q))  # extend
 
 # %% [markdown]
-# The restricted problem has another λ and a lower bound on the evidence, and the residuals say that it is wrong. Over both
+# The restricted problem has another λ and a lower bound on the evidence, and its residuals show that it is inaccurate. Over both
 # directions λ is that of the dense algebra.
 #
 # ## Change it
@@ -254,4 +254,4 @@ while True:
 # - **H**: replace `new_H`; `over.first_H(q.span.problem.loss)` keeps it near the network's outputs. In the library it is `H` in
 #   `inference/expectations.py`.
 # - **The end**: replace the condition. In the library it is `judged` in `inference/schedule.py`, which has the rest of the loop too: when λ
-#   is found anew, how far it may move over a small span, and what takes back a step that lowers the bound.
+#   is computed again, how far it may change over a small span, and when a step that lowers the bound is undone.

@@ -2,8 +2,8 @@
 # # Wrong labels in training data
 #
 # A network that is trained long enough learns wrong labels as well. Its posterior still finds most of them
-# improbable, so `la.suspicious(x, y)` finds them on the training data themselves: without training again, without
-# folds and without a validation set. [Wrong labels](../wrong_labels.md) has the measurements.
+# improbable, so `la.suspicious(x, y)` finds them in the training data themselves, without further training,
+# folds or a validation set. [Wrong labels](../wrong_labels.md) has the measurements.
 
 # %%
 import matplotlib.pyplot as plt
@@ -60,7 +60,7 @@ print(
 )
 
 # %% [markdown]
-# The most suspicious images, with their labels and what the posterior says.
+# The figure shows the most suspicious images, with their labels and those that the posterior would give.
 
 # %%
 plot.suspicious(la, [(x, given)])
@@ -69,7 +69,7 @@ plt.show()
 # %% [markdown]
 # ## A table
 #
-# Diagnoses of tumours, a tenth of which is replaced. Diagnoses overlap, so some right ones are suspicious too.
+# The labels are diagnoses of tumours, a tenth of which is replaced. The classes overlap, so some right diagnoses are suspicious too.
 
 # %%
 x, y = (torch.tensor(part) for part in load_breast_cancer(return_X_y=True))

@@ -35,7 +35,7 @@ def cuts() -> Parts:
 
 
 def prices() -> Parts:
-    """Return carat and the price in thousands of dollars, of diamonds of up to two carats."""
+    """Return carat and price in thousands of dollars, for diamonds of up to two carats."""
     table = data("diamonds").query("carat <= 2")
     x, y = (torch.tensor(table[[n]].values, dtype=torch.float32) for n in ("carat", "price"))
     return parts(x, y / 1000, [1000, 1000])

@@ -10,7 +10,7 @@ PAST, AHEAD = 60, 12
 
 
 class Months(NamedTuple):
-    """Months with what was known a year before."""
+    """Months with the numbers that were known a year before."""
 
     year: Tensor
     x: Tensor
@@ -29,7 +29,7 @@ class Months(NamedTuple):
 
 
 def sunspots() -> Months:
-    """Return all months. Roots make the noise of counts even."""
+    """Return all months. Square roots make the noise of counts uniform."""
     table = data("sunspot.month")
     year, count = (torch.tensor(table[name].values) for name in ("time", "sunspot.month"))
     root = count.sqrt().float() / 5

@@ -110,7 +110,7 @@ class LinearOperatorRegression(Regression):
 
 
 def main() -> None:
-    """Fit an untrained network of images to 40 measurements of one image, after a short training."""
+    """Train a network to reproduce 40 measurements of one image, and fit its posterior."""
     torch.manual_seed(0)
     shape, A = (1, 12, 12), torch.randn(40, 144) / 12
     image = torch.zeros(shape)

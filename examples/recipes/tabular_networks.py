@@ -21,7 +21,7 @@ from torch_lla_em.integrations.estimators import EstimatorPosterior
 
 
 class AverageHeads(nn.Module):
-    """The average over heads (B, k, C), which share most weights: of probabilities, or of means."""
+    """The average of probabilities, or of means, over heads (B, k, C) that share most weights."""
 
     def __init__(self, module: nn.Module, classes: bool = True):
         super().__init__()
@@ -94,7 +94,7 @@ def of_pytabkit(estimator: Any, **options: Any) -> EstimatorPosterior:
 
 
 Converted = tuple[nn.Module, Callable[[Any], Tensor]]
-"""A network of one tensor, and what makes this tensor of encoded columns."""
+"""A network of one tensor, and the function that makes this tensor from encoded columns."""
 
 
 def _of_realmlp(part: Any, columns: dict[str, Any], has_classes: bool) -> Converted:

@@ -68,7 +68,7 @@ def report(
             found = check(la, loader)
             name, coverage = found._table()
             to_do, covered = to_do + found.problems, Table(name, coverage)._repr_html_()
-    with suppress(TypeError):  # a likelihood of one's own
+    with suppress(TypeError):  # a custom likelihood
         cells = suspicious_among(rows).cells(12)
         covered += Table("Targets that may be wrong", cells)._repr_html_()
     lines = "".join(
@@ -86,7 +86,7 @@ def report(
 
 
 def to_do_for(record: Record, rows: PredictedData) -> list[str]:
-    """Return what to do about a fit; nothing if all is well."""
+    """Return recommendations for a fit; empty if there is no problem."""
     calibration = record.correction.calibration
     own, alone = rows.log_probs()
     loss, error = mean_and_error(alone - own)
@@ -101,7 +101,7 @@ def to_do_for(record: Record, rows: PredictedData) -> list[str]:
 
 
 def _figures(record: Record, rows: PredictedData, other: Tensor | Loader | None) -> Iterator[str]:
-    """Yield the plots that these predictions allow."""
+    """Yield the plots that apply to these predictions."""
     from matplotlib.figure import Figure
 
     real = record.likelihood.real_valued and rows.posterior.expectation.shape == rows.targets.shape

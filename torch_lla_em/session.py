@@ -39,15 +39,15 @@ from torch_lla_em.runtime import Compute, Group, collected, tf32
 
 logger = logging.getLogger("torch_lla_em")
 
-# the next step is expected to take this multiple of the last one, since the span of directions
-# grows
+# the next step is expected to take this multiple of the time of the last one, since the span of
+# directions grows
 _GROWTH = 1.2
 
 _LEARNING = "learning the prior and the posterior"
 
 PASSES, LARGEST = 15.0, 5.0
-"""Passes of a usual fit, and those for the upper bound relative to them: 51 fits of
-benchmarks/reference.py took 4 to 20."""
+"""Number of passes of a usual fit, and its multiple for the upper bound: 51 fits of
+benchmarks/reference.py took 4 to 20 passes."""
 
 
 class Budget:
@@ -58,7 +58,8 @@ class Budget:
         self._end = self._stepped + seconds
 
     def left(self, spare: float = 0.0) -> float:
-        """Return the seconds that are left on the slowest rank, less what each rank spares."""
+        """Return the seconds that are left on the slowest rank, minus the seconds that each rank
+        spares."""
         return self._group.meet(self._end - time.monotonic() - spare, min)
 
     def ends(self) -> bool:
@@ -68,7 +69,7 @@ class Budget:
 
 
 class Session:
-    """What surrounds a fit: ranks, checkpoint, progress bar and history."""
+    """The surroundings of a fit: ranks, checkpoint, progress bar and history."""
 
     def __init__(
         self,
@@ -113,8 +114,8 @@ class Session:
             yield self
 
     def plan(self, options: FitOptions, compute: Compute, timed: bool = False) -> Plan:
-        """Return the plan of the memory, and if ``timed`` of the seconds of a pass, if the number
-        of examples is known."""
+        """Return the plan of the memory. If ``timed``, and if the number of examples is known, it
+        includes the seconds of a pass."""
         data, plan = self.problem.data, prepare(self.problem, options.num_samples, compute)
         every = data.facts.num_rows or data.source.num_batches() * len(data.first().rows)
         rows = every * data.largest_share
@@ -133,8 +134,8 @@ class Session:
         logger.info("%s", plan)
 
     def finished(self) -> dict[str, Tensor] | None:
-        """Return the posterior if the checkpoint is of a finished fit; refuse other fits and
-        data."""
+        """Return the posterior if the checkpoint is that of a finished fit. Raise an error for a
+        checkpoint of another fit or of other data."""
         if self._checkpoint is None:
             return None
         computed = computed_by(self.problem)
@@ -160,7 +161,7 @@ class Session:
         progress: Progress = saved["progress"]
         return progress
 
-    # what a fit tells
+    # calls by the fit
 
     def drawn(self, progress: Progress) -> None:
         """Raise an error if validation examples are training examples. Log the expected time of a
@@ -177,10 +178,10 @@ class Session:
         self._stage = _LEARNING
 
     def run(self, steps: Iterable[Step], saved: Callable[[State], Progress], number: int) -> State:
-        """Take the steps of a fit, of which each is saved, may be the last in time, and has an
-        entry in the history if its number is above the last one: λ, σ and H were found anew.
+        """Run the steps of a fit until they end or the budget is spent, and return the last state.
 
-        Return the state in which they end, or with which the budget ends them.
+        Each step may be saved. It has an entry in the history if its number is larger than that of
+        the last entry, which means that λ, σ and H were computed again.
         """
         q: State | None = None
         for posterior, q in steps:
@@ -202,7 +203,7 @@ class Session:
         return q
 
     def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:
-        """Save the state now and then, and return whether the budget ends."""
+        """Save the state if it is due, and return whether the budget ends."""
         ends = self._budget is not None and self._budget.ends()
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
@@ -217,11 +218,11 @@ class Session:
         return ends
 
     def is_late(self) -> bool:
-        """Return whether the time of the fit is over, on all ranks alike."""
+        """Return whether the time of the fit is over; all ranks return the same."""
         return self._budget is not None and self._budget.left() < 0
 
     def _seconds(self) -> float:
-        """Return the seconds of the fit so far, with those before it was resumed."""
+        """Return the seconds of the fit so far, including those before it was resumed."""
         return time.monotonic() - self._began
 
     def _draw(self) -> None:
@@ -237,8 +238,8 @@ class Session:
     # the end
 
     def end(self, why: str) -> None:
-        """Note why the fit ended; raise an error if the data are not those of the checkpoint, or
-        the weights have changed."""
+        """Record why the fit ended. Raise an error if the data are not those of the checkpoint, or
+        if the weights have changed."""
         if self.history:  # the last record has the seconds of the whole fit
             self.history[-1].update(seconds=self._seconds(), why=why)
         if not self._bar.disable:
@@ -262,23 +263,24 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
                 here, first = (repr(each.get(name))[:80] for each in (settings, every[0]))
                 if settings.get(name) != every[0].get(name):
                     raise ValueError(
-                        f"Rank {rank} has another {name} than rank 0: {here} against {first}. "
+                        f"Rank {rank} has another {name} than rank 0: {here} instead of {first}. "
                         "Construct and fit the same object on every rank. To fit a different one "
                         "on each rank, pass Compute(shard=None)."
                     )
 
     group.meet({"device": device.type, **settings}, same)
-    # fail before any computation if a backend does not support the device
+    # this fails before any computation if a backend does not support the device
     group.sum(torch.zeros(1, device=device))
 
 
 def memory_of(
     problem: Problem, options: FitOptions, plan: Plan, rows: float
 ) -> tuple[float, float]:
-    """Return the bytes of the vectors and directions of usual and of long fits to so many examples.
+    """Return the bytes of the vectors and directions of usual and of long fits, for the number of
+    examples.
 
-    What the network takes for a batch is not counted: pieces are halved until it fits. The number
-    of directions depends on the spectrum of the GGN, which is not known before the fit.
+    The memory of the network for a batch is not counted, because pieces are halved until they fit.
+    The number of directions depends on the spectrum of the GGN, which is not known before the fit.
     """
     P, example, room = plan.size, plan.example, options.span_memory or plan.free / 2
     if options.layerwise or options.solver is not None:  # without directions

@@ -1,3 +1,3 @@
-"""Other libraries: one module for each, which needs its library."""
+"""Integrations of other libraries; each module needs its library."""
 
 __all__: list[str] = []  # the names are those of the modules

@@ -30,10 +30,10 @@ class EstimatorPosterior:
 
     Args:
         module (nn.Module): The network, which returns logits, log rates or means.
-        likelihood (str or Likelihood): As in ``LinearisedLaplace``; of two classes "bernoulli" if
+        likelihood (str or Likelihood): As in ``LinearisedLaplace``; for two classes "bernoulli" if
             the network returns one logit.
-        inputs (callable): Returns the inputs of the network, from those of the estimator, or raises
-            an error for those that the estimator would refuse.
+        inputs (callable): A function that returns the inputs of the network for those of the
+            estimator, or raises an error for inputs that the estimator would refuse.
         classes (array, optional): The sorted labels. Default None: values, or several labels.
         **options: Further arguments of ``LinearisedLaplace``.
 
@@ -81,8 +81,8 @@ class EstimatorPosterior:
         return probs
 
     def predict(self, X: Inputs, return_std: bool = False) -> Any:
-        """Return the most probable classes at X, or the mean, with ``return_std`` also the standard
-        deviation of y."""
+        """Return the most probable classes at X, or the mean. With ``return_std`` the standard
+        deviation of y is returned as well."""
         if self._classes is not None:
             return self._classes[self.predict_proba(X).argmax(1)]
         prediction = self.distribution(X)
@@ -112,7 +112,7 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """Return the posterior of a trained estimator, to be fitted to its training data.
 
     Networks of ``MLPClassifier`` and ``MLPRegressor`` are converted exactly. For the last step of a
-    pipeline, pass the data that the others return: ``pipeline[:-1].transform(X)``.
+    pipeline, pass the data that the other steps return: ``pipeline[:-1].transform(X)``.
 
     Args:
         estimator (object): The trained estimator.
@@ -125,9 +125,9 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """
     if "BaseMultilayerPerceptron" not in {cls.__name__ for cls in type(estimator).__mro__}:
         raise TypeError(
-            f"{type(estimator).__name__} has no network that can be converted, only MLPClassifier "
-            "and MLPRegressor (for skorch copy examples/recipes/skorch_networks.py). Pass its "
-            "network to EstimatorPosterior."
+            f"{type(estimator).__name__} cannot be converted, only MLPClassifier and MLPRegressor "
+            "(for skorch copy examples/recipes/skorch_networks.py). Pass its network to "
+            "EstimatorPosterior."
         )
     from sklearn.utils.validation import check_is_fitted, validate_data
 

@@ -45,15 +45,15 @@ _INSTEAD = {
     "sample": "use la.mean + la.posterior.w_samples, weights of the linearised network",
     **dict.fromkeys(("last_layer_name", "subnetwork", "subnetwork_indices"), _BY_NAME),
 }
-"""Values, arguments and methods of laplace-torch that this module has not -> what to use."""
+"""Values, arguments and methods of laplace-torch that do not exist here -> what to use instead."""
 
 _BY_EVIDENCE = "prior_precision is learnt by fixed-point steps, from the training data"
 _UNUSED = dict.fromkeys(("val_loader", "n_steps", "lr", "loss", "grid_size"), _BY_EVIDENCE)
-"""Arguments without an effect -> why, of those of ``optimize_prior_precision``."""
+"""Arguments of ``optimize_prior_precision`` without an effect -> the reason."""
 
 _STEPS, _NEAR = 20, 0.01
-"""Most fits of a regression in ``optimize_prior_precision``, and the change of log λ and log σ at
-which they end, below the Monte Carlo error of γ from 32 samples."""
+"""Largest number of fits of a regression in ``optimize_prior_precision``, and the change of log λ
+and log σ at which they end, which is below the Monte Carlo error of γ with 32 samples."""
 
 _PREFIX = "laplace_torch."
 
@@ -70,15 +70,16 @@ class Laplace:
         subset_of_weights (str): "last_layer" (default), or "all": all that require gradients.
         hessian_structure (str): Any of laplace-torch's. Default "kron". All use the full GGN.
         sigma_noise (float): Standard deviation of the observation noise. Default 1.0.
-        prior_precision (float): Default 1.0.
+        prior_precision (float): Prior precision λ. Default 1.0.
         prior_mean (float or Tensor): Mean of the prior, for ``log_marginal_likelihood``. Default
             0.0.
-        temperature (float): Every example counts 1/temperature times. Default 1.0.
+        temperature (float): The log-likelihood is divided by it. Default 1.0.
         dict_key_y (str): The key of the targets in batches that are dicts. Default "labels".
         num_samples (int): Variances have a relative Monte Carlo error of √(2 / num_samples).
             Default 32.
         seed (int): Seed of the samples. Default 0.
-        **options: Others of laplace-torch have no effect, or an error says what to use.
+        **options: Other arguments of laplace-torch. They have no effect, or raise an error that
+            names a replacement.
 
     Example:
         >>> la = Laplace(model, "classification", subset_of_weights="all")
@@ -123,8 +124,8 @@ class Laplace:
 
     @property
     def posterior(self) -> LinearisedLaplace:
-        """The posterior at ``prior_precision`` and ``sigma_noise``; an error if these were set
-        after ``fit``."""
+        """The posterior at ``prior_precision`` and ``sigma_noise``. An error is raised if these
+        were set after ``fit``."""
         if self._posterior is None:
             raise NotFittedError("This posterior is not fitted yet. Call la.fit(train_loader).")
         given = [torch.as_tensor(v, device="cpu").tolist() for v in self._numbers()]
@@ -157,14 +158,14 @@ class Laplace:
         linear model, γ / ‖w_lin‖² at the mode of that model, which is several times larger than
         laplace-torch's; a message says so.
 
-        ``pred_type`` and ``method`` must be the defaults; of the ``options``, ``progress_bar`` has
-        an effect.
+        ``pred_type`` and ``method`` must be the defaults. Among the ``options``, only
+        ``progress_bar`` has an effect.
         """
         options |= {"pred_type": pred_type, "method": method}
         if self._loader is None:
             raise NotFittedError("This needs the training data: call la.fit(train_loader).")
         if self._posterior is not None:
-            self._posterior.state_dict()  # an error if the network has changed since ``fit``
+            self._posterior.state_dict()  # raises if the network has changed since ``fit``
         if self.likelihood == "regression":
             self._maximise_evidence(options)
             return
@@ -177,8 +178,8 @@ class Laplace:
         self._fit(options)
 
     def _maximise_evidence(self, options: dict[str, Any]) -> None:
-        """Take λ and σ of a regression to where the derivatives of its evidence are 0 (MacKay,
-        1992)."""
+        """Set λ and σ of a regression to values where the derivatives of the evidence are 0
+        (MacKay, 1992)."""
         squares, count = 0.0, 0
         fit = partial(self._fit, options, em_steps=0)
         fit(prior_precision=self.prior_precision)
@@ -200,7 +201,7 @@ class Laplace:
             ).log()
             if (due - now).abs().max() < _NEAR:
                 return
-            # γ falls by less than λ rises: half of a step of λ at least halves its error
+            # γ falls by less than λ rises, so half a step of λ at least halves its error
             precision, self.sigma_noise = (now + (due - now) * due.new_tensor([0.5, 1.0])).exp()
             fit(prior_precision=precision)
         report("log", f"prior_precision has not converged after {_STEPS} fits.")
@@ -209,14 +210,14 @@ class Laplace:
         """Return log p(y | f) - ½ (log det(I + G / λ) + λ ‖w_MAP‖²) at the fitted λ and σ, shape
         ().
 
-        ``la.posterior.log_marginal_likelihood()`` is that of the linear model, at its own mode.
+        ``la.posterior.log_marginal_likelihood()`` is that of the linear model at its mode.
         """
         posterior = self.posterior
         if any(v is not None for v in (*given, *named.values())):
             raise ValueError(
-                "log_marginal_likelihood is that of the fitted prior_precision, without "
-                "derivatives: set la.prior_precision, call la.fit(train_loader), and pass "
-                f"nothing. {_LEARN}."
+                "log_marginal_likelihood is computed for the fitted prior_precision, without "
+                "derivatives: set la.prior_precision, call la.fit(train_loader), and pass no "
+                f"arguments. {_LEARN}."
             )
         # an error if the network has changed
         estimate = posterior.log_marginal_likelihood().value.cpu()
@@ -230,7 +231,7 @@ class Laplace:
             for batch in self._loader:
                 f, y = self._around_network(batch).f_mean, self._targets(batch)
                 terms = posterior.likelihood.log_prob(f, y.to(f.device)).double().sum().cpu()
-                if self.likelihood == "regression":  # whose constant has no temperature
+                if self.likelihood == "regression":  # its constant has no temperature
                     constant = y.numel() * (log(self.sigma_noise) + 0.5 * log(2 * pi))
                 evidence = evidence + (terms + constant) / self.temperature - constant
             self._evidence = evidence
@@ -239,8 +240,8 @@ class Laplace:
     def __call__(
         self, x: Inputs, pred_type: str = "glm", link_approx: str = "probit", **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return probabilities (B, C), or mean and covariance of f, (B, C) and (B, C, C), of a
-        regression.
+        """Return probabilities (B, C); for a regression mean and covariance of f, (B, C) and (B, C,
+        C).
 
         They are differentiable in x if x requires gradients.
 
@@ -248,7 +249,7 @@ class Laplace:
             x (Tensor or dict): Inputs, as the model takes them.
             pred_type (str): Must be "glm", the default: the linearised network.
             link_approx (str): "probit" (default) or "mc".
-            **options: ``n_samples`` and ``generator`` of "mc", as in ``functional_samples``.
+            **options: ``n_samples`` and ``generator`` for "mc", as in ``functional_samples``.
         """
         _checked({"link_approx": link_approx, **options})
         if self.likelihood == "classification" and link_approx == "mc":
@@ -268,7 +269,7 @@ class Laplace:
         """Return ``n_samples`` samples of f at x, shape (n_samples, B, C), joint over inputs and
         outputs.
 
-        ``pred_type`` must be "glm". Without a ``generator``, that of this posterior draws, whose
+        ``pred_type`` must be "glm". Without a ``generator``, the posterior's own one is used, whose
         seed is ``seed``.
         """
         mean, deviations = self._at(x, pred_type)
@@ -305,7 +306,7 @@ class Laplace:
         self._loader, self._evidence = None, numbers["evidence"]
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that says what to use."""
+        """Raise an error that names a replacement."""
         instead = _INSTEAD.get(name, "la.posterior, a LinearisedLaplace, may have it")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {instead}.")
 
@@ -316,7 +317,7 @@ class Laplace:
         self._take(posterior.fit(self._loader, validation=False, **how))
 
     def _take(self, posterior: LinearisedLaplace) -> None:
-        """Hold a posterior, and its λ and σ."""
+        """Store a posterior, and its λ and σ."""
         noise = 1.0 if posterior.sigma_noise is None else posterior.sigma_noise
         self.prior_precision = posterior.prior_precision
         self.sigma_noise = torch.as_tensor(noise, device=self._device)
@@ -344,15 +345,15 @@ class Laplace:
         return self.posterior.predict(to_device(x, self._device), "network")
 
     def _at(self, x: Inputs, pred_type: str) -> tuple[Tensor, Tensor]:
-        """Return the mean of f, (B, ..., C), and K samples of f less the mean."""
+        """Return the mean of f, (B, ..., C), and K samples of f minus the mean."""
         _checked({"pred_type": pred_type})
         prediction = self.posterior.predict(x, mean="network")
         return prediction.f_mean, prediction.samples - prediction.f_mean
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of laplace-torch, enums as strings, or raise an error that says what to
-    use."""
+    """Return arguments of laplace-torch with enums as strings, or raise an error that names a
+    replacement."""
     given = {name: getattr(option, "value", option) for name, option in options.items()}
     for name, value in given.items():
         choices = _CHOICES.get(name)

@@ -25,19 +25,20 @@ class LaplaceCallback(Callback):
     """Fit a posterior to the network when training ends, and log its scores on the validation set.
 
     If a ``ModelCheckpoint`` with ``monitor`` has saved a best checkpoint, the posterior is that of
-    a copy of the network with its weights, ``la.model``; the module keeps those of the last step.
-    Otherwise it is that of the last step. A message says which.
+    a copy of the network with the weights of this checkpoint, ``la.model``; the module keeps the
+    weights of the last step. Otherwise the posterior is that of the last step. A message states
+    which weights are used.
 
-    Logged under ``posterior/``: NLL, that of the network alone, accuracy and ECE (or RMSE and
-    coverage), prior precision λ and effective dimension γ; "calibrated_NLL" after ``calibrate`` on
-    the validation set.
+    These scores are logged under ``posterior/``: the NLL of the posterior and of the network alone,
+    accuracy and ECE (or RMSE and coverage), prior precision λ and effective dimension γ, and
+    "calibrated_NLL" after ``calibrate`` on the validation set.
 
     Args:
         likelihood (str or Likelihood): As in ``LinearisedLaplace``.
         network (str, optional): Name of the submodule that maps inputs to outputs, such as "net".
-            None (default) for the LightningModule itself, which needs a ``forward``.
-        loader (DataLoader, optional): The training data. None (default) takes the trainer's. Pass
-            one without augmentation if the trainer's augments at random.
+            Default None: the LightningModule itself, which needs a ``forward``.
+        loader (DataLoader, optional): The training data. Default None: the training loader of the
+            trainer. Pass a loader without augmentation if that one augments at random.
         **options: Further arguments of ``LinearisedLaplace``, such as ``num_samples``.
 
     Attributes:
@@ -60,7 +61,7 @@ class LaplaceCallback(Callback):
         loader: Loader | None = None,
         **options: Any,
     ):
-        """Keep the options; the class documents the arguments."""
+        """Store the options; the class documents the arguments."""
         self.likelihood, self.network, self.loader = likelihood, network, loader
         self.options = options
         self.metrics: dict[str, float] = {}
@@ -100,8 +101,8 @@ class LaplaceCallback(Callback):
             logger.save()
 
     def _at_best(self, trainer: Trainer, module: LightningModule, network: nn.Module) -> nn.Module:
-        """Return a copy of the network with the weights of the best checkpoint, or itself if there
-        is none."""
+        """Return a copy of the network with the weights of the best checkpoint, or the network
+        itself if there is no such checkpoint."""
         for saved in trainer.checkpoint_callbacks:
             if isinstance(saved, ModelCheckpoint) and saved.monitor and saved.best_model_path:
                 break

@@ -24,16 +24,17 @@ from torch_lla_em.runtime import check_whole, first, group_of, report, require
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
-# with 192 the NLL of four tables changes by 3 % at most; with 64 also, but on one is 22 % less, in
-# 1.5 times the time
+# with 192 the NLL on four tables changes by 3 % at most; so does it with 64, except on one table
+# where it is 22 % lower, but this takes 1.5 times as long
 _BATCH = 128
-# half of them are the reference of sets and intervals, and those of 90 % need nine
+# half of them are the reference of sets and intervals, which need nine examples for a level of 90 %
 _LEAST_HELD_OUT = 20
-# AdamW's weight decay is this number divided by the number of examples, and 1 at most. It was
-# chosen on tables of 100 to 3,000 examples, on which networks with less weight decay overfit
+# AdamW's weight decay is this number divided by the number of examples, but at most 1; it was
+# chosen on tables of 100 to 3,000 examples, where networks with less weight decay overfit
 _DECAY = 300
 _DTYPES = [np.float64, np.float32]
-# held in a fit: initial weights and dropout are drawn from torch's global generator
+# lock that is held during a fit, because initial weights and dropout are drawn from torch's global
+# generator
 _FITTING = threading.Lock()
 
 
@@ -77,24 +78,24 @@ class _Estimator(BaseEstimator):
         num_samples: int = 32,
         random_state: int | np.random.RandomState | None = None,
     ):
-        """Keep the hyperparameters, which ``fit`` checks.
+        """Store the hyperparameters, which ``fit`` checks.
 
         Args:
-            module (callable, optional): Called with the numbers of features and outputs, returns
-                the network to train. Default None: a perceptron with tanh activations.
+            module (callable, optional): A function of the numbers of features and outputs that
+                returns the network to train. Default None: a perceptron with tanh activations.
             hidden (int or tuple of int): Widths of its hidden layers. Default (50, 50).
-            epochs (int, optional): Passes over the training data. Default None: at least 100, and
-                1,000 gradient steps.
+            epochs (int, optional): Number of passes over the training data. Default None: at least
+                100, and at least 1,000 gradient steps.
             learning_rate (float): Initial step size of AdamW. Default 0.01; reduce it if the loss
                 oscillates.
-            weight_decay (float, optional): Default None: 300 / number of training examples, 1 at
-                most.
+            weight_decay (float, optional): Weight decay of AdamW. Default None: 300 / number of
+                training examples, but at most 1.
             validation_fraction (float): Share of the examples that calibrate the posterior instead
                 of training. Default 0.1. If that is fewer than 20 examples, none are held out.
             num_samples (int): Number of posterior samples. Default 32; fewer are faster.
-            random_state (int, RandomState or None): Seed of all random numbers. Default None. In
-                threads, fits wait for each other, so that results are the same; processes run at
-                once.
+            random_state (int, RandomState or None): Seed of all random numbers. Default None. Fits
+                in several threads wait for each other, so that results are reproducible; processes
+                run in parallel.
         """
         self.module, self.hidden, self.epochs = module, hidden, epochs
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
@@ -111,7 +112,8 @@ class _Estimator(BaseEstimator):
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
             sample_weight (array, optional): Weights, shape (N,), of the network's loss and of the
                 posterior: an example of weight 2 counts twice, and one of weight 0 is left out.
-                Examples that are held out for calibration count equally. Default None: all are 1.
+                    Examples that are held out for calibration have equal weights. Default None: all
+                    weights are 1.
         """
         for width in np.atleast_1d(self.hidden):
             check_whole(1, hidden=width)
@@ -132,7 +134,7 @@ class _Estimator(BaseEstimator):
         count = int(share * len(x))
         if 0 < count < _LEAST_HELD_OUT:
             few = f"validation_fraction={share:g} holds out fewer than {_LEAST_HELD_OUT} examples"
-            more = "increase it, or pass more data. Intervals, sets and OOD flags need them."
+            more = "increase it, or pass more data. Intervals, sets and OOD flags need calibration."
             report("log", f"Predictions are not calibrated: {few}: {more}")
             count = 0
         with _FITTING, torch.random.fork_rng(devices=[]):
@@ -146,7 +148,7 @@ class _Estimator(BaseEstimator):
             self._train(network, standard(some), y, weights)
             network = nn.Sequential(standard, network).eval()
             likelihood = self._likelihood
-            if weights is not None and likelihood == "regression":  # which does not learn σ then
+            if weights is not None and likelihood == "regression":  # σ is not learnt with weights
                 with torch.no_grad():
                     errors = (network(some) - y).square().mean(1).to(weights)
                 likelihood = Regression((weights @ errors / weights.sum()).sqrt().item())
@@ -190,7 +192,7 @@ class _Estimator(BaseEstimator):
         return self._predicted(X, lambda p: p.is_ood(rate)).numpy()
 
     def _predicted(self, X: ArrayLike, of: Callable[[Prediction], Tensor]) -> Tensor:
-        """Return a value of predictions, a few examples at a time."""
+        """Return a quantity of predictions, computed for a few examples at a time."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=_DTYPES, reset=False)
         dtype = next(self.laplace_.model.parameters()).dtype
@@ -263,7 +265,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return (targets - self._centre) / self._width, targets.shape[1]
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
-        """Return the predictive mean, and the standard deviation if asked for.
+        """Return the predictive mean, and with ``return_std`` the predictive standard deviation.
 
         Args:
             X (array): Inputs, shape (N, D).
@@ -289,7 +291,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
 
 def _weights(given: ArrayLike, count: int) -> np.ndarray:
-    """Return one weight for each example, or raise an error that says what is wrong."""
+    """Return one weight for each example; raise an error if the weights do not fit."""
     how = {"dtype": np.float64, "ensure_2d": False, "ensure_non_negative": True}
     weights: np.ndarray = check_array(given, input_name="sample_weight", **how)
     if weights.shape != (count,) or not weights.any():

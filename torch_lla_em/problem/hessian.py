@@ -1,8 +1,8 @@
-"""H, the Hessian of the loss in the outputs, of every example of this rank: four forms with the
+"""H, the Hessian of the loss in the outputs, for every example of this rank, in four forms with the
 same methods.
 
-``product`` multiplies by H, ``root`` by S with S Sᵀ = H; ``values`` has one row for every example,
-which is what a checkpoint stores.
+``product`` multiplies by H, and ``root`` by S with S Sᵀ = H. ``values``, which a checkpoint stores,
+has one row for every example.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.loss import Loss
 
 ENTRIES = 1_048_576
-"""Numbers that are in memory at once in float64, or for all draws of some examples."""
+"""Largest number of entries in memory at once, in float64 or for all draws of some examples."""
 
 
 DRAWS = 16_000
-"""Draws of all examples together. With 8 of each of 2,000 the NLL was 1 % higher, with 32 the
-same."""
+"""Number of draws of all examples together. With 2,000 examples, 8 draws for each gave an NLL that
+was 1 % higher, and 32 the same NLL."""
 
 COPIES = 6
-"""Copies of H that must fit into memory."""
+"""Number of copies of H that must fit into memory."""
 
 
 class Diagonal(NamedTuple):
-    """H of a likelihood that is a product over outputs, which is diagonal."""
+    """Diagonal H, of a likelihood that is a product over outputs."""
 
     values: Tensor
     """(N, ..., C)."""
@@ -49,7 +49,7 @@ class Diagonal(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """H of a few coupled outputs, as a matrix for each example."""
+    """H for a few coupled outputs, as a matrix for each example."""
 
     values: Tensor
     """(N, ..., C, C)."""
@@ -73,7 +73,7 @@ class Blocks(NamedTuple):
 
 
 class AtOutputs(NamedTuple):
-    """H at given outputs, of any likelihood; no block is ever computed."""
+    """H at given outputs, for any likelihood; no block is ever computed."""
 
     values: Tensor
     """(N, ..., C)."""
@@ -107,10 +107,10 @@ class AtOutputs(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """H of many classes: the average of diag(p) - p pᵀ over draws of their probabilities p.
+    """H for many classes: the average of diag(p) - p pᵀ over draws of their probabilities p.
 
-    A step to another H averages the probabilities of each draw. H is never too small on the way, as
-    it is between averaged outputs, where λ fell with it.
+    A step to another H averages the probabilities of each draw. If outputs were averaged instead, H
+    would be too small on the way, and λ would fall with it.
     """
 
     values: Tensor
@@ -121,7 +121,7 @@ class Draws(NamedTuple):
         P = self.values[rows]
         mean = diagonal_of(P)
         u = Jw.view(*mean.shape, Jw.shape[1])
-        # H annihilates constants; relative to the likeliest class nothing cancels where p is near 1
+        # H maps constants to 0; relative to the likeliest class nothing cancels where p is near 1
         likeliest = mean.argmax(-1)[..., None, None].expand(*u.shape[:-2], 1, u.shape[-1])
         u = u - u.gather(-2, likeliest)
         within = P.mT @ (P @ u)
@@ -146,13 +146,13 @@ class Draws(NamedTuple):
             A, inner, size = A.to(epsilon), inner.to(epsilon), size.to(epsilon)
             columns = epsilon[:, some].movedim(0, -1)
             u = size * (columns - A @ (inner @ (A.mT @ columns)))
-            # H annihilates constants, which rounding must not
+            # H maps constants to 0, also after rounding
             root[:, some] = (u - u.mean(-2, keepdim=True)).movedim(-1, 0)
         return root
 
 
 def diagonal_of(P: Tensor) -> Tensor:
-    """Return w times the mean of p, (..., C), of √(w / S) p, (..., S, C)."""
+    """Return w times the mean of p, (..., C), from √(w / S) p, (..., S, C)."""
     return (P * P.sum(-1, keepdim=True)).sum(-2)
 
 
@@ -167,10 +167,10 @@ def towards(H: Hessian, other: Hessian, share: float) -> Hessian:
 def form_of_H(
     likelihood: Likelihood, classes: int, sites: float, nbytes: float, memory: float
 ) -> tuple[bool, int, float]:
-    """Choose how an H that moves is stored. Returns whether as draws, the number of draws of each
-    site, and the number of entries for each output.
+    """Choose how an H that moves is stored. Return whether it is stored as draws, the number of
+    draws of each site, and the number of entries for each output.
 
-    Draws are taken if blocks for the outputs, of ``nbytes`` in all, are too large for the memory.
+    Draws are chosen if blocks for the outputs, ``nbytes`` in total, are too large for the memory.
     """
     is_large = classes > 32 and COPIES * nbytes * classes > memory / 2
     many = likelihood.is_softmax and is_large
@@ -179,8 +179,8 @@ def form_of_H(
 
 
 def functions(mean: Tensor, deviations: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some examples with their draws, (2 S, n, ..., C), or without deviations with their
-    means (1, n, ..., C)."""
+    """Yield slices of examples with their draws, (2 S, n, ..., C); without deviations, with their
+    means, (1, n, ..., C)."""
     count = 0 if deviations is None else len(deviations)
     for rows in parts_of(len(mean), max(1, 2 * count) * mean[:1].numel()):
         if deviations is None or not count:
@@ -199,10 +199,12 @@ def parts_of(examples: int, numbers: int) -> Iterator[slice]:
 
 
 def root_of(blocks: Tensor) -> Tensor:
-    """Return R with R Rᵀ = blocks (..., C, C), which may be singular, or indefinite by rounding.
+    """Return R with R Rᵀ = blocks (..., C, C), which may be singular, or indefinite because of
+    rounding.
 
-    Blocks of a softmax do not change if all outputs are moved alike. R has no component in that
-    direction either: over millions of examples what is added to the diagonal would count there.
+    The blocks of a softmax are zero in the direction that changes all outputs equally. R has no
+    component in that direction either; otherwise the number that is added to the diagonal would
+    matter over millions of examples.
     """
     exact, numbers = blocks.double(), torch.finfo(blocks.dtype)
     exact = 0.5 * (exact + exact.mT)
@@ -212,7 +214,7 @@ def root_of(blocks: Tensor) -> Tensor:
     diagonal += max(1e-9, 10 * numbers.eps) * size
     root, info = torch.linalg.cholesky_ex(exact)
     failed = info > 0
-    if failed.any():  # rounded more coarsely than their own size
+    if failed.any():  # the rounding errors of these blocks exceed their size
         failed &= exact.isfinite().all(-1).all(-1)
         values, vectors = torch.linalg.eigh(exact[failed])
         root[failed] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

@@ -23,18 +23,18 @@ _LEAST_FIXED = 1e-6
 class Loss:
     """The loss Σ_n -w_n log p(y_n | f_n) of some examples, with its derivatives in f.
 
-    Nothing else in a fit multiplies by the weights w or by the mask of the likelihood.
+    In a fit, only this class multiplies by the weights w and by the mask of the likelihood.
     """
 
     likelihood: Likelihood
     targets: Tensor
-    """As ``align`` returns them, (B, ...)."""
+    """The targets, as ``align`` returns them, (B, ...)."""
 
     weights: Tensor | None = None
     """One weight per example, (B,), or one per target, in the shape of the targets."""
 
     shift: Tensor | None = None
-    """What is added to all outputs, (C,) or (); None: 0."""
+    """The constant that is added to all outputs, (C,) or (); None: 0."""
 
     def part(self, examples: slice | Tensor) -> Loss:
         """Return the loss of some of the examples."""
@@ -42,8 +42,7 @@ class Loss:
         return replace(self, targets=self.targets[examples], weights=weights)
 
     def value(self, f: Tensor) -> Tensor:
-        """Return the loss summed over everything, shape (), in float64, for outputs (..., B, ...,
-        C)."""
+        """Return the total loss, shape (), in float64, for outputs (..., B, ..., C)."""
         log_prob, y, w = self.likelihood.log_prob, self.targets, self.weights
         f = self._shifted(f)
         if w is None:
@@ -52,7 +51,7 @@ class Loss:
             total = log_prob(f, y) * w.to(f.dtype)
         elif self.likelihood.elementwise:  # the same weight for all outputs
             total = log_prob(f, y) * w.flatten(1)[:, 0].to(f.dtype)
-        else:  # every site is an example of its own
+        else:  # every site counts as an example
             of_labels = log_prob(f.flatten(f.dim() - w.dim() - 1, -2), y.flatten())
             total = of_labels * w.flatten().to(f.dtype)
         return -total.sum(dtype=torch.float64)
@@ -84,8 +83,8 @@ class Loss:
 
     @property
     def counts(self) -> Tensor | None:
-        """The weight of every site, 0 without a label, which broadcasts to outputs; None: all are
-        1."""
+        """The weight of every site, 0 without a label, in a shape that broadcasts to the outputs;
+        None: all are 1."""
         mask, y, w = self.likelihood.mask(self.targets), self.targets, self.weights
         labels = None if mask is None else mask.unsqueeze(-1)
         if w is None:
@@ -97,8 +96,8 @@ class Loss:
         return w if labels is None else w * labels
 
     def sums_of_targets(self, f: Tensor) -> Tensor:
-        """Return weighted sums of y, y², (y - E[y | f])² and 1, and how many weights are not 0, (5,
-        C) or (5,)."""
+        """Return weighted sums of y, y², (y - E[y | f])² and 1, and the number of weights other
+        than 0, (5, C) or (5,)."""
         y, counts = self.targets.double(), self.counts
         w = torch.ones_like(y) if counts is None else counts.expand_as(y).double()
         errors = (y - self.likelihood.mean(f).double()).square()
@@ -139,13 +138,13 @@ class Loss:
 
 
 class TargetFacts(NamedTuple):
-    """What the first pass finds about continuous targets; see ``Problem.with_targets``."""
+    """Facts about continuous targets from the first pass; see ``Problem.with_targets``."""
 
     sigma: Tensor | None = None
     """σ from which EM starts, () or (C,); None: that of the likelihood."""
 
     moments: Tensor | None = None
-    """Mean and variance of the targets, (2, C) or (2,); None: the targets are taken as they are."""
+    """Mean and variance of the targets, (2, C) or (2,); None: the targets are not shifted."""
 
     network_noise: Tensor | None = None
     """σ of the network's residuals, in the shape of σ; None: σ is not learnt."""
@@ -154,8 +153,8 @@ class TargetFacts(NamedTuple):
     def of(
         cls, sums: Tensor, likelihood: Likelihood, is_learnt: bool, dtype: torch.dtype
     ) -> TargetFacts:
-        """Return what follows from ``Loss.sums_of_targets`` of all examples; ``is_learnt``: whether
-        σ is; ``dtype``: that of the targets."""
+        """Return the facts that follow from ``Loss.sums_of_targets`` over all examples.
+        ``is_learnt`` is whether σ is learnt, and ``dtype`` that of the targets."""
         totals, given = sums.cpu(), likelihood.observation_noise
         noise = sigma = moments = None
         errors = totals[2] / totals[3]
@@ -163,7 +162,7 @@ class TargetFacts(NamedTuple):
         if given is not None and not given.dim() and least < 0.01 * errors.mean():
             report(
                 "log",
-                f"All outputs share sigma_noise, but residuals of output {output} are only "
+                f"All outputs share sigma_noise, but the residuals of output {output} are only "
                 f"{(least / errors.mean()).sqrt():.1%} of it: its intervals are far too wide. Pass "
                 f"Regression(torch.ones({len(errors)})) to learn one for each.",
             )
@@ -213,12 +212,12 @@ def noise_of_residuals(sums: Tensor, likelihood: Likelihood, is_start: bool) -> 
     """Return σ of the network's residuals, or the σ from which it is learnt, () or (C,), from its
     sums on the CPU."""
     mean, square, errors = sums[:3] / sums[3]
-    # by output, but for measurements of a few examples, which have no variance of their own
+    # per output, except for measurements of few examples, whose variance is not known
     variance = square - (mean if likelihood.elementwise else mean.mean()).square()
     noise = likelihood.observation_noise
     if noise is not None and not noise.dim():
         errors, variance = errors.mean(), variance.mean()
-    if is_start and errors > variance > _LEAST_FIXED * square.mean():  # and not of constant targets
+    if is_start and errors > variance > _LEAST_FIXED * square.mean():  # not for constant targets
         report(
             "log",
             f"The network's mean squared error on training data, {errors:.3g}, is not below the "

@@ -1,4 +1,4 @@
-"""The outputs of all examples of a rank from those of batches, and Jᵀ of them."""
+"""Collects the outputs of all examples of a rank from batches, and multiplies them by Jᵀ."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch_lla_em.problem.sweep import BLOCK, Contributions
 
 
 class Outputs(NamedTuple):
-    """f and J w of a rank's N examples, with their targets; outputs (N,) get an axis for one
-    class."""
+    """f and J w of a rank's N examples, with their targets. Outputs of shape (N,) get an axis for
+    one class."""
 
     share: Share  # which examples they are
     f: Tensor  # (N, ..., C)
@@ -30,7 +30,7 @@ def gathered(
 ) -> Outputs | None:
     """Return f and J w of this rank's examples from those of batches; None if they differ in shape.
 
-    In place of J w, it may be any other tensors (K, B, ...). Every example has ``sites`` rows.
+    Other tensors (K, B, ...) may replace J w. Every example has ``sites`` rows.
     """
     group, like = problem.data.group, problem.zeros(1)
     forms = set()
@@ -41,7 +41,7 @@ def gathered(
     if len(forms) != 1:
         return None
     ((dtype, of_targets, of_f, of_Jw, of_weights),) = forms
-    if not of_f:  # the last axis is that of the classes
+    if not of_f:  # without batches, the last axis is that of the classes
         of_f, of_targets = torch.Size([1]), torch.Size([1, *of_targets])
         of_Jw = of_Jw or torch.Size([1])
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
@@ -77,7 +77,7 @@ def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = N
         if sites is not None:
             numbers, places, _ = sites.of(problem, batch, rows.f)
         chosen, here = share.find(numbers)
-        if len(chosen) < len(numbers):  # in another order, which the end of the pass notices
+        if len(chosen) < len(numbers):  # another order, which is noticed at the end of the pass
             return {}
         some = u[columns.to(u.device)[:, None], here.to(u.device)]  # u[columns] would be copied
         if places is not None:  # neighbouring strata may share a site

@@ -1,4 +1,4 @@
-"""The plan of a fit: the limits of its passes, and its memory and time in words."""
+"""The plan of a fit: the limits of its passes, and a text on its memory and time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch_lla_em.jacobian import Ways
 
 _OF_LAST_LAYERS = (
-    "The time of a fit of a last layer is not that of its few passes: it is that of products of "
-    "the features with directions, and grows with examples, classes and samples. "
+    "The fit of a last layer takes few passes; most of its time is for products of the features "
+    "with directions, and grows with examples, classes and samples. "
     "Compute(budget=seconds) limits it."
 )
 
-# passes of most fits: of the networks of benchmarks/cost.py, 9 of 10 take as many
+# number of passes of most fits: 9 of 10 networks of benchmarks/cost.py are in this range
 _PASSES = 10, 40
-# seconds above which ways to a shorter fit are named
+# seconds above which the text names ways to shorten the fit
 _LONG = 60.0
 
 
@@ -31,31 +31,32 @@ class Plan(NamedTuple):
     rows: float = inf
     columns: int | None = None
     group: int | None = None
-    """Largest numbers of examples, and of columns of a product, that are computed at once, and of
-    columns that are on the device at once, if vectors are stored elsewhere; None: all."""
+    """Largest number of examples, and of columns of a product, that are processed at once; and
+    largest number of columns on the device at once if vectors are stored elsewhere. None: all."""
 
     batches: float = 0.0
     factors: float = 0.0
-    """Bytes of batches, and of their Jacobian factors, that may be kept from pass to pass."""
+    """Memory in bytes for batches, and for their Jacobian factors, that are kept from pass to
+    pass."""
 
     num_samples: int = 0
     size: int = 0
     vectors: float = 0.0
     free: float = 0.0
-    """K, P, bytes of the vectors at the peak without a basis, and free bytes where they are
-    stored."""
+    """K, P, the bytes of the vectors at the peak without the span, and the free bytes of the device
+    where they are stored."""
 
     example: Ways = Ways()
-    """What an example takes."""
+    """The costs of an example."""
 
     memory: tuple[float, float] | None = None
-    """The peak in bytes: of most fits like it within a factor of two, and with five times the
-    passes."""
+    """The peak of memory in bytes: for most such fits (within a factor of two), and for a fit with
+    five times the usual passes."""
 
     pass_seconds: float | None = None
     is_last_layer: bool = False
-    """Seconds of a pass, and whether the fit is that of a last layer, whose time is not that of
-    passes."""
+    """The seconds of a pass, and whether the fit is that of a last layer, whose time is not
+    dominated by passes."""
 
     def __str__(self) -> str:
         expected, most = self.memory or (self.vectors, 2 * self.vectors)
@@ -73,7 +74,7 @@ def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = Fals
     """Describe how long a fit takes, from the seconds of a pass. With ``only_long`` the text is
     empty for short fits."""
     (least, most), remedy = _PASSES, ""
-    if is_last_layer:  # a few passes, whose products are those of features
+    if is_last_layer:  # few passes; the time is that of products of features
         return "" if only_long else _OF_LAST_LAYERS
     if most * pass_seconds > _LONG:
         remedy = ' To shorten the fit, use parameters="last_layer" or Compute(budget=seconds).'
@@ -86,5 +87,5 @@ def time_of_fit(pass_seconds: float, is_last_layer: bool, only_long: bool = Fals
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words."""
+    """Return a duration as text."""
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:,.0f} min"

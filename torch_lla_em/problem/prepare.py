@@ -14,8 +14,8 @@ from torch_lla_em.runtime import Compute, free_for_each
 
 # vectors of length P per sample at the peak of a fit, without a span
 _VECTORS = 20
-# share of the free memory for batches that are kept, for their factors, and for what visits a
-# device
+# shares of the free memory for batches that are kept, for their factors, and for vectors that are
+# copied to a device
 _SHARE = 0.25
 # good size of a batch: small batches are joined up to it, and on a CPU large ones are split
 _BATCH_ROWS, _BATCH_BYTES = 1024, 6.4e7
@@ -31,15 +31,16 @@ def prepare(problem: Problem, num_samples: int, compute: Compute) -> Plan:
     P, itemsize, device = problem.size, problem.dtype.itemsize, model.network.device
     first = data.first()
     with model.network.guarded():
-        # anew: of the inputs of a prediction it may not be known whether weights have factors
+        # again: after a probe by the inputs of a prediction it may be unknown whether weights have
+        # factors
         sweep.probe(first, anew=True)
         splits = sweep.stand_alone(first)
-    example = model.ways or Ways()  # where J is zero, nothing is known of an example
+    example = model.ways or Ways()  # if J is zero, nothing is known about an example
     free, vectors = free_for_each(data.group, device), _VECTORS * num_samples * P * itemsize
     place = place_of_vectors(vectors, compute, device, free)
     is_near, group = place.type == device.type, None
     left = _SHARE * max(free - (vectors if is_near else 0), 0.1 * free)
-    if not is_near:  # directions, products and one chunk of gradients
+    if not is_near:  # room for directions, products and one chunk of gradients
         group = max(1, min(2 * num_samples, int(_SHARE * free / (3 * P * itemsize))))
         free = free_for_each(data.group, place)
     # several ranks compare their data in every pass
@@ -75,10 +76,10 @@ def place_of_vectors(
 
 
 def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
-    """Return the seconds of a pass over so many examples for all samples, from a piece of the first
-    batch.
+    """Return the seconds of a pass over ``rows`` examples for all samples, measured on a piece of
+    the first batch.
 
-    Nothing but the network is counted: no random numbers, and no work on a span between passes.
+    Only the network is counted: no random numbers, and no work on a span between passes.
     """
     few = problem.sweep.pieces(problem.data.first(), min(_BATCH_ROWS, plan.rows))[0]
     model = problem.linear_model
@@ -89,7 +90,7 @@ def seconds_of_pass(problem: Problem, plan: Plan, rows: float) -> float:
         at = model.at(few.inputs, len(w), bool(model.factored), plan.columns)
         total = torch.zeros_like(w)
         at.pull(at.push(w)).added_to(total)
-        total.sum().item()  # which waits for the device
+        total.sum().item()  # waits for the device
         return perf_counter() - began
 
     with model.network.guarded():

@@ -34,7 +34,7 @@ _UNTRAINED = (
 
 
 class ProbeFeatures(NamedTuple):
-    """What the first pass over the data finds."""
+    """The results of the first pass over the data."""
 
     eta: Tensor
     """η_k = Σ_n J_nᵀ S_n ε_nk ~ N(0, G), (K, P)."""
@@ -43,14 +43,15 @@ class ProbeFeatures(NamedTuple):
     """The expected squared feature s², (P,)."""
 
     targets: TargetFacts
-    """What is known of continuous targets; η and s² are those at its σ."""
+    """Facts about continuous targets; η and s² are computed at their σ."""
 
 
 class Problem:
     """Σ_n loss(J_n w, y_n) over the data, its gradient, and products with G = Σ_n J_nᵀ H_n J_n.
 
-    The loss of an example is -log p(y | f) times its weight. Continuous targets are taken less
-    their mean. All vectors here are in weight space; solvers see them through ``operators.py``.
+    The loss of an example is -log p(y | f) times its weight. The mean of continuous targets is
+    subtracted. All vectors are in parameter space; solvers see them in the coordinates of
+    ``Whitened``.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Problem:
         data: Data,
         state: NetworkState | None = None,
     ):
-        """``state``: what the network is known to be; None: what it is now."""
+        """``state`` is the state that the network must have; None: its present state."""
         self.linear_model, self.likelihood, self.data = linear_model, likelihood, data
         self.layout, self.dtype = linear_model.layout, linear_model.dtype
         self.size, self.rounding = self.layout.size, linear_model.rounding
@@ -68,21 +69,21 @@ class Problem:
         relative rounding error of products."""
 
         self.moments: Tensor | None = None
-        """Mean and variance of the targets, (2, C) or (2,); None: they are taken as they are."""
+        """Mean and variance of the targets, (2, C) or (2,); None: they are not shifted."""
 
         self.network_noise: Tensor | None = None
         """σ of the network's residuals, in the shape of σ; None: not known."""
 
         self.constant: Tensor | None = None
         self.shift: Tensor | None = None
-        """The constant of the linear model, and the part of it on which H depends, which is not
-        taken from the targets, (C,) or (); None: 0."""
+        """The constant of the linear model, and the part of it that is not subtracted from the
+        targets because H depends on it, (C,) or (); None: 0."""
 
         if data.is_weighted:
             check_weights(likelihood)
         self.sweep = Sweep(linear_model, likelihood, data, state)
         self._point: Tensor | None = None
-        """The w of J w at which H is evaluated, (1, P); None: at the network's own outputs."""
+        """H is evaluated at J w for this w, (1, P); None: at the network's outputs."""
 
     # the method
 
@@ -132,12 +133,12 @@ class Problem:
                 self.sweep.expect_finite(tensor, FloatingPointError(message.format(batch.index)))
             parts = {"eta": product}
             if with_squares:
-                # By factors of J the gradients of single examples are known, and the sum is exact,
-                # over unit columns if they are no more than samples. Other weights have the squares
-                # of sums over up to 32 examples: the same expectation, since the draws of examples
-                # are independent.
+                # With factors of J the gradients of single examples are known. Their sum is exact
+                # with unit columns, which are used if there are no more outputs than samples. For
+                # other weights, sums over up to 32 examples are squared, which have the same
+                # expectation, since the draws of examples are independent.
                 if (outputs := at[0].numel()) <= num_samples:
-                    # no index of a list, which a GPU would be waited for
+                    # indexing by a list would make the host wait for the GPU
                     eye = num_samples**0.5 * torch.eye(outputs, dtype=at.dtype, device=at.device)
                     units = torch.cat([eye[k : k + 1] for k in samples.tolist()])
                     u = loss.root(at, units.view(-1, 1, *at.shape[1:]).expand(-1, *at.shape))
@@ -162,7 +163,7 @@ class Problem:
     ) -> list[Any]:
         """Return each of this rank's batches with f, (B, ..., C), and J w, (K, B, ..., C).
 
-        If ``take`` is given, its values at these three are returned, and nothing else is kept. It
+        If ``take`` is given, its results for these three are returned, and nothing else is kept. It
         may be called again if memory runs out in it. Without w, see ``features``.
         """
         results: list[Any] = []
@@ -187,10 +188,10 @@ class Problem:
     def features(
         self, take: Callable[[Batch, Tensor, Tensor], Any] | None
     ) -> list[tuple[Batch, Tensor, Tensor]] | None:
-        """Return what ``take`` keeps of each of this rank's batches, f and the features of a last
-        layer, (1, B, ..., D).
+        """Return the results of ``take`` for each of this rank's batches, f and the features of a
+        last layer, (1, B, ..., D).
 
-        None if the parameters are not those of one last linear layer, on any rank.
+        The result is None if the parameters are not those of one last linear layer on some rank.
         """
         if not self.linear_model.is_last_layer:
             return None
@@ -199,7 +200,7 @@ class Problem:
 
     def minibatch_products(self) -> tuple[int, Iterator[Product]]:
         """Return the number of batches of a pass, and for every batch of all ranks the product w ->
-        J_bᵀ H_b J_b w; the first call takes a pass that counts them."""
+        J_bᵀ H_b J_b w. The first call takes a pass to count the batches."""
         if self.data.num_steps is None:
             for _ in self.sweep.batches(in_step=True):
                 pass
@@ -208,18 +209,18 @@ class Problem:
         return self.data.num_steps, (partial(self.ggn_product, batch=batch) for batch in batches)
 
     def less_shift(self, f: Tensor) -> Tensor:
-        """Return outputs of the network less the ``shift``, as those of the linear model are."""
+        """Return outputs of the network minus the ``shift``, which are comparable with J w."""
         return f if self.shift is None else f - self.shift.to(f)
 
     @property
     def sigma(self) -> Tensor | None:
-        """σ, if the fit learns it, as it does without weights."""
+        """σ if the fit learns it, which it does only without weights; otherwise None."""
         return None if self.data.is_weighted else self.likelihood.observation_noise
 
     # the same problem, otherwise
 
     def with_targets(self, facts: TargetFacts) -> Problem:
-        """Return the same problem with what ``probe_features`` has found about its targets."""
+        """Return the same problem with the facts about its targets from ``probe_features``."""
         other = copy.copy(self)
         if facts.sigma is not None:
             other.likelihood = self.likelihood.with_noise(facts.sigma)
@@ -240,7 +241,7 @@ class Problem:
     # one batch
 
     def _product(self, rows: Rows, batch: Batch, w: Tensor) -> Contributions:
-        """Return what a batch adds to a product with G."""
+        """Return the contribution of a batch to a product with G."""
         if self._point is None:
             Jw, at = rows.push(w), self.less_shift(rows.f)
         else:
@@ -258,7 +259,8 @@ class Problem:
         return Loss(self.likelihood, targets, weights, self.shift)
 
     def inspect(self, rows: Rows, batch: Batch) -> None:
-        """Check that outputs are finite: in the first pass each batch, with its targets."""
+        """Check that outputs are finite. In the first pass each batch is checked together with its
+        targets."""
         f, tally = rows.f, batch.tally
         if tally is None:
             self.sweep.expect_finite(f)

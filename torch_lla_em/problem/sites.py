@@ -1,5 +1,5 @@
-"""The labelled sites (pixels, tokens) of dense outputs as rows with weights; if they are many, some
-at random."""
+"""The labelled sites (pixels, tokens) of dense outputs as rows with weights; if there are many, a
+random sample of them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch_lla_em.problem.sweep import FEW
 from torch_lla_em.runtime import normals
 
 KEPT_OUTPUTS = 262_144
-"""Number of outputs of all examples above which labelled sites become rows, and most outputs of
-these."""
+"""Number of outputs of all examples above which labelled sites become rows; also the largest number
+of outputs of these rows."""
 
 
 class Sites(NamedTuple):
     """Labelled sites, sampled by strata: each example's labelled sites are cut into equal strata,
     and one site of each is drawn.
 
-    A sum over them with weights 1 / share is an unbiased estimate of that over all labelled sites,
-    and exact if all are kept. They are keyed by the example, so that they are the same in every
-    pass and on every rank.
+    A sum over them with weights 1 / share is an unbiased estimate of the sum over all labelled
+    sites, and exact if all are kept. The draws are keyed by the example, so that they are the same
+    in every pass and on every rank.
     """
 
     share: float
     """The share of the labelled sites that are kept."""
 
     most: int
-    """Strata of an example, most of all."""
+    """Largest number of strata of an example."""
 
     outputs: float
-    """Outputs that are kept in all."""
+    """Total number of outputs that are kept."""
 
     seed: int
 

@@ -1,4 +1,5 @@
-"""The loop over the data: adds up batches in pieces that fit into memory, and sums over ranks."""
+"""The loop over the data: it processes batches in pieces that fit into memory, and sums over pieces
+and ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from torch_lla_em.problem.plan import Plan
 from torch_lla_em.runtime import DoesNotFit, release, report, shortage_of, suppressed
 
 Kind = tuple[int | str, ...]
-"""The shape of a sum, in which "K" are the columns and "P" the parameters; without "P" it is in
-float64."""
+"""The shape of a sum, in which "K" is the number of columns and "P" that of parameters. Sums
+without "P" are in float64."""
 
 BLOCK: Kind = ("K", "P")
 VECTOR: Kind = ("P",)
-"""A sum over examples of squared gradients; without factors of J, of squares of sums over a few
-examples."""
+"""A sum of squared gradients over examples; without factors of J, sums over a few examples are
+squared."""
 
 SCALAR: Kind = ()
 
@@ -32,7 +33,7 @@ OUTPUTS = (
 )
 _INFLUENCE = (
     "The network's outputs for an example change by {:.0%} with the other examples in its batch, "
-    "and so do predictions. Let layers use running statistics, as BatchNorm with "
+    "and so do predictions. Let layers use running statistics, such as BatchNorm with "
     "track_running_stats=True, or always predict with batches like those of the fit."
 )
 _IN_LATER_PASS = (
@@ -50,18 +51,19 @@ _NO_ROOM = (
 FEW = 8
 """Number of examples with which the network is probed, and its memory measured."""
 
-# examples whose sum is squared where there are no factors
+# number of examples whose sum is squared if there are no factors
 _GROUP_ROWS = 32
-# relative change by other examples of a batch that is taken for rounding
+# largest relative change by the other examples of a batch that counts as rounding
 _SPLIT_ERROR = 1e-2
 Sums = dict[str, Tensor]
 Contributions = Mapping[str, Tensor | Pulled]
 
 Add = Callable[[Rows, Batch, Tensor], Contributions]
-"""(rows, batch, columns w) -> what the batch contributes to the sums for these columns, by name.
+"""A function (rows, batch, columns w) -> contributions of the batch to the sums for these columns,
+by name.
 
-The sweep adds it after the call has returned, so that nothing counts twice if memory runs out in
-it."""
+The sweep adds them after the call has returned, so that nothing counts twice if memory runs out
+during the call."""
 
 
 class Sweep:
@@ -81,21 +83,21 @@ class Sweep:
 
         self._alone: bool | None = None
         self._factors: dict[tuple[int, int], Rows] = {}
-        """Factors of J of batches that are kept; they save a CNN three quarters of the time of a
-        fit."""
+        """Factors of J of batches that are kept. For a CNN they save three quarters of the time of
+        a fit."""
 
         self.columns = 0.0
-        """Columns that have gone through all data."""
+        """Number of columns that have been multiplied in passes over all data."""
 
         self._checks: list[tuple[Tensor, Exception | None]] = []
-        """Whether tensors of this pass are finite, read once, at its end, and the errors if they
-        are not."""
+        """Whether tensors of this pass are finite, with the errors if they are not; read once, at
+        the end of the pass."""
 
         self._doubts: dict[str, Tensor] = {}
         """Warnings of this pass, each with an amount that is summed over batches and ranks."""
 
         self.begun_with = NetworkState(linear_model.network) if state is None else state
-        """What the network was at the start, and has to be until the end."""
+        """The state of the network at the start, which must not change until the end."""
 
         self._after_batch: Callable[[], None] | None = None
 
@@ -110,8 +112,8 @@ class Sweep:
         """Return sums of these kinds over all batches of all ranks, or over one batch of each.
 
         The columns are w, (K, P), or the numbers of samples, (K,). Without sums, ``add`` gets all
-        columns at once. ``weight`` is what a column counts: a product with G is 1, one with J or
-        its transpose half of it.
+        columns at once. ``weight`` is the cost of a column: 1 for a product with G, and one half
+        for a product with J or its transpose.
         """
         model, group, plan = self.linear_model, self.data.group, self.plan
         if kinds and len(w) > (plan.group or len(w)):  # one pass for each group of columns
@@ -148,7 +150,7 @@ class Sweep:
             wrong, doubt = group.sum(signs).tolist()
             for words in self._doubts if doubt > 0 else ():
                 report("log", words)
-            if wrong:  # one rank's error on all of them
+            if wrong:  # the error of one rank is raised on all ranks
                 faults = group.meet(self.fault(), list)
                 raise next(filter(None, faults), FloatingPointError(_IN_LATER_PASS))
         share = 1.0 if batch is None else batch.step_rows / (self.data.facts.num_rows or 1)
@@ -160,14 +162,14 @@ class Sweep:
         return sums
 
     def _add(self, w: Tensor, add: Add, batch: Batch, sums: Sums, kinds: dict[str, Kind]) -> None:
-        """Add what a batch contributes, by pieces and columns."""
+        """Add the contributions of a batch, by pieces and columns."""
         model, at_most = self.linear_model, self.plan.rows
         by_example = VECTOR in kinds.values()
         if by_example and {*model.factored} != {*model.layout.names}:
             at_most = min(at_most, _GROUP_ROWS)
         todo = [(piece, 0) for piece in self.pieces(batch, at_most) if len(piece.rows)]
         rows: Rows | None = None
-        while todo:  # pieces of the batch, and how many of their columns are done
+        while todo:  # pieces of the batch, with the number of their columns that are done
             piece, done = todo.pop(0)
             step = len(w) - done
             try:
@@ -245,11 +247,11 @@ class Sweep:
         return batch._replace(targets=self._likelihood.align(batch.targets, axis), weights=w)
 
     def take(self, plan: Plan) -> None:
-        """Keep to this plan from now on."""
+        """Use this plan from now on."""
         self.plan = plan
 
     def resume(self, columns: float) -> None:
-        """Continue the count of columns of an earlier run."""
+        """Continue counting columns from the number of an earlier run."""
         self.columns = columns
 
     def watch(self, after_batch: Callable[[], None]) -> None:
@@ -286,8 +288,8 @@ class Sweep:
         return pieces if len(pieces) > 1 and self.stand_alone(whole) else [whole]
 
     def stand_alone(self, whole: Batch) -> bool:
-        """Whether examples do not influence each other: the outputs of two are the same alone as
-        among four (or of one as among two)."""
+        """Whether examples do not influence each other: the outputs of two examples are the same in
+        a batch of two as in a batch of four (or of one example in batches of one and two)."""
         model, size = self.linear_model, 2 if len(whole.rows) > 3 else 1
         if self._alone is None and len(whole.rows) > 1:
             piece, more = next(whole.split(size)), next(whole.split(2 * size))
@@ -306,13 +308,13 @@ class Sweep:
 
         The host does not wait for the device before the end of the pass.
         """
-        # by their sum, which takes no memory
+        # the sum is tested, which takes no memory
         total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
         self._checks.append((total.isfinite(), fault))
 
     def doubt(self, amount: Tensor, words: str) -> None:
-        """Add to an amount, (), of which these words warn at the end of the pass if it is
-        positive."""
+        """Add to an amount, (). If it is positive at the end of the pass, a warning with these
+        words is shown."""
         self._doubts[words] = amount + self._doubts.get(words, 0)
 
     def fault(self) -> Exception | None:
@@ -322,7 +324,7 @@ class Sweep:
 
 
 def _sum_up(sums: Sums, contributions: Contributions) -> None:
-    """Add contributions to sums by name, completely or, after an error, not at all."""
+    """Add all contributions to sums by name; after an error, none of them is added."""
     parts: list[tuple[Tensor, Tensor]] = []
     for name, part in contributions.items():
         total = sums[name]

@@ -1,5 +1,4 @@
-"""Files of tensors and records, with checksums, and what they are compared with: settings as
-text."""
+"""Files of tensors and records with checksums, and settings as text for comparisons."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def contents_of(path: str | PathLike[str], names: tuple[str, ...], remedy: str) 
     failures: list[Exception] = []
     faults: list[str] = []
     with open(path, "rb") as file, suppressed(failures):
-        if torch.serialization.get_crc32_options():  # torch does not read its checksums
+        if torch.serialization.get_crc32_options():  # torch does not check them itself
             with ZipFile(file) as archive:
                 if damaged := archive.testzip():
                     raise BadZipFile(damaged)
@@ -60,7 +59,7 @@ def contents_of(path: str | PathLike[str], names: tuple[str, ...], remedy: str) 
 
 def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike[str]) -> None:
     """Write contents to a temporary file and rename it, so that the file is never half written."""
-    path = Path(path)  # a link is replaced, not written through
+    path = Path(path)  # a link is replaced, and its target is not changed
     temporary = path.parent / f".writing-{uuid4().hex}"
     try:
         with open(temporary, "xb") as file:
@@ -73,14 +72,14 @@ def write_atomically(state: dict[str, Any] | bytes, path: str | PathLike[str]) -
         os.replace(temporary, path)
     except BaseException as error:
         remove(path.parent, temporary.name)
-        if isinstance(error, (OSError, RuntimeError)):  # which torch raises, as for a full disk
+        if isinstance(error, (OSError, RuntimeError)):  # torch raises these, as for a full disk
             words = getattr(error, "strerror", None) or f"could not be written: {error}"
             raise OSError(getattr(error, "errno", None) or EIO, words, str(path)) from error
         raise
 
 
 def _record_types() -> list[Any]:
-    """Return the NamedTuples of this package, the only classes that files may hold besides
+    """Return the NamedTuples of this package, the only classes that files may contain besides
     tensors."""
     package = __name__.partition(".")[0]
     modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
@@ -89,20 +88,21 @@ def _record_types() -> list[Any]:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU; views are copied, since files would hold all of their storage."""
-    copy = tensor.detach().cpu()  # of any strides: those of a state decide how it is rounded later
+    """Return a tensor on the CPU; views are copied, since files would contain their whole
+    storage."""
+    copy = tensor.detach().cpu()  # strides are kept, since later rounding depends on them
     return copy.clone() if copy.untyped_storage().nbytes() != copy.nbytes else copy
 
 
 def remove(folder: Path, pattern: str) -> None:
-    """Remove files that are not needed any more, if this is possible."""
+    """Remove files that are no longer needed, if this is possible."""
     for path in folder.glob(pattern):
         with suppress(OSError):
             path.unlink()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer by name, detached, but no ``num_batches_tracked``."""
+    """Return every parameter and buffer by name, detached, except ``num_batches_tracked``."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {n: t.detach() for n, t in tensors if n.rpartition(".")[2] != "num_batches_tracked"}
 
@@ -139,7 +139,7 @@ def from_bytes(tensor: Tensor) -> Any:
 
 def read(path: str | PathLike[str], kind: str) -> dict[str, Any]:
     """Return the tensors of a saved "posterior", "ensemble" or "student"; raise an error if the
-    file holds none."""
+    file contains none."""
     state = contents_of(path, (), f"Pass a file of {_SAVED_BY[kind]}.save.")
     check(state, kind)
     return state
@@ -151,14 +151,14 @@ def check(state: object, kind: str) -> None:
     names, writer = {*state}, "posterior"
     if "student" in names or {"head.0.weight", "_extra_state"} <= names:
         writer = "student"
-    elif {"0.record", "members.0.record"} & names:  # the first is that of earlier versions
+    elif {"0.record", "members.0.record"} & names:  # earlier versions wrote the first one
         writer = "ensemble"
     elif "torch_lla_em_version" not in names:
         writer = "another program: it has no version key"
     if writer != kind:
         raise ValueError(
             f"This state is that of {_SAVED_BY.get(writer, writer)}, not of {_SAVED_BY[kind]}: "
-            "pass what the latter has saved, or returned as state_dict()."
+            "pass a file or a state_dict() of the latter."
         )
     version = int(state["torch_lla_em_version"])
     if version != VERSION:
@@ -172,7 +172,7 @@ def plain(value: object, around: tuple[int, ...] = ()) -> str:
     """Return a setting as text that is the same in every process. Tensors are represented by a hash
     of their bytes.
 
-    ``around`` are the ids of the objects that it is in, which it may refer to.
+    ``around`` are the ids of the objects that contain the value, since it may refer to them.
     """
     if id(value) in around:
         return "..."

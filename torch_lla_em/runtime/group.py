@@ -15,7 +15,7 @@ Merged = TypeVar("Merged")
 
 
 class Fault(NamedTuple):
-    """What a rank that has failed sends in place of a value."""
+    """The message that a failed rank sends instead of a value."""
 
     words: str
 
@@ -43,7 +43,7 @@ class Group:
         for rank, one in enumerate(every):
             if isinstance(one, Fault):
                 raise RuntimeError(
-                    f"Rank {rank} failed, so that the others cannot go on. {one.words}"
+                    f"Rank {rank} failed, so the other ranks cannot continue. {one.words}"
                 )
         return merge(every)
 
@@ -106,7 +106,8 @@ def group_of(shard: str | None = "data") -> Group:
         return Group()
     is_shared = dist.get_world_size() > 1
     if is_shared and dist.get_backend() == "gloo":
-        # its error names a missing rank; without a limit it takes that of gloo, not of the group
+        # its error names a missing rank; without a timeout it would use that of gloo, not of the
+        # group
         world: Any = dist.group.WORLD
         timeout = world._get_backend(torch.device("cpu")).options._timeout
         dist.monitored_barrier(timeout=timeout)

@@ -16,8 +16,9 @@ import torch
 
 from torch_lla_em.runtime.group import Group
 
-# out-of-memory errors of the CPU's allocator, and of libraries, whose handles take memory of the
-# GPU; the last two are also raised for layers that are not supported, then for a single example too
+# out-of-memory errors of the CPU's allocator, and of libraries whose handles need memory of the
+# GPU; the last two are also raised for layers that are not supported, but then for a single example
+# too
 _WORDS = re.compile(
     "can't allocate memory|not enough memory|std::bad_alloc|CUDA error: out of memory"
     "|ALLOC_FAILED|ALLOCATION_FAILED|_STATUS_NOT_INITIALIZED"
@@ -26,8 +27,8 @@ _WORDS = re.compile(
 )
 
 NUMBERS = 4_000_000
-"""Numbers of a temporary tensor that are held at a time: of comparisons, of differences between
-examples, of functions, or of vectors in float64."""
+"""Largest number of entries of a temporary tensor: of comparisons, of differences between examples,
+of functions, or of vectors in float64."""
 
 
 class DoesNotFit(MemoryError):
@@ -35,7 +36,7 @@ class DoesNotFit(MemoryError):
 
 
 def shortage_of(error: Exception) -> str:
-    """Return the allocator's message; raise the error if it has another cause or no remedy."""
+    """Return the allocator's message. The error is raised if it has another cause or no remedy."""
     if isinstance(error, DoesNotFit) or not is_shortage(error):
         raise error
     return str(error).split("\n")[0] or type(error).__name__
@@ -61,7 +62,7 @@ def suppressed(failures: list[Exception] | None = None) -> Iterator[None]:
 
 
 def release() -> None:
-    """Release memory that only reference cycles and caches hold."""
+    """Release memory that is held only by reference cycles and caches."""
     gc.collect()  # graphs may be parts of cycles
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -93,8 +94,8 @@ def container_room(
     """Return the bytes that are left below the memory limits of a container or job; infinity if
     there is none.
 
-    These are the limits of this process's control group (of version 2) and of all groups that it is
-    in.
+    These are the limits of this process's control group (version 2) and of all groups that contain
+    it.
     """
     folder, room = mount, inf
     with suppress(OSError):

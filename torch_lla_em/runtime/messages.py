@@ -1,4 +1,4 @@
-"""The one channel of warnings, which stores each of them before it is shown."""
+"""The channel of all warnings, which stores each warning before it is shown."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ import torch
 logger = logging.getLogger("torch_lla_em")
 
 CALL = "Call la.calibrate(validation_loader)"
-"""The remedy in warnings about predictions as fitted, which calibrated ones do not have."""
+"""The remedy in warnings about predictions as fitted; calibrated predictions do not have these
+warnings."""
 
 _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
 
 
 def or_float64(dtype: torch.dtype) -> str:
-    """Return the end of an advice that ends with float64, none in float64 itself."""
+    """Return the end of a recommendation of float64; it is empty if the dtype is float64
+    already."""
     return "" if dtype == torch.float64 else ", or convert the model and its data to float64"
 
 
 def report(kind: Literal["log", "warn"], text: str) -> None:
     """Add a warning to the lists that collect them in this thread, then show it.
 
-    It is stored first, whatever the settings of ``logging`` and ``warnings``.
+    It is stored first, independent of the settings of ``logging`` and ``warnings``.
 
     Args:
-        kind (str): "log" for what happens while a program runs; "warn" for what the user's code
-            should change.
-        text (str): One or more sentences, of 40 words at most. Nothing is shown twice while it is
-            collected.
+        kind (str): "log" for an event while a program runs; "warn" for a problem that the user's
+            code should avoid.
+        text (str): One or more sentences, of at most 40 words. A text is shown only once while
+            warnings are collected.
     """
     lists = _LISTS.get()
     told = bool(lists) and all(text in messages for messages in lists)
@@ -50,7 +52,7 @@ def report(kind: Literal["log", "warn"], text: str) -> None:
 
 @contextmanager
 def collected(messages: list[str]) -> Iterator[None]:
-    """Append to ``messages`` what ``report`` is given in this thread, each text once."""
+    """Append the texts of ``report`` in this thread to ``messages``, each text once."""
     token = _LISTS.set((*_LISTS.get(), messages))
     try:
         yield

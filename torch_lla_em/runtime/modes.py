@@ -1,4 +1,4 @@
-"""Contexts for what belongs to the whole process: precision of matrix products, and turns of
+"""Contexts for settings of the whole process: the precision of matrix products, and turns of
 threads."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 def tf32(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 in matrix products and convolutions on CUDA devices."""
     cudnn: Any = torch.backends.cudnn
-    # flags, each with the value that it would inherit; before torch 2.9 none does
+    # flags, each with the value that it would inherit; before torch 2.9 flags do not inherit
     flags: list[tuple[Any, str, str | None]] = []
     if hasattr(torch.backends, "fp32_precision"):
         for part in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
@@ -52,13 +52,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Compute in the dtype of the tensors, also inside the user's ``torch.autocast``."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()  # it takes no time
+        return nullcontext()  # entering it takes no time
     return torch.autocast(kind, enabled=False)
 
 
 class Turns:
-    """A reentrant lock for one thread at a time, in turns: a holder that comes back waits for the
-    next in line."""
+    """A reentrant, fair lock: a thread that acquires it again waits until the next thread in line
+    has had its turn."""
 
     def __init__(self) -> None:
         self._lock, self._next = threading.Lock(), threading.Lock()
@@ -88,7 +88,8 @@ class Turns:
 
 
 ONE_AT_A_TIME = Turns()
-"""Held during a call: other threads would see replaced weights, and flags of the whole process."""
+"""The lock that is held during a call, because other threads would see replaced weights and changed
+flags of the process."""
 
 if hasattr(os, "register_at_fork"):
     # a fork waits for other threads, as the child would inherit replaced weights

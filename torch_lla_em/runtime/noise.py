@@ -30,7 +30,7 @@ def normals(seed: int, stream: int, samples: Sequence[int], rows: Tensor, entrie
     counters = torch.arange((entries + 1) // 2, device=rows.device) * _GOLDEN
     per_chunk = max(1, NUMBERS // max(1, len(row_keys)))
     pieces = []
-    for some in counters.split(per_chunk):  # Box and Muller make two of each
+    for some in counters.split(per_chunk):  # Box and Muller's method makes two numbers of each
         bits = _split_mix(row_keys + some)
         radius = (((bits & 0xFFFFFFFF).double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-31 * pi)

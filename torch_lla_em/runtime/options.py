@@ -1,4 +1,4 @@
-"""Options of public methods, and the values that they may have."""
+"""Options of public methods, and checks of their values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ PRECISION_BOUNDS = 1e-20, 1e20
 
 
 PRIORS: dict[str, bool | None] = {"scalar": None, "g": True, "isotropic": False}
-"""The scalings of the prior by name, as ``get_sto_samples`` takes them."""
+"""The scalings of the prior by name, with the value of ``g_prior`` in ``get_sto_samples``."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a batch becomes outputs and targets, where ``model(inputs)`` and (inputs, targets) do not
-    tell.
+    """How a batch becomes outputs and targets, if not by ``model(inputs)`` and (inputs, targets).
 
     Example:
         >>> adapter = Adapter(targets=lambda batch: batch["kind"])
@@ -117,7 +116,7 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
     if not is_name or value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         error = ValueError if is_name else TypeError
-        raise error(f"{name}={value!r} is not known: choose one of {expected}.")
+        raise error(f"{name}={value!r} is not supported: choose one of {expected}.")
 
 
 def refuse_former(
@@ -126,8 +125,8 @@ def refuse_former(
     former: Mapping[str, str],
     kind: Literal["argument", "attribute", "name"] = "argument",
 ) -> None:
-    """Raise an error for arguments, attributes or names to import that are not known, with what
-    replaces those of earlier versions."""
+    """Raise an error for arguments, attributes or imported names that do not exist; it names the
+    replacement of those of earlier versions."""
     errors = {"argument": TypeError, "attribute": AttributeError, "name": ImportError}
     for name in given:
         if name in former:
@@ -157,7 +156,7 @@ def check_whole(least: float, **given: Any) -> None:
 
 
 def check_within(low: float, high: float, **values: Any) -> None:
-    """Raise an error for the first value that is not None and has no real numbers in this range."""
+    """Raise an error for the first value that is neither None nor a real number in this range."""
     words = f"None, or positive real numbers from {low:g} to {high:g}"
     for name, value in values.items():
         if value is None:

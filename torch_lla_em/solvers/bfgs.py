@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_lla_em.solvers.solution import ConvexLoss, Minimum, require_finite
 
 _IDLE = 12
-"""Steps that may fail to lower the objective; longer plateaus are rounding."""
+"""Number of successive steps that may fail to lower the objective; longer plateaus are rounding."""
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -27,21 +27,21 @@ class BFGS:
 
     values: Tensor
     vectors: Tensor
-    """The eigenvalues, (P,), and eigenvectors, (P, P), of the model's Hessian: a search computes in
-    these."""
+    """The eigenvalues, (P,), and eigenvectors, (P, P), of the model's Hessian, which are the
+    coordinates of a search."""
 
     tolerance: float
     """‖∇‖ / ‖x‖ at the end of a search."""
 
     roughly: float = 0.0
-    """The error relative to ‖x‖, estimated by BFGS, at which it ends earlier."""
+    """The error relative to ‖x‖, estimated by BFGS, at which a search ends earlier."""
 
     max_passes: int = 1000
     """Largest number of steps."""
 
     is_exact: bool = False
-    """Whether the loss is its model, so that every step is taken as it is; a second step corrects
-    the rounding of the first."""
+    """Whether the loss equals its quadratic model, so that no step is shortened; a second step
+    corrects the rounding of the first."""
 
     agreed: Callable[[Tensor], Tensor] = _itself
     """A function that returns the tensor of rank 0, so that ranks that round differently take the
@@ -72,7 +72,7 @@ class BFGS:
                 break
             step, passes = length * step, passes + 1
             of_new, new, slope_new = at(c + step)
-            # values are rounded as the outputs are, and may hide that a step is good
+            # rounding of the outputs may hide that a step lowers the objective
             rounding = max(loss.rounding, torch.finfo(c.dtype).eps) * abs(value)
             idle, lower = 0 if new < value - rounding else idle + 1, new < value
             if not lower and new <= value + 100 * rounding:
@@ -99,10 +99,10 @@ def _updated(inverse: Tensor, step: Tensor, change: Tensor) -> Tensor:
 
 
 def _shorter(down: float, rise: float) -> float:
-    """Return by which factor to shorten a step, so that the slope along it vanishes: it is linear
-    between -down at the start and rise at the end.
+    """Return the factor by which to shorten a step so that the slope along it vanishes, if the
+    slope is linear between -down at the start and rise at the end.
 
-    It is between .05 and .5, also where the objective is not finite.
+    The factor is between .05 and .5, also if the objective is not finite.
     """
     share = down / max(down + rise, 1e-300)
     return 0.05 if math.isnan(share) else min(0.5, max(0.05, share))

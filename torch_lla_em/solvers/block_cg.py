@@ -19,7 +19,8 @@ from torch_lla_em.solvers.solution import (
 )
 from torch_lla_em.solvers.space import add_combined, dots, gram, orthonormalise
 
-# products that may fail to reduce the residual by a tenth; longer plateaus are rounding
+# number of successive products that may fail to reduce the residual by a tenth; longer plateaus are
+# rounding
 _PATIENCE = 50
 _OR_ROUNDING = (
     "the prior is lost to rounding. Correct the model or the loader; if they are correct, use a "
@@ -34,8 +35,8 @@ class BlockCG:
     The residual is stored as coefficients times an orthonormal basis (Dubrulle's QR form).
     Directions are removed from the basis when columns converge or become linearly dependent. When
     the recursion has converged, the true residual is computed; if it is larger, the iteration
-    restarts. With a preconditioner M the basis is orthonormal in the inner product ⟨a, M b⟩, and
-    the error and the certificate are what they are without.
+    restarts. With a preconditioner M the basis is orthonormal in the inner product ⟨a, M b⟩; the
+    definitions of error and certificate do not change.
 
     Example:
         >>> compute = Compute(solver=BlockCG(tolerance=1e-3))
@@ -46,7 +47,8 @@ class BlockCG:
     """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x. Default 0.01."""
 
     max_passes: int = 200
-    """Largest number of products with A; it stops with a warning. Default 200."""
+    """Largest number of products with A, after which the solver stops with a warning. Default
+    200."""
 
     preconditioner: Product | None = None
     """A function from (K, P) to (K, P) that multiplies by an approximation of (A + I)⁻¹, symmetric
@@ -58,14 +60,14 @@ class BlockCG:
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Solve (A + I) X = B.
 
-        It stops when the true residual meets the tolerance or stops decreasing, or after the last
-        pass.
+        The solver stops when the true residual meets the tolerance or stops decreasing, or after
+        the last pass.
 
         Args:
             product (Operator): The product X -> A X of (K, P), with its relative ``rounding``
                 error.
             b (Tensor): B, shape (K, P).
-            start (Tensor, optional): Where to start, shape (K, P). Default None: at 0.
+            start (Tensor, optional): Initial X, shape (K, P). Default None: 0.
 
         Returns:
             X with its true residual.
@@ -88,14 +90,15 @@ class BlockCG:
             if solution.converged or passes >= self.max_passes:
                 return solution
             if error > 0.5 * last:
-                return solution  # the precision of its numbers is exhausted
+                return solution  # the precision of the dtype is exhausted
             last = error
             most = self.max_passes - passes - 1
             x, used = self.descend(product, x, residual, partial(self._is_met, b), most)
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
 
     def _is_met(self, b: Tensor, x: Tensor, residual: Tensor) -> bool:
-        """Return whether the residual of the recursion meets the tolerance, less rounding."""
+        """Return whether the residual of the recursion meets the tolerance, with a margin for
+        rounding."""
         return Solution.of(b, x, residual).error <= 0.9 * self.tolerance
 
     def descend(
@@ -106,13 +109,14 @@ class BlockCG:
         enough: Callable[[Tensor, Tensor], bool],
         max_passes: int,
     ) -> tuple[Tensor, int]:
-        """Iterate until a function says that it is enough, or the residual stops decreasing.
+        """Iterate until ``enough`` returns True, or the residual stops decreasing.
 
         Args:
             product (Operator): The product X -> A X.
-            start (Tensor): Where to start, (K, P).
+            start (Tensor): Initial X, (K, P).
             residual (Tensor): B - (A + I) start.
-            enough (callable): Returns from X and the residual of the recursion whether to end.
+            enough (callable): A function of X and the residual of the recursion that returns
+                whether to end.
             max_passes (int): Largest number of products.
 
         Returns:

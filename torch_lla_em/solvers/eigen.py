@@ -1,4 +1,4 @@
-"""The exact solver, for a matrix A whose eigenvectors are known."""
+"""An exact solver for a matrix A with known eigenvectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Eigen:
     vectors: Tensor
 
     tolerance: float = 0.0
-    """Largest error of a solution: there is none but rounding."""
+    """Largest error of a solution; solutions are exact up to rounding."""
 
     def solve(self, product: Operator, b: Tensor, start: Tensor | None = None) -> Solution:
         """Return the solution for b, (K, P). The product and the start are not used."""

@@ -12,11 +12,13 @@ from torch_lla_em.solvers.space import dots
 def log_dets(
     product: Product, b: Tensor, preconditioner: Product, error: float = 0.003, most: int = 100
 ) -> Tensor:
-    """Return log det M^½ (A + I) M^½ for a preconditioner M, by every row of b ~ N(0, A + I), (K,).
+    """Estimate log det M^½ (A + I) M^½ for a preconditioner M from each row of b ~ N(0, A + I),
+    (K,).
 
-    It is the expectation of ⟨M^½ b, f M^½ b⟩, where f is the function log(t) / t of that matrix.
-    Lanczos' tridiagonal matrix gives it, whose entries follow from the steps of conjugate
-    gradients: these end at a residual of ``error``."""
+    The log determinant is the expectation of ⟨M^½ b, f M^½ b⟩, where f is the function log(t) / t
+    of that matrix. It is computed by Lanczos' tridiagonal matrix, whose entries follow from the
+    steps of conjugate gradients. These end at a residual of ``error``.
+    """
     residual, conditioned = b, preconditioner(b)
     direction, rho = conditioned, dots(b, conditioned)
     start, ratios = rho, [torch.zeros_like(rho)]

@@ -21,7 +21,7 @@ from torch_lla_em.solvers.space import dot, norm
 
 # shortest step that the line search tries, relative to the full step
 _SHORTEST = 1e-6
-# relative decrease of the loss that can be lost to rounding of a sum over many examples
+# relative decrease of the loss that may be lost to rounding in a sum over many examples
 _SEEN = 1e-4
 
 
@@ -46,8 +46,8 @@ class Newton:
 
     preconditioner: Callable[[Tensor], Product] | None = None
     """A function of x, (P,). It returns a function from (K, P) to (K, P) that multiplies by an
-    approximation of the inverse Hessian of the objective at x, symmetric and positive definite.
-    Default None: the identity."""
+    approximation of the inverse Hessian of the objective at x, which must be symmetric and positive
+    definite. Default None: the identity."""
 
     def __post_init__(self) -> None:
         check_positive("Newton", tolerance=self.tolerance, max_passes=self.max_passes)
@@ -57,7 +57,7 @@ class Newton:
 
         Args:
             loss (ConvexLoss): With ``value_and_gradient(x)``, ``hessian(x)``, and ``rounding``.
-            start (Tensor): Where to start, (P,).
+            start (Tensor): Initial x, (P,).
         """
         x, passes = start, 1
         noise = max(10 * torch.finfo(x.dtype).eps, loss.rounding)
@@ -87,7 +87,7 @@ class Newton:
                 new_total = value + 0.5 * norm(trial) ** 2
                 if new_total <= total + 1e-4 * fraction * descent + noise * abs(total):
                     break
-                if passes == self.max_passes:  # this step goes too far, and there is no other one
+                if passes == self.max_passes:  # this step is too long, and no pass is left
                     trial, (new_total, value, gradient) = x, before
                     break
                 fraction /= 2

@@ -24,7 +24,7 @@ class SGD:
     """
 
     tolerance: float = 1e-2
-    """Largest error that does not give a warning; no epoch ends early. Default 0.01."""
+    """Largest error without a warning; all epochs are run in any case. Default 0.01."""
 
     epochs: int = 20
     """Passes over the loader. Default 20."""
@@ -44,10 +44,10 @@ class SGD:
         """Solve (A + I) X = B.
 
         Args:
-            product (Batched): The product with A, which has those of batches, with their number,
-                ``minibatches()``.
+            product (Batched): The product with A. Its ``minibatches()`` returns the number of
+                batches and their products.
             b (Tensor): B, shape (K, P).
-            start (Tensor, optional): Where to start, shape (K, P). Default None: at b.
+            start (Tensor, optional): Initial X, shape (K, P). Default None: b.
 
         Returns:
             X after the last epoch, with its true residual.
@@ -55,7 +55,7 @@ class SGD:
         rate, passes = self._rate(product, b[:1])
         # (A + I)⁻¹ shrinks, so the solution is no longer than b
         bound = norm(b)
-        if start is None or norm(start) > bound:  # as a start for another λ can be
+        if start is None or norm(start) > bound:  # a start from another λ can be longer
             start = b
         num_batches = product.minibatches()[0]
         x, velocity, count = start.clone(), torch.zeros_like(b), 0
@@ -66,7 +66,7 @@ class SGD:
                 # weights
                 ahead = x + self.momentum * velocity
                 gradient = num_batches * batch_product(ahead) + ahead - b
-                fade = 1 - count / last  # the last step has a size, too
+                fade = 1 - count / last  # the last step has a positive size, too
                 velocity.mul_(self.momentum).sub_(gradient, alpha=rate * fade)
                 x.add_(velocity)
                 count += 1

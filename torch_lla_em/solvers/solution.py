@@ -1,4 +1,4 @@
-"""What every solver is given and returns, and the errors that it raises."""
+"""The arguments and results of all solvers, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Operator(Protocol):
 
 
 class Batched(Operator, Protocol):
-    """A product that is the sum of those of batches."""
+    """A product that is the sum of products of batches."""
 
     def minibatches(self) -> tuple[int, Iterator[Product]]:
         """Return the number of batches, and the product of each."""
@@ -137,7 +137,7 @@ class Solution(NamedTuple):
 def relative_error(certificate: Tensor, energy: Tensor) -> float:
     """Return √(mean certificate² / max(1, mean energy)).
 
-    For energies below 1 it is the certificate itself, which bounds the error at any input in
+    For energies below 1 it is the certificate itself, which bounds the error at any input, in
     posterior standard deviations.
     """
     return (certificate.square().mean() / energy.mean().clamp_min(1.0)).sqrt().item()
@@ -149,8 +149,8 @@ _NEARLY = 1.1
 def is_accurate(error: float, tolerance: float) -> bool:
     """Whether an error counts as within the tolerance.
 
-    It is the one criterion of warnings and of what is printed. The error is relative to γ, which
-    has estimators that differ by some per cent.
+    Warnings and printed results use this criterion. The error is relative to γ, whose estimators
+    differ by a few per cent.
     """
     return error <= _NEARLY * tolerance
 

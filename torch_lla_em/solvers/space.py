@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_lla_em.runtime import NUMBERS
 
-# relative singular value that the products of vectors resolve in float64
+# smallest relative singular value that products of vectors resolve in float64
 _RESOLVED = 2e-8
-# number of entries that are summed in float32, whose rounding error grows with it
+# number of entries that are summed in float32; the rounding error grows with this number
 _SUMMED = 4096
 
 
@@ -45,7 +45,8 @@ def gram(a: Tensor, b: Tensor) -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Return a bᵀ, (m, n), with an error of the rounding of the vectors, for orthogonalisation.
+    """Return a bᵀ, (m, n), for orthogonalisation, with an error at the level of the vectors'
+    rounding.
 
     Pieces in float32 are summed in float64: three times as fast as ``gram``.
     """
@@ -64,9 +65,10 @@ def orthonormalise(
     """Return an orthonormal basis (r, P), its images, and coefficients (m, r), rows = coefficients
     basis.
 
-    Directions that are linear combinations of others up to rounding are dropped. Rounding is
-    ``floor`` in every direction, or relative to each row if 0. With ``images`` M x of the rows, for
-    a symmetric, positive definite M, the basis is orthonormal in the inner product ⟨a, M b⟩.
+    Directions that are linear combinations of others up to rounding are dropped. The level of
+    rounding is ``floor`` in every direction, or relative to each row if ``floor`` is 0. With
+    ``images`` M x of the rows, for a symmetric, positive definite M, the basis is orthonormal in
+    the inner product ⟨a, M b⟩.
     """
     plain = images is None
     images = rows if images is None else images
@@ -83,7 +85,7 @@ def orthonormalise(
     singular = squares.clamp_min(0).sqrt()
     eps = torch.finfo(rows.dtype).eps
     least = 10 * len(live) ** 0.5 * max(eps, _RESOLVED) * singular[-1]
-    # images are rounded, by which products are no longer those of vectors
+    # images are rounded, so products with them are no longer exactly inner products
     kept = singular > (max(least, floor) if plain else 16 * eps**0.5)
     # neither factor depends on rounding, so the basis does not depend on the number of ranks
     if kept.all():
@@ -115,7 +117,7 @@ def add_combined(total: Tensor, coefficients: Tensor, rows: Tensor, factor: floa
 
 
 def _pieces(*blocks: Tensor) -> Iterator[slice]:
-    """Yield the columns of blocks in pieces, which need little memory in another precision."""
+    """Yield the columns of blocks in pieces that need little memory in another precision."""
     size, step = blocks[0].shape[1], max(1, NUMBERS // max(1, sum(map(len, blocks))))
     for start in range(0, size, step):
         yield slice(start, start + step)

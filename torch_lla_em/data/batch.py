@@ -226,7 +226,8 @@ def default_forward(module: nn.Module, inputs: Tree) -> Tensor:
             "model(inputs[0]), lambda batch: batch[1]). If the network takes all inputs in one "
             "list or in one dict, pass adapter=Adapter(lambda model, inputs: model(inputs))."
         ) from error
-    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):  # asking every tensor for .logits takes longer
+        outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"The model returned {type(outputs).__name__}, not a tensor or an object with "

@@ -106,7 +106,8 @@ def _moved(module: str, name: str) -> object:
 
 for _name in _MOVED:
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = ModuleType(f"{__name__}.{_name}")
-    vars(globals()[_name])["__getattr__"] = partial(_moved, _name)
+    # it has no file, which torch asks every module for
+    vars(globals()[_name]).update(__getattr__=partial(_moved, _name), __file__=None)
 
 
 def __getattr__(name: str) -> None:

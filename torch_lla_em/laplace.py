@@ -430,8 +430,8 @@ class LinearisedLaplace(Predicts):
             known = around.finished()
             if known is not None:
                 return stored.loaded(known, setting, self._given_likelihood, compute)
-            around.follow(around.plan(options, compute))
-            learnt = learn(problem, options, around, around.begin())
+            start = around.begin(around.plan(options, compute))
+            learnt = learn(problem, options, around, start)
             around.end(learnt.why)
             facts = problem.data.facts
             found = Posterior.of_fit(

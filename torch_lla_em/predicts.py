@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from torch_lla_em.data import AnyInputs, GivenWeights, Inputs, Loader, Values, paired
+from torch_lla_em.data import AnyInputs, GivenWeights, Inputs, Loader, Values
 from torch_lla_em.distil import Student, Way, distil
 from torch_lla_em.prediction import (
     LOADERS,
@@ -287,7 +287,7 @@ class Predicts(Holder, nn.Module):
         Example:
             >>> low = [group.name for group in la.check(x, y).groups if group.is_low(0.9)]
         """
-        return check(self, paired(x, y), level=level, groups=groups)
+        return check(self, x, y, level, groups)
 
     def suspicious(
         self,

@@ -125,14 +125,6 @@ class Session:
                 plan = plan._replace(pass_seconds=seconds_of_pass(self.problem, plan, rows))
         return plan._replace(is_last_layer=self.problem.linear_model.is_last_layer)
 
-    def follow(self, plan: Plan) -> None:
-        """Log the plan, and show the fit's progress from now on."""
-        self._stage = "drawing random numbers"
-        self._first_pass = time.monotonic(), self.problem.data.num_passes
-        self.problem.sweep.watch(self._draw)
-        self.messages.insert(0, str(plan))
-        logger.info("%s", plan)
-
     def finished(self) -> dict[str, Tensor] | None:
         """Return the posterior if the checkpoint is that of a finished fit. Raise an error for a
         checkpoint of another fit or of other data."""
@@ -146,8 +138,14 @@ class Session:
             self.problem.data.confirm()
         return state
 
-    def begin(self) -> Progress | None:
-        """Return the last state of an earlier run of this fit, None if there is none."""
+    def begin(self, plan: Plan) -> Progress | None:
+        """Log the plan, and show the fit's progress from now on; return the last state of an
+        earlier run of it, None if there is none."""
+        self._stage = "drawing random numbers"
+        self._first_pass = time.monotonic(), self.problem.data.num_passes
+        self.problem.sweep.watch(self._draw)
+        self.messages.insert(0, str(plan))
+        logger.info("%s", plan)
         saved = None if self._folder is None else self._folder.load(STATE, self._device)
         if saved is None:
             return None

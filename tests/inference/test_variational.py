@@ -20,7 +20,7 @@ from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span_problem import log_dets
-from torch_lla_em.inference.state import Fate
+from torch_lla_em.inference.state import Fate, FitOptions
 from torch_lla_em.inference.sto_samples import get_sto_samples
 from torch_lla_em.likelihoods import Classification
 from torch_lla_em.problem import Loss, root_of
@@ -420,7 +420,7 @@ def states_of(monkeypatch):
             yield state
 
     def fit(**options):
-        options = fits.FitOptions(tolerance=0.06, **options)
+        options = FitOptions(tolerance=0.06, **options)
         fits.over_span(problem, noise, options, Alone(), begin(problem, noise))
         return problem, noise, states
 

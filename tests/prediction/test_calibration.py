@@ -20,6 +20,7 @@ from torch_lla_em.likelihoods import (
 )
 from torch_lla_em.prediction.calibration import Calibration, calibrated
 from torch_lla_em.prediction.numbers import LabelProbs, most_probable, numbers_of
+from torch_lla_em.prediction.prediction import predicted_by
 from torch_lla_em.prediction.pushforward import Member, Pushforward, posterior_alone
 from torch_lla_em.prediction.scores import count_labels
 from torch_lla_em.prediction.scores import label_log_prob as label_log_probs
@@ -41,7 +42,7 @@ def drawn(likelihood=None, count=2000, temperature=1.0, deviation=1.0):
 
 
 def predicted(likelihood, f, Jw, table):
-    return Pushforward((Member(likelihood, f, Jw),)).prediction(table)
+    return predicted_by(Pushforward((Member(likelihood, f, Jw),)), table)
 
 
 def fit(problem, before=PLAIN, **options):
@@ -124,7 +125,7 @@ def test_labels_are_judged_one_at_a_time(kind, members):
     every = Member(likelihood, f, Jw), Member(likelihood, f + 1, 0.5 * Jw)
     data = Pushforward(every[:members], y)
     table = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 0.0]]).double()
-    prediction = data.prediction(PLAIN if isinstance(likelihood, Regression) else table)
+    prediction = predicted_by(data, PLAIN if isinstance(likelihood, Regression) else table)
     each = label_log_probs(prediction, y)
     mean, counts = prediction.expectation, y != 255
     if kind in ("pixels", "void pixels"):

@@ -16,6 +16,7 @@ from torch_lla_em.likelihoods import Classification, Regression
 from torch_lla_em.prediction import functions_of
 from torch_lla_em.prediction.conformal import p_values, quantiles
 from torch_lla_em.prediction.neighbours import largest_variance, output_variance
+from torch_lla_em.prediction.prediction import predicted_by
 from torch_lla_em.prediction.pushforward import Pushforward
 
 FIXED = {"em_steps": 0, "prior_precision": 1.0, "progress_bar": False}
@@ -154,12 +155,12 @@ def test_means_are_shrunk_beyond_the_variance_of_training_examples_only(fit):
     x = x[:60]
     for at, is_far in ((x, False), (50 * x, True)):
         (member,) = la.posterior.at(at).members
-        plain = Pushforward((member._replace(training=None),)).prediction(la.mixture)
+        plain = predicted_by(Pushforward((member._replace(training=None),)), la.mixture)
         found, variance = la.predict(at), output_variance(la.likelihood, member.Jw[1:])
         share = (la.posterior.training.largest_variance / variance).clamp_max(1)
         assert (share < 0.5).any() == is_far and (is_far or (share == 1).all())
         assert_close(found.f_mean, share[:, None] * plain.f_mean)
-        own, other = (p._mixture.first.deviations for p in (found, plain))
+        own, other = (p._mixture.components[0].deviations for p in (found, plain))
         assert_close(own, other)
 
 
@@ -192,7 +193,7 @@ def test_other_likelihoods_have_p_values_and_no_sets(name):
             ask()
     if name == "poisson":  # a mean of 0 would be a rate of 1: it is not shrunk
         (member,) = la.posterior.at(50 * case.x).members
-        plain = Pushforward((member._replace(training=None),)).prediction(la.mixture)
+        plain = predicted_by(Pushforward((member._replace(training=None),)), la.mixture)
         assert_close(la.predict(50 * case.x).f_mean, plain.f_mean)
 
 

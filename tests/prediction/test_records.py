@@ -14,6 +14,7 @@ from torch_lla_em.inference import Estimate, FitResult
 from torch_lla_em.jacobian import LinearModel, Network, NetworkState, ParameterLayout
 from torch_lla_em.likelihoods import Regression
 from torch_lla_em.prediction import Posterior, Posteriors, Setting, calibrate, check, predict
+from torch_lla_em.prediction.prediction import network_of
 from torch_lla_em.runtime import files
 
 SIGMA = 0.3
@@ -146,7 +147,7 @@ def test_predictions_are_around_the_linear_model_with_its_noise(early):
     residuals = (la.model(x) - y).square().mean(0).sqrt().detach()
     assert_close(network.f_mean, la.model(x_test).detach())
     assert_close(network.aleatoric.sqrt()[0], residuals)
-    sigma = la.posterior.at(x_test).network().likelihood.sigma_noise
+    sigma = network_of(la.posterior.at(x_test)).likelihood.sigma_noise
     assert_close(sigma.expand_as(residuals), residuals)
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torch_lla_em import BlockCG, LaplaceEnsemble, LinearisedLaplace, NotFittedError, compare
 from torch_lla_em.inference.ends import tell
-from torch_lla_em.inference.state import State
+from torch_lla_em.inference.state import FitOptions, State
 from torch_lla_em.likelihoods import Poisson, Regression
 from torch_lla_em.prediction import predicted_data, scores
 from torch_lla_em.prediction.compare import Comparison
@@ -118,7 +118,7 @@ def test_fits_that_have_failed_are_noticed_by_their_effective_dimension(changed,
     q = State(torch.tensor(given.precision), gamma=gamma)
     noise, told = SimpleNamespace(prior=SimpleNamespace(scale=torch.tensor(given.scale))), []
     with collected(told):
-        tell(engine, q, noise, tolerance=0.03, em_steps=0)
+        tell(engine, q, noise, FitOptions(em_steps=0))
     assert len(told) == (words is not None) and all(len(w.split()) <= 40 for w in told)
     assert words is None or words in told[0]
 

@@ -1,6 +1,7 @@
 """Solvers of (A + I) X = B, Newton's method and BFGS against dense algebra, and the faults they must find."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -416,10 +417,12 @@ def test_bfgs_ends_where_rounding_hides_the_loss(loss):
 def test_bfgs_does_what_the_first_rank_says(loss):
     """A second search whose numbers are rounded otherwise, given what the first one agreed on."""
     told, H = [], loss.curvature(ZEROS)
-    first = by_model(H, agreed=lambda t: told.append(t.clone()) or t).minimise(loss, ZEROS)
+    rank = SimpleNamespace(from_first=lambda t: told.append(t.clone()) or t)
+    first = by_model(H, group=rank).minimise(loss, ZEROS)
     given, honest = iter(told), loss.value_and_gradient
     loss.value_and_gradient = lambda x: (1.01 * honest(x)[0], 0.99 * honest(x)[1])
-    second = by_model(H, agreed=lambda t: next(given).clone()).minimise(loss, ZEROS)
+    other = SimpleNamespace(from_first=lambda t: next(given).clone())
+    second = by_model(H, group=other).minimise(loss, ZEROS)
     assert next(given, None) is None and torch.equal(first.w, second.w)
 
 

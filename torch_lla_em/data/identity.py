@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_lla_em.data.batch import Batch
 from torch_lla_em.data.trees import is_rows, is_sequence, leaves_of
 
-_SAMPLED, _SIZE = 1024, 18_446_744_073_709_551_616
-"""The largest number of hashes that are kept, and the number of different hashes, 2⁶⁴."""
+_SAMPLED, _SIZE = 1024, 1 << 64
+"""The largest number of hashes that are kept, and the number of different hashes."""
 
 
 @dataclass

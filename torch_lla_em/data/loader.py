@@ -117,20 +117,7 @@ class Data:
             if in_step:
                 yield from self._in_step(batch.on(self._device) for batch in read)
             else:
-                is_same = self.source.is_list or self.facts.num_rows > 0
-                self._may_keep, left = self.group.size == 1 and is_same, self.room
-                for batch in joined(read, self.merge_rows):
-                    batch = batch.on(self._device)
-                    tensors = batch.tensors()
-                    left -= sum(t.numel() * t.element_size() for t in tensors_in(tensors))
-                    has_objects = any(map(is_opaque, leaves_of(tensors)))  # of unknown size
-                    self._may_keep = self._may_keep and left > 0 and not has_objects
-                    if self._may_keep:  # others may write to the same memory again
-                        batch = batch if self.source.is_list else batch.copied()
-                        batch = batch._replace(is_kept=True)
-                        kept.append(batch)
-                    else:
-                        kept.clear()
+                for batch in self._keeping(joined(read, self.merge_rows), kept):
                     yield batch._replace(tally=tally)
         except Exception as error:
             self.fail(error)
@@ -194,6 +181,25 @@ class Data:
                 if self.source.is_ordered and not is_same:
                     raise ValueError(_CHANGED)
                 self._may_keep = self.group.size == 1 and is_same
+            yield batch
+
+    def _keeping(self, batches: Iterable[Batch], kept: list[Batch]) -> Iterator[Batch]:
+        """Yield batches on the device, and add them to a list, which is empty once there is no room
+        for all."""
+        is_same = self.source.is_list or self.facts.num_rows > 0
+        self._may_keep, left = self.group.size == 1 and is_same, self.room
+        for batch in batches:
+            batch = batch.on(self._device)
+            tensors = batch.tensors()
+            left -= sum(t.numel() * t.element_size() for t in tensors_in(tensors))
+            has_objects = any(map(is_opaque, leaves_of(tensors)))  # of unknown size
+            self._may_keep = self._may_keep and left > 0 and not has_objects
+            if self._may_keep:  # others may write to the same memory again
+                batch = batch if self.source.is_list else batch.copied()
+                batch = batch._replace(is_kept=True)
+                kept.append(batch)
+            else:
+                kept.clear()
             yield batch
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterator[Batch]:

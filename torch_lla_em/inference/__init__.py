@@ -1,13 +1,13 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.em import Step
-from torch_lla_em.inference.fit import FitOptions, Progress, learn, settings_of, takes_features
+from torch_lla_em.inference.fit import Progress, learn, settings_of, takes_features
 from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.map import optimise_MAP
 from torch_lla_em.inference.result import Estimate, FitResult, record
 from torch_lla_em.inference.samples import optimise_samples
-from torch_lla_em.inference.state import State
+from torch_lla_em.inference.state import FitOptions, State
 from torch_lla_em.inference.sto_samples import get_sto_samples
 
 __all__ = [

@@ -3,17 +3,20 @@
 ``why`` of a ``Fate``, of the result and of the last entry of ``history`` states what ended the fit:
 
 ================================ ===================================================================
-accurate                         λ has converged, or used all steps, and errors are tolerable all
-directions                   the span has all directions; the rest of the error is rounding all
-steps                        by a solver: λ used all its steps before it converged budget
-the time was over rounding leaves no new direction residuals are in the span up to rounding, unlike
-in float64 no memory for more directions    a span of the allowed size was restricted too often
-rounding dominates ...           at the learnt λ; the posterior is at a larger λ instead the solver
-has not converged     by a solver: the last solve used all its passes
+accurate                         λ has converged, or used all steps, and errors are tolerable
+all directions                   the span has all directions; the rest of the error is rounding
+all steps                        by a solver: λ used all its steps before it converged
+budget                           the time was over
+rounding leaves no new direction residuals are in the span up to rounding, unlike in float64
+no memory for more directions    a span of the allowed size was restricted too often
+rounding dominates ...           at the learnt λ; the posterior is at a larger λ instead
+the solver has not converged     by a solver: the last solve used all its passes
 ================================ ===================================================================
 
-``SpanFit.judged`` decides over a span, ``over_head.updated`` for a last layer, and ``by_solver``
-for a solver; the session decides when the time is over. All of them use the functions of this file.
+``SpanFit`` decides over a span, ``over_head`` for a last layer, and ``by_solver`` for a solver; the
+session decides when the time is over. All of them use the functions of this file. For a last layer
+and a solver EM itself ends before, by "converged" or "all steps", which the accurate solution after
+it replaces.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch_lla_em.inference.over_span import OverSpan
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.result import Estimate, FitResult, at_examples, average
 from torch_lla_em.inference.samples import refuse_noise
-from torch_lla_em.inference.state import State
+from torch_lla_em.inference.state import FitOptions, State
 from torch_lla_em.runtime import CALL, PRECISION_BOUNDS, or_float64, report
 from torch_lla_em.solvers import is_accurate
 
@@ -41,11 +44,16 @@ regressions with 200 and 800 examples: above it 90 % intervals covered 72 to 88 
 
 
 def by_directions(
-    over: OverSpan | OverHead, q: State, columns: Tensor, noise: StochasticPrior, tolerance: float
+    over: OverSpan | OverHead,
+    q: State,
+    columns: Tensor,
+    noise: StochasticPrior,
+    options: FitOptions,
 ) -> FitResult:
     """Return the result of a fit over a span, or of a last layer, whose state has no weights:
     ``columns`` are the mean and the samples as parameters, (1 + K, P)."""
-    problem, error = over.problem, max(q.errors)
+    tell(over, q, noise, options)
+    problem, error, tolerance = over.problem, max(q.errors), options.tolerance
     if q.fate.why != "budget" and not is_accurate(error, tolerance):
         refuse_noise(error, q.precision, problem.dtype, 10.0)
         report(
@@ -79,12 +87,11 @@ def result_of(q: State, noise: StochasticPrior) -> FitResult:
     )
 
 
-def tell(
-    model: Engine[Any], q: State, noise: StochasticPrior, tolerance: float, em_steps: int
-) -> None:
+def tell(model: Engine[Any], q: State, noise: StochasticPrior, options: FitOptions) -> None:
     """Warn if the time of the fit was over, if λ has not converged or is at a bound, if γ is close
     to 0 or to the number of targets, or if σ is lost to rounding."""
     problem, (low, high), effective_dim = model.problem, PRECISION_BOUNDS, Estimate.of(q.gamma)
+    em_steps = options.em_steps
     gamma = effective_dim.value.sum().item()
     error = effective_dim.standard_error.nan_to_num(0.0).norm().item()
     collapsed = gamma < max(4 / len(q.gamma), 2 * error)
@@ -111,7 +118,7 @@ def tell(
         report(
             "log",
             f"The budget is spent. The numerical error is {max(q.errors):.2g} posterior standard "
-            f"deviations (tolerance {tolerance:.2g}){rests}. With "
+            f"deviations (tolerance {options.tolerance:.2g}){rests}. With "
             "Compute(checkpoint=folder), the same fit continues from here.",
         )
     if q.fate.why == "budget" or not em_steps:

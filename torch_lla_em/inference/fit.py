@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.inference.result import FitResult
 from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
-from torch_lla_em.inference.state import State, Stored, StoredHead
+from torch_lla_em.inference.state import FitOptions, State, Stored, StoredHead
 from torch_lla_em.inference.sto_samples import get_sto_samples, stochastic_prior
 from torch_lla_em.problem import COPIES, Problem, TargetFacts, form_of_H, sites_of
-from torch_lla_em.runtime import PRECISION_BOUNDS, DoesNotFit, free_for_each, release, report
+from torch_lla_em.runtime import DoesNotFit, free_for_each, release, report
 from torch_lla_em.solvers import BlockCG, DivergenceError, is_accurate
 
 ROOM = 5
@@ -34,28 +34,6 @@ to 40 % higher, and with 10 it was the same."""
 COMPLETE = 8
 """A last layer with at most this many parameters per sample is fitted over a span, which may then
 contain all directions."""
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """Options of a fit."""
-
-    num_samples: int = 32
-    seed: int = 0
-    g_prior: bool | None = None
-    layerwise: bool = False
-    solver: Any = None
-    curvature: str | None = None
-    tolerance: float = 0.03
-    """Largest error of the final samples and mode, in posterior standard deviations."""
-
-    span_memory: float | None = None
-    """Largest size of the span in bytes; None: half of the free memory."""
-
-    em_steps: int = 20
-    prior_precision: Tensor | None = None
-    """Largest number of steps of λ (0 keeps λ fixed), and the initial λ (None: chosen from the
-    data)."""
 
 
 class Progress(NamedTuple):
@@ -196,19 +174,10 @@ def over_span(
         q = around.run(((q, q) for q in states), saved, number)
     else:
         q = last
-    learnt = q.precision
-    while options.em_steps and given is None and q.fate.why != "budget" and not max(q.errors) <= 10:
-        if q.precision >= PRECISION_BOUNDS[1]:
-            break
-        # the posterior at the first larger λ where rounding does not dominate, with the same H; the
-        # search for the mean starts from 0, since the mean may be lost
-        q = over.moved(q, 10 * q.precision, None, None)
-        q = over.measured(e_step(over, q._replace(mean=torch.zeros_like(q.mean))))
-        why = f"rounding dominates at the prior precision of {learnt:.1e}"
-        q = q._replace(fate=q.fate._replace(why=why))
+    if options.em_steps and given is None:
+        q = schedule.raised(q)
     columns = noise.prior.scale * span.scaled(torch.cat([q.mean[None], q.samples]))
-    tell(over, q, noise, options.tolerance, options.em_steps)
-    return by_directions(over, q, columns, noise, options.tolerance)
+    return by_directions(over, q, columns, noise, options)
 
 
 def over_head(
@@ -252,9 +221,8 @@ def over_head(
         words = f"Products of features reach an error of {max(q.errors):.2g}: the fit takes a span."
         report("log", words)
         return None
-    tell(over, q, noise, options.tolerance, options.em_steps)
     columns = torch.cat([q.mean[None], q.samples])
-    return by_directions(over, q, columns, noise, options.tolerance)
+    return by_directions(over, q, columns, noise, options)
 
 
 def _head_of(
@@ -327,7 +295,7 @@ def by_solver(
             reached = is_accurate(max(q.errors), options.tolerance)
             why = "accurate" if reached else "the solver has not converged"
         q = q._replace(fate=q.fate._replace(why=why))
-    tell(model, q, noise, options.tolerance, options.em_steps)
+    tell(model, q, noise, options)
     return result_of(q, noise)
 
 

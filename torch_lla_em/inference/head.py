@@ -8,7 +8,6 @@ products are then enough, for ten as for a thousand classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.prior import StochasticPrior
 from torch_lla_em.problem import Hessian, Loss, Outputs, Problem, Sites, gathered
-from torch_lla_em.solvers import Product
 
 BLOCKS = 4000
 """Examples from which the blocks of the preconditioner, and the best scale of q, are found."""
@@ -170,7 +169,7 @@ class Preconditioner:
 
 
 @dataclass(frozen=True)
-class HeadProblem:
+class HeadProblem(LinearProblem):
     """A ``LinearProblem`` by stored features, at one H."""
 
     head: Head
@@ -199,10 +198,6 @@ class HeadProblem:
         """Return G w, (K, P)."""
         Jw = self.head.push(w)
         return self.head.pull(self.H.product(Jw.flatten(0, -2)).view_as(Jw))
-
-    def minibatch_products(self) -> tuple[int, Iterator[Product]]:
-        """Return the product with G as that of one batch."""
-        return 1, iter([self.ggn_product])
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss, in expectation if there are draws, and its gradient, (P,), for w

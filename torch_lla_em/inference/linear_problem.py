@@ -31,7 +31,9 @@ class LinearProblem(Protocol):
         """Return G w for vectors w, both (K, P)."""
 
     def minibatch_products(self) -> tuple[int, Iterator[Product]]:
-        """Return the number of parts of the data, and their products, whose sum is G w."""
+        """Return the number of parts of the data, and their products, whose sum is G w: one of all
+        data where that takes no pass."""
+        return 1, iter([self.ggn_product])
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss at w, (P,), and its gradient, (P,)."""

@@ -79,7 +79,7 @@ class OverSpan:
             tolerance=0.0 if self._is_quadratic else self._tolerance,
             roughly=ROUGHLY if moves else 0.0,
             is_exact=self._is_quadratic,
-            agreed=self.share.group.from_first,
+            group=self.share.group,
         )
         return problem, probes, Eigen(values, vectors), search
 

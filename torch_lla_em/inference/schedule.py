@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from torch_lla_em.inference.em import e_step, m_step
@@ -98,25 +99,21 @@ class SpanFit:
             grew = span.widen(residuals)
             q = over.widened(q)
         fixed = q.fate.converged or q.fate.number >= self._most
-        return self._precise(q) if fixed else self._posterior(q), grew
+        return self._posterior(q, precise=fixed), grew
 
-    def _posterior(self, q: State) -> State:
+    def _posterior(self, q: State, precise: bool = False) -> State:
         """Return the posterior at λ, σ and H of a state, or at the first larger λ for which its
-        expectations are finite."""
+        expectations are finite; if ``precise``, with a mode that is accurate enough for the end of
+        a fit, since H does not change any more."""
+        fate = q.fate
+        q = q._replace(fate=fate._replace(converged=fate.converged or precise))
         while True:
             try:
-                return e_step(self.over, q)
+                return e_step(self.over, q)._replace(fate=fate)
             except DivergenceError:
                 if not self._learns or q.precision >= PRECISION_BOUNDS[1]:
                     raise
                 q = self.over.moved(q, 10 * q.precision, q.sigma, None)
-
-    def _precise(self, q: State) -> State:
-        """Return the posterior with a mode that is accurate enough for the end of a fit; H does not
-        change any more."""
-        return self._posterior(q._replace(fate=q.fate._replace(converged=True)))._replace(
-            fate=q.fate
-        )
 
     def _step(self, q: State, precision: Tensor, sigma: Tensor | None, share: float) -> State:
         """Return the posterior at another λ and σ. If H moves and is finite, it changes by a share
@@ -161,7 +158,7 @@ class SpanFit:
             if q.precision <= least or (self._learns and left < rest):
                 break
         if self.span.is_complete:  # nothing else brings the mean to the tolerance
-            q = self._precise(q)
+            q = self._posterior(q, precise=True)
         moved /= self.allowed(q, rises=bool(q.precision > began.precision))
         fate = q.fate._replace(number=start.fate.number + 1, solved=self.span.size, cut=None)
         return q._replace(fate=fate._replace(last=last, moved=moved))
@@ -200,6 +197,20 @@ class SpanFit:
         elif self._is_late():
             why = "budget"
         return q._replace(fate=fate._replace(why=why))
+
+    def raised(self, q: State) -> State:
+        """Return the state, or if rounding dominates its posterior, that at the first larger λ
+        where it does not, with the same H."""
+        learnt = q.precision
+        while q.fate.why != "budget" and not max(q.errors) <= 10:
+            if q.precision >= PRECISION_BOUNDS[1]:
+                break
+            q = self.over.moved(q, 10 * q.precision, None, None)
+            # the search for the mean starts from 0, since the mean may be lost
+            q = self.over.measured(e_step(self.over, q._replace(mean=torch.zeros_like(q.mean))))
+            why = f"rounding dominates at the prior precision of {learnt:.1e}"
+            q = q._replace(fate=q.fate._replace(why=why))
+        return q
 
     def allowed(self, q: State, rises: bool = False) -> float:
         """Return the Monte Carlo error of log λ, at least 1 %; it is 0.3 % if γ is computed without

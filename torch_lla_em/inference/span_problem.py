@@ -3,20 +3,19 @@ is N(0, 1/λ)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torch_lla_em.inference.expectations import Expectations
+from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.span import Span
 from torch_lla_em.problem import Loss
-from torch_lla_em.solvers import Product
 
 
 @dataclass(frozen=True)
-class SpanProblem:
+class SpanProblem(LinearProblem):
     """A ``LinearProblem`` whose w are coordinates in a span, (m,). It stores the eigenvalues of G,
     and its loss is that of all ranks."""
 
@@ -54,10 +53,6 @@ class SpanProblem:
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w for coordinates (K, m)."""
         return (w @ self.vectors * self.theta) @ self.vectors.T
-
-    def minibatch_products(self) -> tuple[int, Iterator[Product]]:
-        """Return the product with G as that of one batch."""
-        return 1, iter([self.ggn_product])
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss, in expectation if there are draws, and its gradient, (m,), for

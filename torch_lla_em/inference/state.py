@@ -1,9 +1,10 @@
-"""The state of a fit."""
+"""The options of a fit, and its state."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,28 @@ from torch_lla_em.problem import Hessian
 
 NONE_YET = torch.zeros(0, device="cpu")
 """An empty tensor, for the posterior of a state before the first solution."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of a fit."""
+
+    num_samples: int = 32
+    seed: int = 0
+    g_prior: bool | None = None
+    layerwise: bool = False
+    solver: Any = None
+    curvature: str | None = None
+    tolerance: float = 0.03
+    """Largest error of the final samples and mode, in posterior standard deviations."""
+
+    span_memory: float | None = None
+    """Largest size of the span in bytes; None: half of the free memory."""
+
+    em_steps: int = 20
+    prior_precision: Tensor | None = None
+    """Largest number of steps of λ (0 keeps λ fixed), and the initial λ (None: chosen from the
+    data)."""
 
 
 class Cut(NamedTuple):

@@ -23,6 +23,7 @@ from torch_lla_em.prediction.numbers import (
     table_of,
     temperature,
 )
+from torch_lla_em.prediction.prediction import network_of, predicted_by
 from torch_lla_em.prediction.pushforward import (
     Pushforward,
     Tables,
@@ -225,7 +226,7 @@ def _unlike_targets(parts: Sequence[Pushforward]) -> str:
     """Return the warning for continuous targets, whose spread is compared with that of the
     network's predictions."""
     for part in parts:
-        prediction, y = part.network(), part.y
+        prediction, y = network_of(part), part.y
         mean, variance = prediction.expectation, prediction.predictive_variance
         if mean.shape != y.shape or len(y) < 2:
             continue
@@ -268,7 +269,7 @@ def reference_of(
     """Return the scores of examples to which these numbers were not fitted. With ``folds``, each
     member has its own examples."""
     parts = [part.part(part.likelihood.labelled(part.y)) for part in parts]
-    each = [(part.prediction(table, noise), part) for part in parts]
+    each = [(predicted_by(part, table, noise), part) for part in parts]
     return Reference(
         table,
         each[0][0].likelihood.observation_noise,
@@ -286,7 +287,7 @@ def _squared_errors(parts: Sequence[Pushforward], tables: Sequence[Tables]) -> T
         if not part.likelihood.real_valued:
             return None
         for piece in part.pieces():
-            mean = piece.prediction(table).expectation
+            mean = predicted_by(piece, table).expectation
             if mean.shape != piece.y.shape:
                 return None
             found.append((mean - piece.y).square().reshape(len(mean), -1).mean(1))

@@ -15,9 +15,8 @@ from torch_lla_em.prediction.numbers import with_temperature
 from torch_lla_em.prediction.passes import pushed, same_targets
 from torch_lla_em.prediction.posterior import Fitted, required
 from torch_lla_em.prediction.predict import predicted
-from torch_lla_em.prediction.prediction import Prediction
+from torch_lla_em.prediction.prediction import Prediction, network_of
 from torch_lla_em.prediction.printed import Cells, Printed
-from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.prediction.scores import per_label, scores
 
 _COLUMNS = (
@@ -51,9 +50,9 @@ class PredictedData(NamedTuple):
         Each half of the examples has the temperature that fits the other half.
         """
         found, origin = {"network": self.network}, self.network._origin
-        if self.network.likelihood.gives_probabilities and isinstance(origin, Pushforward):
+        if self.network.likelihood.gives_probabilities and origin is not None:
             with torch.inference_mode(False), torch.no_grad():
-                scaled = with_temperature(origin).network()
+                scaled = network_of(with_temperature(origin))
             found["temperature scaling"] = replace(scaled, _class_dim=-1)
         return found | {"posterior": self.posterior}
 
@@ -68,7 +67,7 @@ def predicted_data(la: Fitted, loader: Loader) -> PredictedData:
     known = required(la, surely=True)
     inputs, data = pushed(known.members, loader)
     with torch.no_grad():
-        return PredictedData(inputs, data.y, data.network(), predicted(known, data))
+        return PredictedData(inputs, data.y, network_of(data), predicted(known, data))
 
 
 @dataclass(frozen=True, repr=False)

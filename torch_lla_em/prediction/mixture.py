@@ -66,11 +66,7 @@ class Mixture(NamedTuple):
     """The components of a prediction, one or more for each posterior."""
 
     components: tuple[Component, ...]
-
-    @property
-    def first(self) -> Component:
-        """The component with the samples of the first posterior."""
-        return self.components[0]
+    """The first one has the samples of the first posterior."""
 
     @property
     def is_of_several(self) -> bool:
@@ -80,7 +76,7 @@ class Mixture(NamedTuple):
     @property
     def weights(self) -> Tensor:
         """The weights of the components, (components,)."""
-        weights, f = [part.weight for part in self.components], self.first.centre
+        weights, f = [part.weight for part in self.components], self.components[0].centre
         fitted = [weight for weight in weights if isinstance(weight, Tensor)]
         return torch.stack(fitted).to(f) if fitted else f.new_tensor(weights)
 
@@ -125,14 +121,14 @@ class Mixture(NamedTuple):
     def deviations(self) -> Tensor:
         """Return the samples of all posteriors minus the mean, (K, B, ..., C)."""
         if not self.is_of_several:
-            return self.first.deviations
+            return self.components[0].deviations
         mean, each = self.centre(), map(self.of_owner, range(1 + self.components[-1].owner))
-        return torch.cat([own.first.deviations + (own.centre() - mean) for own in each])
+        return torch.cat([own.components[0].deviations + (own.centre() - mean) for own in each])
 
     def samples(self) -> Tensor:
         """Return the samples of one posterior, (K, B, ..., C), some of which are replaced by the
         functions in proportion to their weights."""
-        samples = self.first.centre + self.first.deviations
+        samples = self.components[0].centre + self.components[0].deviations
         others = [part.centre for part in self.components[1:]]
         return in_shares(samples, others, self.weights) if others else samples
 
@@ -155,7 +151,7 @@ class Mixture(NamedTuple):
 
     def over_rows(self, take: Take, dim: int = 0, at_least: int = FUNCTIONS) -> Tensor:
         """Apply ``take`` to all functions of a few examples at a time."""
-        f, counts = self.first.centre, [len(part.deviations) for part in self.components]
+        f, counts = self.components[0].centre, [len(part.deviations) for part in self.components]
         count = sum(2 * n + max(at_least, 2 * n) for n in counts)  # at most
         step = max(1, NUMBERS // max(1, count * f.shape[1:].numel()))
         with without_autocast(f.device):
@@ -180,7 +176,7 @@ class Mixture(NamedTuple):
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n targets of each input, (n, B, ...), joint over inputs given f."""
-        f = self.first.centre
+        f = self.components[0].centre
         device = f.device if generator is None else generator.device
         weights = self.weights.detach().to(device)
         chosen = torch.multinomial(weights, n, True, generator=generator).to(f.device)
@@ -199,7 +195,7 @@ class Mixture(NamedTuple):
 
     def gaussians(self) -> TargetMixture:
         """Return the Gaussians whose mixture continuous targets are."""
-        likelihood, mean = self.first.likelihood, self.first.likelihood.mean
+        likelihood, mean = self.components[0].likelihood, self.components[0].likelihood.mean
         if likelihood.observation_noise is not None:
             variances = [
                 mean_square(mean(part.deviations)) + part.likelihood.variance(part.centre)
@@ -207,7 +203,7 @@ class Mixture(NamedTuple):
             ]
             means = torch.stack([mean(part.centre) for part in self.components])
             return TargetMixture(self.weights, means, torch.stack(variances).sqrt())
-        with without_autocast(self.first.centre.device):
+        with without_autocast(self.components[0].centre.device):
             f, weights = self.functions()
         weights = f.new_full((len(f),), 1 / len(f)) if weights is None else weights
         return TargetMixture(weights, mean(f), likelihood.variance(f).sqrt())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.mixture import WEIGHT, Mixture, log_mean_exp
+from torch_lla_em.prediction.prediction import Prediction, predicted_by
 from torch_lla_em.prediction.pushforward import Member, Pushforward, Rows, Tables
 from torch_lla_em.prediction.scores import label_log_prob
 
@@ -97,7 +97,7 @@ class LabelProbs:
                 yield log_mean_exp(torch.stack(each), weights)
                 continue
             for piece in part.pieces():
-                yield label_log_prob(piece.prediction(rows, noise), piece.y)
+                yield label_log_prob(predicted_by(piece, rows, noise), piece.y)
 
     def of_examples(self, theta: Tensor) -> Tensor:
         """Return the sum of log p(label) over the labels of every example, (N,)."""
@@ -196,10 +196,11 @@ class LabelProbs:
             theta[place] = number
         rows, values = table_of(self.numbers.at(theta)[0], theta).tolist(), []
         for piece in (self._means if row else self.parts)[part].pieces():
-            whole = piece.prediction(rows)
-            same = whole._mixture.components[row :: len(rows)]  # the same row for every member
+            same = piece.mixture(rows).components[row :: len(rows)]  # the same row for every member
             same = tuple(one._replace(weight=1 / len(same), owner=i) for i, one in enumerate(same))
-            values.append(label_log_prob(replace(whole, _mixture=Mixture(same)), piece.y))
+            values.append(
+                label_log_prob(Prediction(Mixture(same), piece.class_dim, piece), piece.y)
+            )
         return torch.cat(values)
 
     def _like(self, values: Sequence[float]) -> Tensor:
@@ -230,7 +231,7 @@ def most_probable(probs: LabelProbs, alone: Tensor | None = None, held_out: bool
 def log_probs(parts: Sequence[Pushforward], table: Tables, noise: Tensor | None = None) -> Tensor:
     """Return the sum of log p(label | x) over the labels of every example, (N,)."""
     pieces = (piece for part in parts for piece in part.pieces())
-    return torch.cat([label_log_prob(p.prediction(table, noise), p.y).sum(1) for p in pieces])
+    return torch.cat([label_log_prob(predicted_by(p, table, noise), p.y).sum(1) for p in pieces])
 
 
 def scaled(theta: Tensor) -> Rows:

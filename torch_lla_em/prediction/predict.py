@@ -54,7 +54,8 @@ def predicted(known: Record, data: Pushforward) -> Prediction:
     """Return the prediction at inputs with their products, together with the reference."""
     found = known.correction
     noise = None if isinstance(known, Posterior) else found.noise  # its likelihood includes it
-    return data.prediction(known.tables, noise, found.reference, found.room)
+    mixture = data.mixture(known.tables, noise)
+    return Prediction(mixture, data.class_dim, data, found.reference, _room=found.room)
 
 
 def _in_batches(known: Record, loader: Iterable[Any]) -> Iterator[Pushforward]:

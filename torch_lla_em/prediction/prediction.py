@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,22 +20,9 @@ from torch_lla_em.prediction.conformal import (
 )
 from torch_lla_em.prediction.mixture import Mixture, TargetMixture, log_mean_exp
 from torch_lla_em.prediction.neighbours import centred
+from torch_lla_em.prediction.pushforward import Pushforward, Tables, posterior_alone
 from torch_lla_em.prediction.reference import Reference, Stated
 from torch_lla_em.runtime import check_whole, without_autocast
-
-
-class Origin(Protocol):
-    """The origin of a prediction: the ``Pushforward`` of its inputs, where these methods are
-    documented."""
-
-    @property
-    def likelihood(self) -> Likelihood: ...
-
-    def member(self, i: int) -> Origin: ...
-
-    def distances(self) -> Tensor | None: ...
-
-    def prediction(self, table: Tensor, noise: Tensor | None = None) -> Prediction: ...
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -56,7 +42,7 @@ class Prediction(BasePrediction):
 
     _mixture: Mixture
     _class_dim: int = -1
-    _origin: Origin | None = None
+    _origin: Pushforward | None = None
     """The products of the inputs; None: the inputs cannot be compared with a validation set."""
 
     _reference: Reference | None = None
@@ -70,7 +56,7 @@ class Prediction(BasePrediction):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood; for an ensemble that of the first member (members may differ in σ)."""
-        return self._mixture.first.likelihood
+        return self._mixture.components[0].likelihood
 
     @cached_property
     def members(self) -> tuple[Prediction, ...]:
@@ -96,7 +82,7 @@ class Prediction(BasePrediction):
 
     @property
     def _f(self) -> Tensor:
-        return self._mixture.first.centre
+        return self._mixture.components[0].centre
 
     # f
 
@@ -166,7 +152,7 @@ class Prediction(BasePrediction):
         # spread over samples reflects the error of their covariance, which rotations do not reduce
         variances = []
         for member in self.members:
-            first = member._mixture.first
+            first = member._mixture.components[0]
 
             def squared(f: Tensor, weights: Tensor | None, rows: slice) -> Tensor:
                 values, half, K = first.likelihood.mean(f), len(f) // 2, len(first.deviations)
@@ -338,7 +324,18 @@ class Prediction(BasePrediction):
         sigma, noise = origin.likelihood.observation_noise, None
         if reference.sigma is not None and sigma is not None:
             noise = reference.sigma / sigma.to(reference.sigma)
-        return replace(origin.prediction(reference.table, noise), _class_dim=-1)
+        return Prediction(origin.mixture(reference.table, noise), _origin=origin)
+
+
+def predicted_by(data: Pushforward, table: Tables, noise: Tensor | None = None) -> Prediction:
+    """Return the prediction of examples for a table of components; for regression σ is multiplied
+    by ``noise``."""
+    return Prediction(data.mixture(table, noise), data.class_dim, data)
+
+
+def network_of(data: Pushforward) -> Prediction:
+    """Return the prediction of the network alone, which has no samples."""
+    return predicted_by(data.without_samples(), posterior_alone())
 
 
 def functions_of(prediction: Prediction) -> tuple[Tensor, Tensor | None]:

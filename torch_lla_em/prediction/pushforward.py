@@ -1,5 +1,4 @@
-"""Examples with f and the products J w of posteriors, and the predictions that are made from
-them."""
+"""Examples with f and the products J w of posteriors, and the mixtures that are made from them."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.prediction.mixture import MODE, SCALE, Component, Mixture
 from torch_lla_em.prediction.neighbours import TrainingExamples, output_variance
-from torch_lla_em.prediction.prediction import Prediction
-from torch_lla_em.prediction.reference import Reference
 from torch_lla_em.runtime import NUMBERS
 
 Rows = list[list[Any]]
@@ -135,27 +132,18 @@ class Pushforward(NamedTuple):
         """The outputs of the first member's network."""
         return self.members[0].f
 
-    def prediction(
-        self,
-        table: Tables,
-        noise: Tensor | None = None,
-        reference: Reference | None = None,
-        room: float = 0.0,
-    ) -> Prediction:
-        """Return the prediction for a table of components; for regression σ is multiplied by
+    def mixture(self, table: Tables, noise: Tensor | None = None) -> Mixture:
+        """Return the mixture for a table of components; for regression σ is multiplied by
         ``noise``."""
         count = len(self.members)
         tables = table if isinstance(table, tuple) else (table,) * count
-        components = tuple(
-            component
-            for i, (member, own) in enumerate(zip(self.members, tables, strict=True))
-            for component in member.components(own, noise, count, i)
+        return Mixture(
+            tuple(
+                component
+                for i, (member, own) in enumerate(zip(self.members, tables, strict=True))
+                for component in member.components(own, noise, count, i)
+            )
         )
-        return Prediction(Mixture(components), self.class_dim, self, reference, _room=room)
-
-    def network(self) -> Prediction:
-        """Return the prediction of the network alone, which has no samples."""
-        return self.without_samples().prediction(posterior_alone())
 
     def distances(self) -> Tensor | None:
         """Return the distances to the nearest training example, (B, 2), or None if none are

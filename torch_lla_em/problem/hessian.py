@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.problem.loss import Loss
 
-ENTRIES = 1_048_576
+ENTRIES = 1 << 20
 """Largest number of entries in memory at once, in float64 or for all draws of some examples."""
 
 

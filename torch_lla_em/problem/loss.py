@@ -105,6 +105,15 @@ class Loss:
         terms = torch.cat([torch.where(w == 0, 0.0, w * of_targets), (w != 0).double()[None]])
         return (terms.flatten(1, -2) if y.dim() > 1 else terms).sum(1)
 
+    def excess(self, f: Tensor) -> Tensor:
+        """Return -log p(y | f) summed over labels, whatever their weights, less that of equal
+        probabilities, (); a network whose outputs are all 0 is above it, however it is rounded."""
+        mask, y = self.likelihood.mask(self.targets), self.targets
+        labels = y.numel() if mask is None else mask.sum()
+        of_equal = math.log(2 if self.likelihood.elementwise else f.shape[-1])
+        nll: Tensor = -self.likelihood.log_prob(f, y).double().sum()
+        return nll - labels * (1 - 1e-6) * of_equal
+
     def labelled(self) -> Tensor:
         """Return whether each example has a label and a weight other than 0, (B,)."""
         counts = self.counts
@@ -176,17 +185,6 @@ class TargetFacts(NamedTuple):
             variance = torch.maximum(square - mean.square(), rounded).where(square > 0, 1)
             moments = torch.stack([mean, variance])
         return cls(sigma, moments, noise)
-
-
-def excess_loss(loss: Loss, f: Tensor) -> Tensor | None:
-    """Return -log p(y | f) summed over labels, less that of equal probabilities, (); None without
-    labels."""
-    likelihood, y = loss.likelihood, loss.targets
-    if not likelihood.gives_probabilities:
-        return None
-    mask, classes = likelihood.mask(y), 2 if likelihood.elementwise else f.shape[-1]
-    labels = y.numel() if mask is None else mask.sum()
-    return -likelihood.log_prob(f, y).double().sum() - labels * math.log(classes)
 
 
 def check_weights(likelihood: Likelihood) -> None:

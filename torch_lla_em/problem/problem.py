@@ -13,9 +13,9 @@ from torch import Tensor
 from torch_lla_em.data import Batch, Data
 from torch_lla_em.jacobian import LinearModel, NetworkState, Rows
 from torch_lla_em.likelihoods import Likelihood, compare_with_log_prob, warn_if_mistaken
-from torch_lla_em.problem.loss import Loss, TargetFacts, check_weights, excess_loss, has_offset
+from torch_lla_em.problem.loss import Loss, TargetFacts, check_weights, has_offset
 from torch_lla_em.problem.sweep import BLOCK, OUTPUTS, SCALAR, VECTOR, Contributions, Kind, Sweep
-from torch_lla_em.runtime import normals
+from torch_lla_em.runtime import normals, report
 from torch_lla_em.solvers import Product
 
 _DERIVATIVE = (
@@ -118,13 +118,13 @@ class Problem:
         if not is_known and (has_offset(likelihood) or likelihood.observation_noise is not None):
             axis, y = self.linear_model.network.class_dim, self.data.first().targets
             kinds["targets"] = (5, *likelihood.align(y, axis).shape[1:][-1:])
+        if likelihood.gives_probabilities and self._point is None:
+            kinds["excess"] = SCALAR
 
         def add(rows: Rows, batch: Batch, samples: Tensor) -> Contributions:
             at = self.less_shift(rows.f) if self._point is None else rows.push(self._point)[0]
             self.inspect(rows, batch)
             loss = self.loss(batch.targets, batch.weights)
-            if self._point is None and (excess := excess_loss(loss, at)) is not None:
-                self.sweep.doubt(excess, _UNTRAINED)
             u = loss.root(at, output_probes(seed, samples, batch.rows, at))
             product = rows.pull(u).added_to(
                 torch.zeros(len(u), self.size, dtype=self.dtype, device=at.device)
@@ -147,10 +147,14 @@ class Problem:
                 parts["squares"] = torch.cat([exact.get(n, own).flatten() for n, own in named])
             if "targets" in kinds:  # a batch is processed once for each group of samples
                 parts["targets"] = len(samples) * loss.sums_of_targets(at)
+            if "excess" in kinds:
+                parts["excess"] = len(samples) * loss.excess(at)
             return parts
 
         sums = self.sweep(torch.arange(num_samples, device="cpu"), kinds, add)
         eta, squares = sums["eta"], sums.get("squares", self.zeros(1)[0])
+        if "excess" in kinds and sums["excess"] > 0:
+            report("log", _UNTRAINED)
         if "targets" in kinds:
             of_targets = sums["targets"] / num_samples
             facts = TargetFacts.of(of_targets, likelihood, self.sigma is not None, self.dtype)

@@ -14,7 +14,7 @@ from torch_lla_em.problem.problem import Problem
 from torch_lla_em.problem.sweep import FEW
 from torch_lla_em.runtime import normals
 
-KEPT_OUTPUTS = 262_144
+KEPT_OUTPUTS = 1 << 18
 """Number of outputs of all examples above which labelled sites become rows; also the largest number
 of outputs of these rows."""
 

@@ -93,9 +93,6 @@ class Sweep:
         """Whether tensors of this pass are finite, with the errors if they are not; read once, at
         the end of the pass."""
 
-        self._doubts: dict[str, Tensor] = {}
-        """Warnings of this pass, each with an amount that is summed over batches and ranks."""
-
         self.begun_with = NetworkState(linear_model.network) if state is None else state
         """The state of the network at the start, which must not change until the end."""
 
@@ -142,15 +139,10 @@ class Sweep:
                 self.plan = plan
             raise
         if batch is None:  # a rank may have no examples
-            signs = torch.zeros(2, dtype=torch.float64, device=near)
+            wrong = torch.zeros((), dtype=torch.float64, device=near)
             for fine, _ in self._checks:
-                signs[0] += (~fine).to(near)
-            for amount in self._doubts.values():
-                signs[1] += amount.to(near)
-            wrong, doubt = group.sum(signs).tolist()
-            for words in self._doubts if doubt > 0 else ():
-                report("log", words)
-            if wrong:  # the error of one rank is raised on all ranks
+                wrong += (~fine).to(near)
+            if group.sum(wrong).item():  # the error of one rank is raised on all ranks
                 faults = group.meet(self.fault(), list)
                 raise next(filter(None, faults), FloatingPointError(_IN_LATER_PASS))
         share = 1.0 if batch is None else batch.step_rows / (self.data.facts.num_rows or 1)
@@ -226,7 +218,7 @@ class Sweep:
     def batches(self, in_step: bool = False) -> Iterator[Batch]:
         """Yield the batches of one pass, each inside the network's guard: other threads wait for
         one batch."""
-        self._checks, self._doubts = [], {}
+        self._checks = []
         for whole in self.data.batches(in_step):
             with self.linear_model.network.guarded():
                 if not len(whole.rows):
@@ -311,11 +303,6 @@ class Sweep:
         # the sum is tested, which takes no memory
         total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
         self._checks.append((total.isfinite(), fault))
-
-    def doubt(self, amount: Tensor, words: str) -> None:
-        """Add to an amount, (). If it is positive at the end of the pass, a warning with these
-        words is shown."""
-        self._doubts[words] = amount + self._doubts.get(words, 0)
 
     def fault(self) -> Exception | None:
         """Return the first error of this pass about values that are not finite. It synchronises

@@ -4,20 +4,16 @@ matrices."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torch_lla_em.runtime import Group
 from torch_lla_em.solvers.solution import ConvexLoss, Minimum, require_finite
 
 _IDLE = 12
 """Number of successive steps that may fail to lower the objective; longer plateaus are rounding."""
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -43,9 +39,8 @@ class BFGS:
     """Whether the loss equals its quadratic model, so that no step is shortened; a second step
     corrects the rounding of the first."""
 
-    agreed: Callable[[Tensor], Tensor] = _itself
-    """A function that returns the tensor of rank 0, so that ranks that round differently take the
-    same steps."""
+    group: Group = Group()
+    """The ranks that search together: those that round differently take the steps of rank 0."""
 
     def minimise(self, loss: ConvexLoss, start: Tensor) -> Minimum:
         """Return the minimum of loss(x) + ½‖x‖² from a start, (P,)."""
@@ -56,7 +51,7 @@ class BFGS:
             eigenvectors."""
             value, gradient = loss.value_and_gradient(self.vectors @ c)
             both = torch.cat([gradient @ self.vectors, gradient.new_tensor([value])])
-            both, value = self.agreed(both).split([len(c), 1])
+            both, value = self.group.from_first(both).split([len(c), 1])
             return value.item(), value.item() + 0.5 * (c @ c).item(), both + c
 
         c = start @ self.vectors
@@ -64,7 +59,7 @@ class BFGS:
         length, idle, passes = 1.0, 0, 0
         while passes < most:
             require_finite(abs(value) + slope.norm().item())
-            step, size = -self.agreed(inverse @ slope), c.norm().item()
+            step, size = -self.group.from_first(inverse @ slope), c.norm().item()
             fall = -(slope @ step).item()
             if idle == _IDLE or fall <= (self.roughly * size) ** 2:
                 break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ class BlockCG:
         Returns:
             X with its true residual.
         """
-        last = float("inf")
+        last, least = float("inf"), 0.9 * self.tolerance
         if start is None:
             x, residual, passes = torch.zeros_like(b), b, 0
         else:
@@ -93,13 +92,11 @@ class BlockCG:
                 return solution  # the precision of the dtype is exhausted
             last = error
             most = self.max_passes - passes - 1
-            x, used = self.descend(product, x, residual, partial(self._is_met, b), most)
+            # until the residual of the recursion meets the tolerance, with a margin for rounding
+            x, used = self.descend(
+                product, x, residual, lambda x, r: Solution.of(b, x, r).error <= least, most
+            )
             residual, passes = (b - product(x)).sub_(x), passes + used + 1
-
-    def _is_met(self, b: Tensor, x: Tensor, residual: Tensor) -> bool:
-        """Return whether the residual of the recursion meets the tolerance, with a margin for
-        rounding."""
-        return Solution.of(b, x, residual).error <= 0.9 * self.tolerance
 
     def descend(
         self,

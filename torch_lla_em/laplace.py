@@ -292,7 +292,8 @@ class LinearisedLaplace(Predicts):
         """Use another record from now on.
 
         Args:
-            posterior (Posterior): The record, for example as ``prediction.calibrate`` returns it.
+            posterior (Posterior): The record, for example a result of
+                ``torch_lla_em.prediction.calibrate``.
         """
         words = "the record of a fit, as la.posterior, or predict(record, x) for one of several"
         require(isinstance(posterior, Posterior), "posterior", posterior, words, TypeError)

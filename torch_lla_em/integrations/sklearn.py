@@ -112,8 +112,8 @@ class _Estimator(BaseEstimator):
             y (array): Labels of any type, shape (N,), or continuous targets, shape (N,) or (N, C).
             sample_weight (array, optional): Weights, shape (N,), of the network's loss and of the
                 posterior: an example of weight 2 counts twice, and one of weight 0 is left out.
-                    Examples that are held out for calibration have equal weights. Default None: all
-                    weights are 1.
+                Examples that are held out for calibration have equal weights. Default None: all
+                weights are 1.
         """
         for width in np.atleast_1d(self.hidden):
             check_whole(1, hidden=width)

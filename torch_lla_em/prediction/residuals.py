@@ -11,33 +11,33 @@ from torch import Tensor
 from torch_lla_em.prediction.conformal import ROUNDING
 
 _PERMUTATIONS, _MOST = 999, 2_000
-"""Permutations, and most examples of the test."""
+"""Number of permutations, and largest number of examples of the test."""
 
 
 class ResidualSize(NamedTuple):
     """How the size of residuals depends on the inputs."""
 
     p_value: float
-    """That of a permutation test: P(p_value <= rate) <= rate for every rate if sizes do not depend
-    on the inputs."""
+    """The p-value of a permutation test: P(p_value <= rate) <= rate for every rate if sizes do not
+    depend on the inputs."""
 
     most: str
-    """What sizes depend on most: the predicted mean, a column of the inputs, or the distance of one
-    of these from its median."""
+    """The quantity on which sizes depend most: the predicted mean, a column of the inputs, or the
+    distance of one of these from its median."""
 
     correlation: float
-    """The correlation of the ranks of that with the half-normal scores of sizes."""
+    """The correlation of the ranks of this quantity with the half-normal scores of sizes."""
 
 
 def residual_size(sizes: Tensor, families: Sequence[dict[str, Tensor]]) -> ResidualSize:
     """Test whether sizes of residuals, (n, outputs), depend on the columns, (n,), of families.
 
-    The largest correlation within a family is compared with the largest of each permutation of the
-    examples; the smallest p-value counts by the number of families (Bonferroni).
+    The largest correlation within a family is compared with the largest one after each permutation
+    of the examples; the smallest p-value is multiplied by the number of families (Bonferroni).
     """
     rows = slice(None, None, -(-len(sizes) // _MOST))
     ranks = _ranks(sizes[rows])
-    # sizes of normal residuals: more powerful than ranks, and robust as they are
+    # scores of normal residuals are more powerful than ranks, and as robust
     scores = _standardised(torch.erfinv(ranks))
     generator = torch.Generator("cpu").manual_seed(0)
     shape = _PERMUTATIONS, len(scores)

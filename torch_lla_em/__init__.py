@@ -95,7 +95,7 @@ _MOVED = {
 
 
 def _moved(module: str, name: str) -> object:
-    """Return what a module had by its former name, if it was public."""
+    """Return the object that had this name in a module of an earlier version, if it was public."""
     if name not in (names := _MOVED[module]):
         raise AttributeError(f"module '{__name__}.{module}' has no attribute {name!r}")
     new = f"torch_lla_em.integrations.{names[name]}"

@@ -179,7 +179,7 @@ class LaplaceEnsemble(Predicts):
     ) -> None:
         """Load the numbers of ``calibrate`` from a state; the members load their own."""
         own, (_, _, missing, _, errors) = stored.without_prefix(state_dict, prefix), more
-        for name in filter(lambda name: name[0].isdigit(), own):  # of members, in earlier versions
+        for name in filter(lambda name: name[0].isdigit(), own):  # members in earlier versions
             state_dict[f"{prefix}members.{name}"] = state_dict.pop(f"{prefix}{name}")
         if not prefix:
             files.check(own, "ensemble")

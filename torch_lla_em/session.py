@@ -291,7 +291,7 @@ def memory_of(
         of_features = settings_of(problem, options, sites, example.classes, room)[1]
         if of_features <= room:
             return of_features, of_features
-    of_one = P + 2 * outputs  # as Span.bytes_of
+    of_one = P + 2 * outputs  # as in Span.bytes_of
     usual, most = (
         min(room, min(P, times * PASSES * (plan.num_samples + 1)) * of_one * problem.dtype.itemsize)
         for times in (1, LARGEST)

@@ -124,6 +124,12 @@ def test_figures_of_pages_are_those_of_the_results():
             assert abs(float(number) - known[tuple(key)][int(which)]) <= 0.51 * 10**-digits, key
 
 
+def test_delays_in_the_readme_are_those_of_the_monitor():
+    shown = re.findall(r"^\|.* \| 0\.01 \| (\d+) \(", page("benchmarks"), re.MULTILINE)
+    delays = [int(number) for number in shown]
+    assert f"a median of {min(delays)} to {max(delays)} inputs" in README
+
+
 def test_links_and_lists_are_complete():
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / path).exists(), path

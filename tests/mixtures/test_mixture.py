@@ -196,7 +196,7 @@ NONE = {"by_label": True}
 @pytest.mark.parametrize(
     ("message", "data", "how"),
     [
-        ("have 2 examples for 3 components. Give at most one", draw(n=2), {}),
+        ("have 2 examples for 3 components. Choose at most one", draw(n=2), {}),
         ("1 examples with NaN or infinity", draw().index_fill(0, torch.tensor([4]), torch.inf), {}),
         (r"shape \(300,\). Pass tensors with one row", draw()[:, 0], {}),
         ("no examples. Is the loader empty", [], {}),

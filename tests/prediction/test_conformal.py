@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(blobs, several):
         (ValueError, "9 reference examples of class 2, and there are 4.*18", by(sets(), groups="classes")),
         (ValueError, "19 reference examples of class 2.*38", by(lambda la: la.is_ood(x[:3]), groups="classes")),
         (ValueError, r"la.predict\(x, groups=labels\)", by(sets(), groups=groups)),
-        (ValueError, r"groups \[4\].*it had \[0, 1\]", by(sets(groups=[0, 4, 1]), groups=groups)),
+        (ValueError, r"groups \[4\].*it has \[0, 1\]", by(sets(groups=[0, 4, 1]), groups=groups)),
         (ValueError, r"shape \(2,\), but there are 3", by(sets(groups=[0, 1]), groups=groups)),
         (ValueError, "calibrate was not", by(sets(weights=[1.0, 2.0, 3.0]))),
         (ValueError, "score='entropy'", by(lambda la: la.predict(x[:3]).is_ood(score="entropy"))),

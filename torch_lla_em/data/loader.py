@@ -192,7 +192,7 @@ class Data:
             batch = batch.on(self._device)
             tensors = batch.tensors()
             left -= sum(t.numel() * t.element_size() for t in tensors_in(tensors))
-            has_objects = any(map(is_opaque, leaves_of(tensors)))  # of unknown size
+            has_objects = any(map(is_opaque, leaves_of(tensors)))  # their size is not known
             self._may_keep = self._may_keep and left > 0 and not has_objects
             if self._may_keep:  # others may write to the same memory again
                 batch = batch if self.source.is_list else batch.copied()

@@ -161,7 +161,7 @@ class Source:
             batch = to_device(batch, self._device)
             given = self._target_fn(batch)
             targets = as_targets(given)
-        if callable(self._weights):  # which may index a tensor on the CPU
+        if callable(self._weights):  # the function may index a tensor on the CPU
             weights = self._weights(targets if given is None else targets.cpu())
         inputs = inputs_of(batch, given)
         return inputs, targets, None if weights is None else checked_weights(weights, targets)

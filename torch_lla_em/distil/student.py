@@ -122,12 +122,12 @@ class Student(Printed, nn.Module):
         self.head = _head(features, form.uncertainties + form.scores, first)
 
     def train(self, mode: bool = True) -> Student:
-        """Stay in eval mode, whatever the ``mode``."""
+        """Stay in eval mode for any ``mode``."""
         return super().train(False)
 
     def forward(self, x: Inputs) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what ``la(x)`` returns: probabilities or rates (B, ..., C), or mean and variance
-        of y, with noise."""
+        """Return probabilities or rates (B, ..., C), or mean and variance of y with noise, like
+        ``la(x)``."""
         # for small networks the time of every operation matters here
         axis = self.form.class_dim
         if not self.likelihood.real_valued:
@@ -159,7 +159,7 @@ class Student(Printed, nn.Module):
 
         The validation set is a ``loader``, a dataset, a list of batches, or inputs with their
         ``targets``. The network is not changed, so all examples are the reference, and error rates
-        hold whatever the student's error. They are guaranteed for examples that neither
+        hold for any error of the student. They are guaranteed for examples that neither
         ``la.calibrate`` nor ``la.distil`` has seen; those of ``la.calibrate``, which fits six
         numbers, affect them little.
         """

@@ -45,14 +45,14 @@ RESTS = 2.0
 error."""
 
 NATS, SHARE = 2.0, 0.1
-"""A block may lower the bound by the largest of these: so many nats, its standard error, or this
-share of γ for each unit of log λ, since its log determinant may be inexact. With a share of .05 one
-network ended at another λ."""
+"""A block may lower the bound by the largest of these: this number of nats, its standard error, or
+this share of γ for each unit of log λ, since its log determinant may be inexact. With a share of
+.05 one network ended at another λ."""
 
 FALLS = 0.1
-"""A block may lower a bound that is computed without samples by so many nats; if the first block of
-a solution lowers it by more, λ has converged. With .01, the λ of 45 weights depended on its start
-by a factor of two; with 2, the λ of separable labels drifted to 0."""
+"""A block may lower a bound that is computed without samples by this number of nats; if the first
+block of a solution lowers it by more, λ has converged. With .01, the λ of 45 weights depended on
+its start by a factor of two; with 2, the λ of separable labels drifted to 0."""
 
 
 class SpanFit:

@@ -156,7 +156,7 @@ class Laplace:
         For a regression they maximise ``log_marginal_likelihood``, Laplace's evidence at the
         trained weights, whose λ is γ / ‖w_MAP‖². For a classification λ is learnt by EM for the
         linear model, γ / ‖w_lin‖² at the mode of that model, which is several times larger than
-        laplace-torch's; a message says so.
+        laplace-torch's; a message states this.
 
         ``pred_type`` and ``method`` must be the defaults. Among the ``options``, only
         ``progress_bar`` has an effect.

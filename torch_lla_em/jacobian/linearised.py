@@ -95,7 +95,7 @@ class Linearised(Rows):
         if len(next(iter(columns.values()))) == 1:
             self._f, Jw = jvp(({name: column[0] for name, column in columns.items()},))[:2]
             return Jw[None]
-        both: Any = (None, 0)  # which torch declares as numbers
+        both: Any = (None, 0)  # torch declares these as numbers
         self._f, Jw = torch.vmap(jvp, out_dims=both)((columns,))[:2]
         return Jw
 

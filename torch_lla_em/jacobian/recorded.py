@@ -78,7 +78,7 @@ class Call(NamedTuple):
             totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
             a = F.pad(a, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
         padding = (0,) * n if isinstance(padding[0], str) else padding
-        if n == 1:  # as images with one line
+        if n == 1:  # treated as images with one line
             a, kernel, dilation = a.unsqueeze(2), (1, *kernel), (1, *dilation)
             padding, stride = (0, *padding), (1, *stride)
         a = F.unfold(a, kernel, dilation, padding, stride)
@@ -144,7 +144,7 @@ def _recorded(
             x = torch.atleast_2d(x)
             x = given["input"] = x.expand(rows, *x.shape[1:])
         for part, name in (("weight", weight), ("bias", bias)):
-            if name is not None:  # cut off the graph, but autograd goes on to record it
+            if name is not None:  # cut off the graph, but autograd continues to record it
                 given[part] = given[part].detach().requires_grad_()
         version, z = x._version, func(**given)
         if z.requires_grad:  # not under no_grad

@@ -26,7 +26,7 @@ def compare_with_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     information), which is checked by draws of y.
 
     Args:
-        likelihood (Likelihood): The likelihood. Those of the library are not checked.
+        likelihood (Likelihood): The likelihood. Likelihoods of the library are not checked.
         f (Tensor): Outputs, shape (B, *sites, C).
         y (Tensor): Targets, as ``log_prob`` takes them.
 

@@ -149,7 +149,7 @@ def _of_clusters(em: EM, generator: torch.Generator, is_lloyd: bool) -> Any:
         own, rows = (em.classes == label).nonzero()[:, 0], em.labels == label
         if rows.any():  # a sample may lack a class
             member[rows] = own[kmeans(x[rows], len(own), generator, 20 if is_lloyd else 1)]
-    # each cluster is the label of one component, whose responsibilities are 1 whatever θ is
+    # each cluster is the label of one component, whose responsibilities are 1 for every θ
     numbers = torch.arange(len(em.classes), device=member.device)
     theta = tuple(
         x.new_zeros(shape)

@@ -252,7 +252,7 @@ def _examples(data: Rows | Iterable[Any], by_label: bool) -> tuple[Tensor, Tenso
     x, labels = (
         map(torch.cat, zip(*parts, strict=True)) if parts else torch.zeros(2, 0, 1, device="cpu")
     )
-    kept = labels != -100  # which PyTorch's losses ignore
+    kept = labels != -100  # PyTorch's losses ignore this label
     x, labels = x[kept], labels[kept]
     if not len(x):
         raise ValueError(

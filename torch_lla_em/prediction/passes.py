@@ -90,8 +90,8 @@ def same_targets(y: Tensor, known: Tensor) -> None:
 def refuse_training_data(
     validation: Identity, trained_on: Sequence[int], num_data: int | None
 ) -> None:
-    """Raise an error if many validation examples are training examples, of which some hashes are
-    known."""
+    """Raise an error if many validation examples are training examples, by the hashes
+    ``trained_on`` of some of these."""
     share, _ = validation.shared_with(trained_on)
     count = share * validation.num_rows
     if count < _LEAST or share < _MANY or distinct(trained_on, num_data or 1) < _DISTINCT:

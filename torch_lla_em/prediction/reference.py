@@ -137,8 +137,8 @@ class Reference(NamedTuple):
         )
         if asked - known:
             raise ValueError(
-                f"There are inputs of the groups {sorted(asked - known)}, of which the validation "
-                f"set had no examples; it had {sorted(known)}."
+                f"There are inputs of the groups {sorted(asked - known)}, but the validation set "
+                f"has no examples of these; it has {sorted(known)}."
             )
 
     def require(self, needed: int, asked: str, inputs: Stated) -> None:

@@ -247,7 +247,7 @@ class Sweep:
         self.columns = columns
 
     def watch(self, after_batch: Callable[[], None]) -> None:
-        """Call a function after every batch, for example to show that the fit goes on."""
+        """Call a function after every batch, for example to show progress."""
         self._after_batch = after_batch
 
     def probe(self, batch: Batch, anew: bool = False) -> None:

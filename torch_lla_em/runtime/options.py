@@ -75,7 +75,7 @@ class Compute:
 
     budget: float | None = None
     """Seconds after which a fit ends with the posterior that it has reached, and a warning. With
-    ``checkpoint``, the same fit goes on from there. Default None."""
+    ``checkpoint``, the same fit continues from there. Default None."""
 
     shard: Literal["data"] | None = "data"
     """How an initialised process group is used. "data" (default): ranks share the batches. None:
@@ -116,7 +116,7 @@ def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> N
     if not is_name or value not in choices:
         expected = ", ".join(repr(choice) for choice in choices)
         error = ValueError if is_name else TypeError
-        raise error(f"{name}={value!r} is not supported: choose one of {expected}.")
+        raise error(f"{name}={value!r} is not known: choose one of {expected}.")
 
 
 def refuse_former(

@@ -58,8 +58,7 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Inputs) -> Tens
             "log",
             f"The outputs do not depend on {len(unused)} of {len(names)} parameter tensors in the "
             f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they "
-            "should matter, a tensor that depends on them is cached, for example in an attribute: "
-            "clear the cache.",
+            "should matter, a cached tensor depends on them, for example in an attribute: clear it.",
         )
     return f
 

@@ -96,7 +96,7 @@ def test_several_labels_and_continuous_targets():
 def test_estimators_without_a_network_are_refused():
     from sklearn.neural_network import MLPClassifier
 
-    with pytest.raises(TypeError, match="object has no network"):
+    with pytest.raises(TypeError, match="object cannot be converted"):
         posterior(object())
     with pytest.raises(ValueError, match="not fitted yet"):
         posterior(MLPClassifier())

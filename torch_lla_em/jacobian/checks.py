@@ -58,7 +58,8 @@ def checked_outputs(network: Network, names: tuple[str, ...], x: Inputs) -> Tens
             "log",
             f"The outputs do not depend on {len(unused)} of {len(names)} parameter tensors in the "
             f"posterior, for example on {unused[0]!r}. Exclude them with `parameters`. If they "
-            "should matter, a cached tensor depends on them, for example in an attribute: clear it.",
+            "should matter, a cached tensor depends on them, for example in an attribute: clear "
+            "it.",
         )
     return f
 

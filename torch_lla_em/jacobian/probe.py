@@ -72,7 +72,9 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
                 # torch warns of a backward pass that vmap takes output by output, which is slow
                 warnings.filterwarnings("error", "There is a performance drop")
                 # one example is not enough to decide whether examples have factors of their own
-                more = x if len(f) > 1 else map_tensors(_twice, x)
+                more = x
+                if len(f) == 1:
+                    more = map_tensors(lambda t: torch.cat([t, t]) if t.shape[:1] == (1,) else t, x)
                 factored = find(network, layout, more, chosen)
                 rows = factored and by_factors(network, layout, x, factored[0])
                 if factored and rows:
@@ -87,12 +89,6 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
     if chosen.fault and not chosen.names:
         raise NotImplementedError(chosen.fault)
     return chosen
-
-
-def _twice(tensor: Tensor) -> Tensor:
-    """Return a tensor of one example twice."""
-    is_one = tensor.dim() > 0 and len(tensor) == 1
-    return torch.cat([tensor, tensor]) if is_one else tensor
 
 
 def _measured(network: Network, plain: ByGraph, x: Inputs) -> Ways:

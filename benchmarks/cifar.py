@@ -1,7 +1,7 @@
 """CIFAR-10 by a residual network: probabilities, joint predictions and alarms beside those of other methods.
 
     python benchmarks/cifar.py --data DIR                 # trains ResNet-20 first: an hour of one core; then hours
-    python benchmarks/cifar.py --data DIR --train         # only trains; a run that is cut goes on from its last epoch
+    python benchmarks/cifar.py --data DIR --train         # only trains; an interrupted run continues
     python benchmarks/cifar.py --data DIR --methods network temperature "ours, last layer"
     python benchmarks/cifar.py --data DIR --wrong 0.2     # with a fifth of the training labels replaced
     python benchmarks/cifar.py --data DIR --device cuda --network resnet18 --seeds 0 1 2 --members 5

@@ -2,10 +2,12 @@
 
     python benchmarks/conformal.py --data DIR       # two tables, five splits: a minute of one core
 
-DIR is that of uci.py. Networks of 50 units after 40 epochs; a tenth of the training rows is kept from them. All intervals are
-of 90 % and see the same rows: MAPIE's around our means as fitted, by its default score and by ``StdConformityScore`` with our
-standard deviations, and ours after ``calibrate``. Width and interval score (Winkler, 1972; less is better) are in standard
-deviations of the targets. Expect a coverage of .87 to .94, and lower interval scores of MAPIE with our deviations than without.
+DIR is that of uci.py. Networks have 50 units and are trained for 40 epochs; a tenth of the training
+rows is held out. All intervals have a level of 90 % and use the same rows: intervals of MAPIE
+around our means as fitted, with its default score and with ``StdConformityScore`` and our standard
+deviations; and our intervals after ``calibrate``. Width and interval score (Winkler, 1972; lower is
+better) are in standard deviations of the targets. Expect a coverage of .87 to .94, and lower
+interval scores of MAPIE with our deviations than without.
 """
 
 from collections.abc import Iterator

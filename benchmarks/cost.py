@@ -7,10 +7,12 @@
 One thread, processor seconds; with --device cuda, wall-clock seconds. There is a line for each network, which is trained by
 Adam in batches of 100. Classifiers are fitted with the defaults, and a second time with ``curvature="network"``. K is 16, and
 32 for tables and last layers. An epoch is one of the training; a forward pass (F) is one over the same examples in eval mode,
-without gradients. "served 1" and "served 8" are the time of an exported program for so many examples, with all samples, divided
-by that of five networks. The ensemble costs four further trainings; laplace-torch is Kronecker factors of all layers, tuned by
-its marginal likelihood, on the same network in the same run. Last layers of made data have NLLs on 2,000 further examples, and
-laplace-torch's Kronecker factors and full matrix of the last layer beside them. Lines go to results/cost.jsonl.
+without gradients. "served 1" and "served 8" are the times of an exported program for 1 and 8
+examples, with all samples, divided by that of five networks. The ensemble costs four further
+trainings; laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on
+the same network in the same run. Last layers of made data have NLLs on 2,000 further examples, and
+laplace-torch's Kronecker factors and full matrix of the last layer beside them. Lines go to
+results/cost.jsonl.
 
 Expected: trainings 1 to 8 for fits of a few thousand examples, 3 to 300 for last layers; predict F 1 to 60; served 8 0.3 to 13.
 """

@@ -1,16 +1,18 @@
-"""What a student of one forward pass keeps of its posterior, and what it costs.
+"""How close a student of one forward pass is to its posterior, and what it costs.
 
     python benchmarks/distil.py                 # 20 minutes on one core
     python benchmarks/distil.py --tasks wdbc --quick
 
-Networks are trained on tables that no option was chosen by, on digits and for regression, and evaluated where their
-validation loss was least ("early") and at the end ("on"). The network, temperature scaling, the posterior (calibrated on 500
-validation examples) and its student, distilled from the inputs of training and validation, are compared: the ratio of their NLL
-to the posterior's (for regression the difference), ECE, AUROCs of shifted inputs by the epistemic uncertainty and by
-1 - p_value, coverage of conformal sets of 90 %, false alarms at 5 %, milliseconds of CPU for 1 and 500 inputs, for a student in
-forward passes of the network too, and the CPU time of distilling in trainings of the network and in their epochs. "ensemble of
-five" averages the probabilities of five networks (not for regression). Expected: on tables the student's NLL is within 3 % of
-the posterior's, on average.
+Networks are trained on tables that were not used to choose any option, on digits and for
+regression, and evaluated at the lowest validation loss ("early") and at the end ("on"). The
+network, temperature scaling, the posterior (calibrated on 500 validation examples) and its student,
+distilled from the inputs of training and validation, are compared: the ratio of their NLL to the
+posterior's (for regression the difference), ECE, AUROCs of shifted inputs by the epistemic
+uncertainty and by 1 - p_value, coverage of conformal sets of 90 %, false alarms at 5 %,
+milliseconds of CPU for 1 and 500 inputs, for a student in forward passes of the network too, and
+the CPU time of distilling in trainings of the network and in their epochs. "ensemble of five"
+averages the probabilities of five networks (not for regression). Expected: on tables the student's
+NLL is within 3 % of the posterior's, on average.
 """
 
 import time

@@ -1,13 +1,14 @@
 """Measures the library on one CUDA GPU, in less than half an hour.
 
     python benchmarks/gpu.py                              # needs a GPU
-    python benchmarks/gpu.py --steps "fit resnet18" cost  # those whose names begin so
+    python benchmarks/gpu.py --steps "fit resnet18" cost  # steps whose names begin with these
     python benchmarks/gpu.py --tiny --device cpu          # every step at a tiny size, as a test
 
 runs whole fits of LeNet, ResNet-18, ResNet-50 and ViT-S in float32 to an error of 1e-3; products with G, against (1 + 4 K)
 forward passes, in float32, TF32 and bfloat16 with their errors, for K = 1, 8, 32, with batches that fill the GPU; the cost of
-fits of small networks (cost.py); and 1,000 classes with twice the draws of H. Every step adds its lines to results/gpu.jsonl;
-one that failed says so there. ``report.py results/gpu.jsonl`` writes the tables of the documentation.
+fits of small networks (cost.py); and 1,000 classes with twice the draws of H. Every step adds its
+lines to results/gpu.jsonl, also if it has failed. ``report.py results/gpu.jsonl`` writes the tables
+of the documentation.
 """
 
 import argparse

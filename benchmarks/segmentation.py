@@ -2,9 +2,10 @@
 
     python benchmarks/segmentation.py    # 200 images of 128 × 128, 8 classes: two minutes
 
-Squares and discs with stripes and noise; the label of every pixel is the shape's kind. One thread. "NLL" is that
-of a single test pixel by its own probabilities: the network's, and the posterior's as fitted. "trainings" are the
-processor seconds of the fit divided by those of the training. "error" is the numerical error of the samples in
+The images show squares and discs with stripes and noise; the label of every pixel is the kind of
+its shape. The script uses one thread. "NLL" is that of single test pixels under their own
+probabilities, by the network and by the posterior as fitted. "trainings" are the processor seconds
+of the fit divided by those of the training. "error" is the numerical error of the samples in
 posterior standard deviations. Lines go to results/segmentation.jsonl.
 
 Expected: the NLL falls from .21 to .15, for two to six trainings.

@@ -8,8 +8,9 @@ Osband et al., "The Neural Testbed: Evaluating Joint Predictions" (NeurIPS 2022)
 two hidden layers of 50 units, whose logits are divided by a temperature, at Gaussian inputs. Agents know the number of inputs
 and examples and the temperature, by which the weight decay of their networks is set, as there. An agent is a set of functions;
 its score is the KL divergence of its predictions from the true probabilities: of one label (τ = 1), and of ten labels at two
-inputs at once (τ = 10), for which an agent has to know how the errors of two predictions go together. The summary has sums over
-problems, relative to the single network's. All problems of the paper but those with 100,000 examples are run.
+inputs at once (τ = 10), for which an agent has to represent how the errors of two predictions are
+correlated. The summary has sums over problems, relative to those of the single network. All
+problems of the paper except those with 100,000 examples are run.
 """
 
 import math

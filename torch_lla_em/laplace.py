@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from numbers import Real
@@ -38,6 +39,7 @@ from torch_lla_em.likelihoods import LIKELIHOODS, BradleyTerry, Likelihood, Task
 from torch_lla_em.prediction import (
     Accuracy,
     Cells,
+    NoSubstitute,
     NotFittedError,
     Posterior,
     Record,
@@ -63,11 +65,15 @@ from torch_lla_em.runtime import (
     check_within,
     files,
     group_of,
+    quiet,
     refuse_former,
     report,
     require,
 )
 from torch_lla_em.session import Session
+
+_FEW_SAMPLES = 4
+"""Samples of the posterior of all parameters that a temperature is taken from."""
 
 _FORMER = {
     "loader": "pass it as x",
@@ -356,7 +362,8 @@ class LinearisedLaplace(Predicts):
                 Default None: no validation set. If only some of the network's parameters are in the
                 posterior (a last layer, or a head on a frozen backbone) and the inputs are columns
                 of numbers, predictions are calibrated on moved training examples, as by
-                ``calibrate()``. False: predictions stay as fitted.
+                ``calibrate()``. With other inputs, class probabilities get a temperature from a
+                small posterior of all parameters. False: predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the
                 data.
@@ -406,7 +413,7 @@ class LinearisedLaplace(Predicts):
         if held_out is not None:
             found = found.corrected(calibrated_on(found, held_out))
         elif validation is None and em_steps:
-            found = without_validation(found, data, weights)
+            found = without_validation(found, data, weights, self._fit_all)
         self.take(found)
         self.trained_with = data, weights
         return self
@@ -449,6 +456,29 @@ class LinearisedLaplace(Predicts):
             if learnt.why != "budget":  # otherwise the checkpoint continues from the last state
                 around.keep(partial(stored.state_of, found, self._given_likelihood))
         return found
+
+    def _fit_all(self, part: Loader) -> Posterior:
+        """Return a posterior of all parameters, with few samples, fitted to some examples."""
+        network, compute = self._linear_model.network, self.compute
+        whole = LinearisedLaplace(
+            self.model,
+            self._given_likelihood,
+            num_samples=_FEW_SAMPLES,
+            class_dim=network.class_dim,
+            adapter=Adapter(self.adapter.outputs),
+            seed=self.seed,
+            compute=replace(compute, checkpoint=None, shard=None, solver=None, tolerance=None),
+        )
+        if {*whole._linear_model.layout.names} <= {*self._linear_model.layout.names}:
+            raise NoSubstitute("all parameters that require gradients are in the posterior")
+        if whole.plan(part).is_long:
+            raise NoSubstitute(
+                "a posterior of all parameters would take more than five minutes, or half of the "
+                "free memory"
+            )
+        options = whole._options(em_steps=20, prior_precision=None)
+        with quiet():
+            return whole._fit(part, None, options, False, None)
 
     def _options(self, **of_fit: Any) -> FitOptions:
         """Return the options of a fit."""

@@ -311,14 +311,13 @@ def test_training_data_that_have_changed_since_fit_are_refused(memorised):
 def test_inputs_without_distances_are_named():
     x, y = torch.randint(9, (40, 3)), torch.arange(40) % 2
     model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
-    la = fit(model, x, y, parameters="last_layer")
-    assert any("no real numbers" in words and "la.calibrate" in words for words in la.messages)
+    la = fit(model, x, y, parameters="last_layer", validation=False)
     with pytest.raises(ValueError, match=r"no real numbers.*la.calibrate\(validation_loader\)"):
         la.calibrate()
     x, y = blobs(60, noise=0.3)
     model = nn.Sequential(nn.Flatten(), nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
     la = fit(model, x.view(60, 1, 1, 5), y, parameters="last_layer")  # of images only if asked
-    assert la.calibration is None and any("only columns of numbers" in w for w in la.messages)
+    assert la.calibration is None
     assert la.calibrate().calibration.length is not None
     linear = nn.Linear(5, 30)
     several = lambda_module(lambda x: x.sum((1, 2))[:, None] * torch.ones(2))

@@ -19,7 +19,7 @@ from torch_lla_em.prediction.compare import Comparison, PredictedData, compare, 
 from torch_lla_em.prediction.conformal import Compared, Interval, mean_and_error
 from torch_lla_em.prediction.export import export, program_of
 from torch_lla_em.prediction.monitor import Monitor
-from torch_lla_em.prediction.moved import temperature_of_neighbours
+from torch_lla_em.prediction.moved import NoSubstitute, temperature_of_neighbours
 from torch_lla_em.prediction.passes import refuse_training_data
 from torch_lla_em.prediction.posterior import (
     Fitted,
@@ -64,6 +64,7 @@ __all__ = [
     "Interval",
     "Mean",
     "Monitor",
+    "NoSubstitute",
     "NotFittedError",
     "Posterior",
     "Posteriors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,8 @@ from torch_lla_em.prediction.calibration import (
     half_as_reference,
     reference_of,
 )
-from torch_lla_em.prediction.moved import NoDistance, moved, moves_of
+from torch_lla_em.prediction.level import at_level
+from torch_lla_em.prediction.moved import Batches, NoSubstitute, moved, moves_of
 from torch_lla_em.prediction.numbers import temperature_of
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Fitted, Posterior, Posteriors, Record, required
@@ -44,7 +45,7 @@ def calibrate(
     data, of_data = getattr(la, "trained_with", (None, None))
     is_stated = groups is not None or weights is not None
     if data is None or is_stated or not isinstance(known, Posterior):
-        raise NoDistance(
+        raise NoSubstitute(
             "that needs the training data of fit, which files, copies and ensembles do not "
             "hold, and no groups or weights"
         )
@@ -87,7 +88,7 @@ def calibrated_on_moved(
     """Return a posterior as fitted, calibrated on moved training examples.
 
     Raises:
-        NoDistance: If training examples cannot be moved or have changed, or if the user has not
+        NoSubstitute: If training examples cannot be moved or have changed, or if the user has not
             ``asked`` for it and inputs are not columns.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
@@ -97,11 +98,11 @@ def calibrated_on_moved(
         data = Data(loader, network.device, setting.target_fn, group, weights)
         first = group.agree(lambda: tensors_in(data.first().inputs))
         if not asked and any(t.dim() > 2 for t in first):
-            raise NoDistance("only columns of numbers are compared without being asked")
+            raise NoSubstitute("only columns of numbers are compared without being asked")
         moves = moves_of(data, likelihood, network.class_dim)
         share, compared = data.facts.shared_with(posterior.trained_on)
         if compared and posterior.trained_on and share < 1:
-            raise NoDistance("they have changed since fit")
+            raise NoSubstitute("they have changed since fit")
 
         def calibration() -> Correction | None:
             batches, length = moved(network, moves, likelihood)
@@ -118,18 +119,30 @@ def calibrated_on_moved(
         return posterior if found is None else posterior.corrected(_agreed(posterior, found, group))
 
 
-def without_validation(posterior: Posterior, loader: Loader, weights: Weights | None) -> Posterior:
-    """Return a posterior that leaves out parameters, calibrated on moved training examples if
-    possible; otherwise as fitted, with a message that says why. Others are returned as they are."""
-    model = posterior.setting.linear_model
+def without_validation(
+    posterior: Posterior,
+    loader: Loader,
+    weights: Weights | None,
+    fit_all: Callable[[Batches], Posterior],
+) -> Posterior:
+    """Return a posterior that leaves out parameters, calibrated on moved training examples; if they
+    cannot be moved and labels are classes, with a temperature. If neither is possible it is as
+    fitted, with a message that says why. Others are returned as they are."""
+    model, likelihood = posterior.setting.linear_model, posterior.likelihood
     is_partial = leaves_out(model.network.module, model.layout.names)
     if not is_partial or posterior.result.why == "budget":
         return posterior
     try:
-        return calibrated_on_moved(posterior, loader, weights, asked=False)
+        try:
+            return calibrated_on_moved(posterior, loader, weights, asked=False)
+        except NoSubstitute:
+            has_classes = likelihood.gives_probabilities and not likelihood.elementwise
+            if weights is not None or not has_classes:
+                raise
+            return at_level(posterior, loader, fit_all)
     except Exception as error:  # this step is automatic, so no error of it may cost the fit
         why = str(error)
-        if not isinstance(error, NoDistance):
+        if not isinstance(error, NoSubstitute):
             why = f"{type(error).__name__}: {str(error)[:200]} {CALL}."
         words = f"Predictions are as fitted, and not calibrated on the training data. {why}"
         report("log", words)

@@ -8,7 +8,7 @@ higher; with 1 alone, up to 60 %).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import nan
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from torch_lla_em.prediction.conformal import aligned
 from torch_lla_em.prediction.numbers import temperature_of
 from torch_lla_em.runtime import CALL
 
-_MOST, _BYTES, _LEAST = 2_000, 250_000_000, 20
+_MOST, _BYTES, LEAST = 2_000, 250_000_000, 20
 """Most examples and bytes of inputs among which neighbours are looked for, and fewest different
 examples."""
 
@@ -44,11 +44,11 @@ and examples by which that model is chosen."""
 Batches = list[tuple[Any, Tensor]]
 
 
-class NoDistance(ValueError):
-    """Training examples cannot be moved."""
+class NoSubstitute(ValueError):
+    """Training examples do not show how certain predictions should be."""
 
     def __init__(self, why: str):
-        super().__init__(f"Training examples cannot be moved: {why}. {CALL}.")
+        super().__init__(f"Training examples cannot replace a validation set: {why}. {CALL}.")
 
 
 class Moves(NamedTuple):
@@ -89,17 +89,11 @@ class Moves(NamedTuple):
 def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
     """Return how the labelled examples of all ranks can be moved, in one pass."""
 
-    def labelled(batch: Batch) -> Tensor:
-        kept = likelihood.labelled(likelihood.align(batch.targets, class_dim))
-        if batch.weights is not None:
-            kept &= (batch.weights.to(kept.device) != 0).reshape(len(kept), -1).any(1)
-        return kept
-
-    inputs, targets = _examples(data, labelled)
+    inputs, targets = labelled_examples(data, likelihood, class_dim)
     numbers = (t.reshape(len(t), -1).double() for t in tensors_in(inputs) if t.is_floating_point())
     x = torch.cat(list(numbers), 1)
     if not len(x):
-        raise NoDistance("none of them has a label")
+        raise NoSubstitute("none of them has a label")
     x -= x.median(0).values  # of which one missing value, coded as -99999999, moves none
     norms = x.square().sum(1)
     squares = torch.cdist(x, x).square().fill_diagonal_(0)
@@ -108,8 +102,8 @@ def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
     zero = squares <= 1e-12 * (norms[:, None] + norms)
     same = targets.reshape(len(targets), -1).unique(dim=0, return_inverse=True)[1]
     order = (~(zero & (same[:, None] == same)).tril(-1).any(1)).nonzero()[:, 0]
-    if len(order) < _LEAST:
-        raise NoDistance(f"only {len(order)} examples differ")
+    if len(order) < LEAST:
+        raise NoSubstitute(f"only {len(order)} examples differ")
     generator = torch.Generator("cpu").manual_seed(0)
     shuffled = [torch.randperm(len(order), generator=generator, device="cpu") for _ in range(2)]
     mixed, source = (one.to(squares.device) for one in shuffled)
@@ -118,7 +112,7 @@ def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
     squares = squares[order][:, order]
     distance, near = squares.masked_fill(zero[order][:, order], torch.inf).min(1)
     if distance.isinf().any():
-        raise NoDistance("all inputs are equal")
+        raise NoSubstitute("all inputs are equal")
     scale = (distance / distance[source]).sqrt().clamp_max(10)
     inputs = map_tensors(lambda t: t[order.to(t.device)], inputs)
     return Moves(inputs, targets[order], source, near[source], scale, squares / squares.median())
@@ -157,7 +151,7 @@ def _outputs(
         with network.guarded():
             f = network.outputs(x)
         if not f.isfinite().all():
-            raise NoDistance("outputs at moved inputs are not finite")
+            raise NoSubstitute("outputs at moved inputs are not finite")
         each.append((f, aligned(likelihood, y, f, network.class_dim)))
     f, y = map(torch.cat, zip(*each, strict=True))
     return f, y
@@ -184,7 +178,7 @@ def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tenso
     are equal."""
     has_classes = likelihood.gives_probabilities and not likelihood.elementwise
     if not has_classes and y.shape != mean.shape:
-        raise NoDistance("their targets do not have the form of the predictions")
+        raise NoSubstitute("their targets do not have the form of the predictions")
     y = y.reshape(len(y), -1)
     y = y[:, :: -(-y.shape[1] // _COLUMNS)]
     known, table = _known(likelihood, y), y
@@ -196,7 +190,7 @@ def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tenso
     average = table.sum(0) / known.sum(0).clamp_min(1)
     table = table.where(known, average)
     if not _errors(likelihood, average.expand(table.shape), y).nanmean() > 0:
-        raise NoDistance("all targets are equal")
+        raise NoSubstitute("all targets are equal")
     found = without_itself(moves.squares, table.flatten(1).to(moves.squares.device))
     return _errors(likelihood, found.view(table.shape).to(y.device), y).nanmean()
 
@@ -205,7 +199,7 @@ def moved(network: Network, moves: Moves, likelihood: Likelihood) -> tuple[Batch
     """Return batches of moved training examples, and the length by which they are moved."""
     if not (likelihood.gives_probabilities or likelihood.real_valued):
         # of four overfitted networks for counts, moved examples made the test NLL of three worse
-        raise NoDistance("the targets are counts, whose rates, exp(f), explode between examples")
+        raise NoSubstitute("the targets are counts, whose rates, exp(f), explode between examples")
     f, y = _outputs(network, likelihood, moves.batches(0.0))
     still = _errors(likelihood, likelihood.mean(f), y).nanmean()
     # no network errs less often at new inputs than in training
@@ -258,11 +252,19 @@ def temperature_of_neighbours(
     return temperature_of(likelihood, *_outputs(network, likelihood, batches))
 
 
-def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Tensor]:
+def labelled_examples(
+    data: Data, likelihood: Likelihood, class_dim: int, most: int = _MOST, real: bool = True
+) -> tuple[Any, Tensor]:
     """Return the inputs and targets of the labelled examples of all ranks, or of some, spread
-    evenly, in their order."""
+    evenly, in their order. Inputs must have ``real`` numbers, if these are compared."""
     parts: list[Any] = []
-    share, most = 1.0, _MOST
+    share, limit = 1.0, most
+
+    def labelled(batch: Batch) -> Tensor:
+        kept = likelihood.labelled(likelihood.align(batch.targets, class_dim))
+        if batch.weights is not None:
+            kept &= (batch.weights.to(kept.device) != 0).reshape(len(kept), -1).any(1)
+        return kept
 
     def some(part: Any) -> Any:
         chosen = part[-1] < share
@@ -273,9 +275,9 @@ def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Ten
 
     try:
         for batch in data:
-            _require_rows(batch)
+            _require_rows(batch, real)
             size = sum(t[:1].nbytes for t in tensors_in(batch.inputs))
-            most = max(_LEAST, min(_MOST, _BYTES // max(1, size)))
+            most = max(LEAST, min(limit, _BYTES // max(1, size)))
             keys = (batch.rows + 1).double() * 0.6180339887498949 % 1  # even among any first rows
             kept = labelled(batch).to(keys.device)
             keys = keys.where(kept, torch.inf)
@@ -283,7 +285,7 @@ def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Ten
             while count(parts) > most:
                 share /= 2
                 parts = list(map(some, parts))
-    except NoDistance as error:
+    except NoSubstitute as error:
         data.fail(error)  # the other ranks wait for this one
         raise
     if data.group.size > 1:
@@ -299,18 +301,19 @@ def _examples(data: Data, labelled: Callable[[Batch], Tensor]) -> tuple[Any, Ten
     try:
         inputs, targets, rows, _ = merged(parts)
     except (RuntimeError, ValueError) as error:
-        raise NoDistance("inputs differ in shape") from error
+        raise NoSubstitute("inputs differ in shape") from error
     order = rows.argsort()
     inputs, targets = map_tensors(lambda t: t[order.to(t.device)], (inputs, targets))
     return inputs, targets
 
 
-def _require_rows(batch: Batch) -> None:
-    """Raise an error if inputs are not tensors with a row for each example, some of them real."""
+def _require_rows(batch: Batch, real: bool) -> None:
+    """Raise an error if inputs are not tensors with a row for each example, or none is ``real``
+    although one should be."""
     tensors, numbers = tensors_in(batch.inputs), (Tensor, bool, int, float, type(None))
-    if not any(t.is_floating_point() for t in tensors):
-        raise NoDistance("inputs hold no real numbers, which distances need")
+    if real and not any(t.is_floating_point() for t in tensors):
+        raise NoSubstitute("inputs hold no real numbers, which distances need")
     is_plain = all(isinstance(leaf, numbers) for leaf in leaves_of(batch.inputs))
     count = len(batch.rows)
     if any(t.layout != torch.strided or t.shape[:1] != (count,) for t in tensors) or not is_plain:
-        raise NoDistance("inputs are not plain tensors with one row for each example")
+        raise NoSubstitute("inputs are not plain tensors with one row for each example")

@@ -159,7 +159,10 @@ class Posterior:
                 "one tuple, la.predict((a, b)), or in a dict by their names."
             )
         check_choice("mean", mean, ("network", "linear"))
-        table = posterior_alone(mean, self.tables[0][0][SCALE])
+        first = self.tables[0][0]
+        table = posterior_alone(mean, first[SCALE])
+        if self.likelihood.gives_probabilities:  # the temperature, if there is one
+            table[:, [MODE, NETWORK]] *= first[MODE] + first[NETWORK]
         return replace(self, training=None, correction=Correction(table))
 
     def room(self) -> float:

@@ -58,6 +58,14 @@ class Plan(NamedTuple):
     """The seconds of a pass, and whether the fit is that of a last layer, whose time is not
     dominated by passes."""
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the fit may take more than five minutes, or more than half of the free memory."""
+        if self.pass_seconds is not None and _PASSES[1] * self.pass_seconds > 5 * _LONG:
+            return True
+        expected, _ = self.memory or (self.vectors, 0.0)
+        return expected > self.free / 2
+
     def __str__(self) -> str:
         expected, most = self.memory or (self.vectors, 2 * self.vectors)
         words = (

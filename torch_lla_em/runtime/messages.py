@@ -17,6 +17,7 @@ CALL = "Call la.calibrate(validation_loader)"
 """The remedy in warnings about predictions as fitted; calibrated predictions do not have these
 warnings."""
 
+_IS_QUIET: ContextVar[bool] = ContextVar("whether nothing is shown", default=False)
 _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
 
 
@@ -42,7 +43,7 @@ def report(kind: Literal["log", "warn"], text: str) -> None:
     for messages in lists:
         if text not in messages:
             messages.append(text)
-    if told:
+    if told or _IS_QUIET.get():
         return
     if kind == "log":
         logger.warning("%s", text)
@@ -58,3 +59,13 @@ def collected(messages: list[str]) -> Iterator[None]:
         yield
     finally:
         _LISTS.reset(token)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show nothing that ``report`` is given in this thread: for a fit that nobody has asked for."""
+    token = _IS_QUIET.set(True)
+    try:
+        yield
+    finally:
+        _IS_QUIET.reset(token)

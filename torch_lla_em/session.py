@@ -21,6 +21,7 @@ from torch_lla_em.inference import (
     Progress,
     State,
     Step,
+    has_memory,
     record,
     settings_of,
     takes_features,
@@ -289,7 +290,7 @@ def memory_of(
     if takes_features(problem, P, plan.num_samples):
         sites = outputs / (example.classes * problem.data.largest_share)
         of_features = settings_of(problem, options, sites, example.classes, room)[1]
-        if of_features <= room:
+        if has_memory(of_features, room):
             return of_features, of_features
     of_one = P + 2 * outputs  # as in Span.bytes_of
     usual, most = (

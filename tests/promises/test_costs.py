@@ -90,6 +90,25 @@ def test_the_plan_knows_the_memory_of_a_last_layer(rows, classes):
     assert 0.4 < allocator.peak / plan.memory[0] < 1.6
 
 
+def test_a_last_layer_that_is_too_large_is_told_beforehand(monkeypatch, caplog):
+    x, y = torch.zeros(1, 512).expand(50_000, 512), torch.arange(50_000) % 1000
+    la = LinearisedLaplace(nn.Linear(512, 1000), "classification", parameters="last_layer")
+    compute = Compute(span_memory=22e9)
+    large = LinearisedLaplace(nn.Linear(512, 1000), "classification", compute=compute)
+    monkeypatch.setattr(FREE, lambda _: 20e9)
+    assert 15e9 < large.plan(x, y).memory[0] < 22e9 and not caplog.messages
+    la.plan(x, y)
+    (words,) = caplog.messages
+    assert "take 20 GB" in words and "Use fewer samples or fewer examples" in words
+    x, y, model = torch.randn(80, 20), torch.arange(80) % 3, network(20, 60, 3)
+    la = LinearisedLaplace(model, "classification", num_samples=4, parameters="last_layer")
+    la = la.fit(x, y, validation=False, em_steps=1, progress_bar=False)
+    assert not any("of this last layer take" in message for message in la.messages)
+    monkeypatch.setattr(FREE, lambda _: 1e6)
+    la = la.fit(x, y, validation=False, em_steps=1, progress_bar=False)
+    assert any("of this last layer take" in message for message in la.messages)
+
+
 def test_one_large_tensor_is_taken_in_batches():
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     model, x = nn.Sequential(*layers, nn.Linear(8, 3)), torch.randn(1000, 3, 64, 64)

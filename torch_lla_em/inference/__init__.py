@@ -1,7 +1,13 @@
 """The four stages of the method, and the EM algorithm that repeats them."""
 
 from torch_lla_em.inference.em import Step
-from torch_lla_em.inference.fit import Progress, learn, settings_of, takes_features
+from torch_lla_em.inference.fit import (
+    Progress,
+    has_memory,
+    learn,
+    settings_of,
+    takes_features,
+)
 from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.mackay import function_space_Mackay_update
 from torch_lla_em.inference.map import optimise_MAP
@@ -20,6 +26,7 @@ __all__ = [
     "Step",
     "function_space_Mackay_update",
     "get_sto_samples",
+    "has_memory",
     "learn",
     "optimise_MAP",
     "optimise_samples",

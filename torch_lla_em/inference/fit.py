@@ -22,7 +22,7 @@ from torch_lla_em.inference.schedule import SpanFit
 from torch_lla_em.inference.span import Span
 from torch_lla_em.inference.state import FitOptions, State, Stored, StoredHead
 from torch_lla_em.inference.sto_samples import get_sto_samples, stochastic_prior
-from torch_lla_em.problem import COPIES, Problem, TargetFacts, form_of_H, sites_of
+from torch_lla_em.problem import COPIES, ENTRIES, Problem, TargetFacts, form_of_H, sites_of
 from torch_lla_em.runtime import DoesNotFit, free_for_each, release, report
 from torch_lla_em.solvers import BlockCG, DivergenceError, is_accurate
 
@@ -237,7 +237,7 @@ def _head_of(
         return None
     sites = head.rows.share.total * head.rows.f.shape[1:-1].numel()
     settings, nbytes = settings_of(problem, options, sites, head.classes, start.memory)
-    if start.state is None and nbytes > start.memory:
+    if start.state is None and not has_memory(nbytes, start.memory):
         return None
     return OverHead(problem, noise, head, settings)
 
@@ -261,10 +261,25 @@ def settings_of(
     draws = 0 if options.curvature == "network" else draws
     many = likelihood.is_softmax and 0 < 4 * draws < classes  # then products take less arithmetic
     of_H = 1 if likelihood.elementwise or not draws else 2 * draws if many else classes
-    outputs = problem.data.largest_share * sites * classes
-    columns = 8 * options.num_samples * (outputs + problem.size)
-    nbytes = ((3 * of_H + 2 * draws) * outputs + columns) * problem.dtype.itemsize
+    outputs, K = problem.data.largest_share * sites * classes, options.num_samples
+    # copies of H, of draws and of outputs, ε, and vectors; and what is in memory of a part
+    numbers = (5 * of_H + 4 * draws + K + 10) * outputs + 8 * K * problem.size
+    numbers += 5 * max(ENTRIES, K * problem.size)
+    nbytes = numbers * problem.dtype.itemsize
     return Settings(0.9 * options.tolerance, memory, draws, many), nbytes
+
+
+def has_memory(nbytes: float, memory: float) -> bool:
+    """Whether a last layer whose products of features take so many bytes has the memory for them.
+    If not, log what would."""
+    if nbytes > memory:
+        report(
+            "log",
+            f"Products of the features of this last layer take {nbytes / 1e9:.2g} GB, and at most "
+            "half of the free memory, or Compute(span_memory=bytes), is used: the fit takes a "
+            "span of directions or a solver. Use fewer samples or fewer examples.",
+        )
+    return nbytes <= memory
 
 
 def by_solver(

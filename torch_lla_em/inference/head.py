@@ -8,8 +8,9 @@ products are then enough, for ten as for a thousand classes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,16 @@ from torch import Tensor
 from torch_lla_em.inference.expectations import Expectations
 from torch_lla_em.inference.linear_problem import LinearProblem
 from torch_lla_em.inference.prior import StochasticPrior
-from torch_lla_em.problem import Hessian, Loss, Outputs, Problem, Sites, gathered
+from torch_lla_em.problem import (
+    ENTRIES,
+    Hessian,
+    Loss,
+    Outputs,
+    Problem,
+    Sites,
+    gathered,
+    parts_of,
+)
 
 BLOCKS = 4000
 """Examples from which the blocks of the preconditioner, and the best scale of q, are found."""
@@ -31,7 +41,7 @@ class Head(NamedTuple):
     """f, targets and weights of this rank's examples."""
 
     h: Tensor
-    """The features, (n, D), with a 1 if the layer has a bias."""
+    """The features, (N, ..., D), with a 1 if the layer has a bias."""
 
     sizes: tuple[int, ...]
     """Those of the layer's weight and bias."""
@@ -47,7 +57,7 @@ class Head(NamedTuple):
         rows = None if kept is None else gathered(problem, kept, 1, sites.most if sites else 1)
         if rows is None or not problem.data.keeps_order:
             return None
-        h = rows.Jw[0].flatten(0, -2).clone()
+        h = rows.Jw[0].clone()
         rows = rows._replace(Jw=rows.Jw[:0].clone())
         return cls(rows, h, tuple(problem.layout.sizes), sites)
 
@@ -66,17 +76,26 @@ class Head(NamedTuple):
         parts = tables.split([size // self.classes for size in self.sizes], 2)
         return torch.cat([part.flatten(1) for part in parts], 1)
 
-    def push(self, w: Tensor) -> Tensor:
-        """Return J w, (N, ..., C, k), for parameters (k, P)."""
-        tables = self.tables(w).permute(2, 1, 0)
-        return (self.h @ tables.reshape(len(tables), -1)).view(*self.rows.f.shape, len(w))
+    def parts(self, columns: int) -> Iterator[slice]:
+        """Yield slices of examples whose outputs of so many columns are in memory at once: a
+        quarter of ``ENTRIES`` (whole, a product of 2,000 x 64 x 50 took a third more), of as many
+        examples as there are features at least, or reading the columns would take longer."""
+        numbers = 4 * self.rows.f[:1].numel() * columns
+        yield from parts_of(len(self.h), min(numbers, ENTRIES // self.h.shape[-1]))
 
-    def pull(self, u: Tensor) -> Tensor:
-        """Return Jᵀ u, (k, P), for u (N, ..., C, k) of every rank."""
-        pulled = u.reshape(len(self.h), self.classes * u.shape[-1]).T @ self.h
-        tables = pulled.view(self.classes, u.shape[-1], -1).transpose(0, 1)
-        total: Tensor = self.rows.share.group.sum(self.vectors(tables))
-        return total
+    def push(self, w: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Return J w of these examples, (n, ..., C, k), for parameters (k, P)."""
+        tables, h = self.tables(w).permute(2, 1, 0), self.h[rows]
+        return (h @ tables.reshape(len(tables), -1)).view(*h.shape[:-1], self.classes, len(w))
+
+    def pull(self, parts: Iterable[tuple[slice, Tensor]]) -> Tensor:
+        """Return Jᵀ u, (k, P), for parts of u, (n, ..., C, k), and of every rank's examples."""
+        products = (
+            u.flatten(-2).flatten(0, -2).T @ self.h[rows].flatten(0, -2) for rows, u in parts
+        )
+        tables = reduce(torch.add, products).view(self.classes, -1, self.h.shape[-1])
+        pulled: Tensor = self.rows.share.group.sum(self.vectors(tables.transpose(0, 1)))
+        return pulled
 
     def blocks(self, H: Hessian, scale: Tensor, memory: float) -> tuple[Tensor, Tensor | None]:
         """Return the blocks of G of all classes, (C, D, D), from some examples, in parameters
@@ -85,7 +104,7 @@ class Head(NamedTuple):
         If they exceed the memory, return what is on their diagonals, (C, D), in an eigenbasis that
         all classes share, (D, D)."""
         step = max(1, len(self.rows.f) // BLOCKS)
-        h = self.h.view(*self.rows.f.shape[:-1], -1)[::step].flatten(0, -2)
+        h = self.h[::step].flatten(0, -2)
         curvature = H.diagonal(slice(None, None, step)).flatten(0, -2) * step
         group, table = self.rows.share.group, self.tables(scale[None])[0]
         C, D = table.shape
@@ -196,15 +215,20 @@ class HeadProblem(LinearProblem):
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w, (K, P)."""
-        Jw = self.head.push(w)
-        return self.head.pull(self.H.product(Jw.flatten(0, -2)).view_as(Jw))
+        return self.head.pull(
+            (rows, self._of_part(self.head.push(w, rows), rows)) for rows in self.head.parts(len(w))
+        )
+
+    def _of_part(self, Jw: Tensor, rows: slice) -> Tensor:
+        """Return H J w of these examples, (n, ..., C, k)."""
+        return self.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss, in expectation if there are draws, and its gradient, (P,), for w
         (P,)."""
         outputs = self.head.push(w[None])[..., 0]
         loss, slope = self.expected.loss_and_slope(self.loss, outputs, self.deviations)
-        return loss, self.head.pull(slope[..., None])[0]
+        return loss, self.head.pull([(slice(None), slope[..., None])])[0]
 
     def with_curvature_at(self, w: Tensor) -> HeadProblem:
         """Return this problem with H of the expected loss at J w."""

@@ -74,7 +74,9 @@ class OverHead:
         self.loss = problem.loss(head.rows.targets, head.rows.weights)
         draws, many = settings.draws, settings.many
         self.expected = Expectations(self.f, self.share, noise.seed, draws, many)
-        self._epsilon = noise.epsilon(self.share.numbers, self.f)
+        self._epsilon = self.f.new_empty(len(noise.xi), *self.f.shape)
+        for rows in head.parts(len(noise.xi)):
+            self._epsilon[:, rows] = noise.epsilon(self.share.numbers[rows], self.f[rows])
 
     # EM's linear model
 
@@ -82,7 +84,10 @@ class OverHead:
         """Return the problem at H of a state, its random probes, and the solvers; they are accurate
         if EM has ended."""
         H, inverse = q.in_head.H, self._inverse(q)
-        eta = self.span.pull(H.root(self._epsilon).movedim(0, -1))
+        eta = self.span.pull(
+            (rows, H.root(self._epsilon[:, rows], rows).movedim(0, -1))
+            for rows in self.span.parts(len(self._epsilon))
+        )
         tolerance = self.settings.tolerance
         of_samples, of_mean = (
             (max(near, tolerance) for near in NEAR) if _is_near(q.fate.moved) else LOOSE
@@ -114,7 +119,13 @@ class OverHead:
         """Return the problem with the loss in expectation over the posterior, or as it is."""
         if not self.expected.number:
             return problem
-        return replace(problem, deviations=self.expected.deviations(self.span.push(samples.w)))
+        return replace(problem, deviations=self._deviations(samples.w))
+
+    def _deviations(self, samples: Tensor) -> Tensor:
+        """Return draws of the outputs less J m, (S, N, ..., C)."""
+        parts = self.span.parts(len(samples))
+        drawn = [self.expected.deviations(self.span.push(samples, rows), rows) for rows in parts]
+        return torch.cat(drawn, 1)
 
     def found(
         self, q: State, samples: PosteriorSamples, mode: Minimum, problem: HeadProblem
@@ -151,8 +162,13 @@ class OverHead:
         if self.expected.number:
             H = towards(self.expected.H(self.loss, torch.zeros_like(self.f), None), H, 0.5)
         if precision is None:
-            variance = self.span.push(prior.scale * xi).square().reshape(-1, len(xi))
-            precision = START * self.share.mean(variance).mean().item()
+            variance = torch.cat(
+                [
+                    self.span.push(prior.scale * xi, rows).square().mean(-1)
+                    for rows in self.span.parts(len(xi))
+                ]
+            )
+            precision = START * self.share.mean(variance.flatten()).item()
         mean = self.problem.w_MAP * (prior.scale > 0)
         q = State(xi.new_tensor(precision, dtype=torch.float64), None, mean)
         return self.curved(q, H)
@@ -177,17 +193,18 @@ class OverHead:
         H = H._replace(values=self.share.rows_here(stored.H))
         deviations, outputs = NONE_YET, self.span.push(q.mean[None])[..., 0]
         if self.expected.number:
-            deviations = self.expected.deviations(self.span.push(q.samples))
+            deviations = self._deviations(q.samples)
         return q._replace(head=OfHead(H, stored.blocks, outputs, deviations))
 
     # λ
 
     def ahead(self, q: State, H: Hessian) -> float:
         """Return by how much γ is larger at another H, with the same samples."""
-        pushed = self.span.push(q.samples).flatten(0, -2)
-        apart = ((H.product(pushed) - q.in_head.H.product(pushed)) * pushed).sum(
-            dtype=torch.float64
-        )
+        apart = q.samples.new_zeros((), dtype=torch.float64)
+        for rows in self.span.parts(len(q.samples)):
+            pushed = self.span.push(q.samples, rows).flatten(0, -2)
+            change = H.product(pushed, rows) - q.in_head.H.product(pushed, rows)
+            apart += (change * pushed).sum(dtype=torch.float64)
         return float(self.share.group.sum(apart)) / len(q.samples)
 
     def best_scale(self, q: State, gamma: float) -> float:

@@ -130,9 +130,8 @@ def at_examples(over: OverSpan | OverHead, q: State) -> tuple[Tensor, Tensor]:
     (_, *outputs), K, N = over.f.shape, len(q.samples), over.share.total
     number = min(N, EXAMPLES, NUMBERS // max(1, K * math.prod(outputs)))
     chosen = torch.linspace(0, N - 1, number, device="cpu").round().long()
-    pushed = over.span.push(q.samples)
-    places, rows = (part.to(pushed.device) for part in over.share.find(chosen))
-    Jw = pushed[rows]
+    places, rows = (part.to(over.f.device) for part in over.share.find(chosen))
+    Jw = over.span.push(q.samples, rows=rows)
     curved = q.of_examples.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
     both = Jw.movedim(-1, 1).contiguous(), Jw.flatten(1, -2).mT @ curved.flatten(1, -2) / K
     every = [part.new_zeros(number, *part.shape[1:]).index_copy_(0, places, part) for part in both]

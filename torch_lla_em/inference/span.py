@@ -125,8 +125,11 @@ class Span:
 
     # outputs
 
-    def push(self, coordinates: Tensor, exact: bool = False) -> Tensor:
-        """Return J Vᵀ c, (N, ..., C, k), for coordinates c (k, m); in float64 if ``exact``."""
+    def push(
+        self, coordinates: Tensor, exact: bool = False, rows: slice | Tensor = slice(None)
+    ) -> Tensor:
+        """Return J Vᵀ c of these examples, (n, ..., C, k), for coordinates c (k, m); in float64 if
+        ``exact``."""
         like, start = self.stored[0], 0
         dtype = torch.float64 if exact else like.dtype
         total = like.new_zeros(len(like), len(coordinates), dtype=dtype)
@@ -134,7 +137,7 @@ class Span:
         for block in self.stored:
             total.addmm_(block.to(dtype), c[start : start + block.shape[1]])
             start += block.shape[1]
-        return total.view(*self.rows.f.shape, len(coordinates))
+        return total.view(*self.rows.f.shape, len(coordinates))[rows]
 
     def pull(self, u: Tensor, start: int = 0) -> Tensor:
         """Return (J V)ᵀ u from direction ``start`` on, (k, m - start), for u (N ... C, k) of every

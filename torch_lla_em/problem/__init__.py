@@ -2,6 +2,7 @@
 
 from torch_lla_em.problem.hessian import (
     COPIES,
+    ENTRIES,
     AtOutputs,
     Blocks,
     Diagonal,
@@ -9,6 +10,7 @@ from torch_lla_em.problem.hessian import (
     Hessian,
     form_of_H,
     functions,
+    parts_of,
     root_of,
     towards,
 )
@@ -22,6 +24,7 @@ from torch_lla_em.problem.sweep import FEW
 
 __all__ = [
     "COPIES",
+    "ENTRIES",
     "FEW",
     "KEPT_OUTPUTS",
     "AtOutputs",
@@ -40,6 +43,7 @@ __all__ = [
     "functions",
     "gathered",
     "output_probes",
+    "parts_of",
     "place_of_vectors",
     "prepare",
     "pull_back",

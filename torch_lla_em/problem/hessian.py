@@ -43,9 +43,9 @@ class Diagonal(NamedTuple):
         """Return the diagonal of H of these examples, (n, ..., C)."""
         return self.values[rows]
 
-    def root(self, epsilon: Tensor) -> Tensor:
-        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        return self.values.clamp_min(0).sqrt() * epsilon
+    def root(self, epsilon: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return S ε, (K, n, ..., C), with S Sᵀ = H of these examples."""
+        return self.values[rows].clamp_min(0).sqrt() * epsilon
 
 
 class Blocks(NamedTuple):
@@ -63,12 +63,12 @@ class Blocks(NamedTuple):
         """Return the diagonal of H of these examples, (n, ..., C)."""
         return self.values[rows].diagonal(dim1=-2, dim2=-1)
 
-    def root(self, epsilon: Tensor) -> Tensor:
-        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        root = torch.empty_like(epsilon)
-        for rows in parts_of(len(self.values), self.values[:1].numel()):
-            u = epsilon[:, rows].movedim(0, -2) @ root_of(self.values[rows]).mT
-            root[:, rows] = u.movedim(-2, 0)
+    def root(self, epsilon: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return S ε, (K, n, ..., C), with S Sᵀ = H of these examples."""
+        H, root = self.values[rows], torch.empty_like(epsilon)
+        for some in parts_of(len(H), H[:1].numel()):
+            u = epsilon[:, some].movedim(0, -2) @ root_of(H[some]).mT
+            root[:, some] = u.movedim(-2, 0)
         return root
 
 
@@ -98,11 +98,11 @@ class AtOutputs(NamedTuple):
             parts.append(H if elementwise else H.diagonal(dim1=-2, dim2=-1))
         return torch.cat(parts)
 
-    def root(self, epsilon: Tensor) -> Tensor:
-        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        root = torch.empty_like(epsilon)
-        for some in parts_of(len(self.values), self.values[:1].numel()):
-            root[:, some] = self.loss.part(some).root(self.values[some], epsilon[:, some])
+    def root(self, epsilon: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return S ε, (K, n, ..., C), with S Sᵀ = H of these examples."""
+        f, loss, root = self.values[rows], self.loss.part(rows), torch.empty_like(epsilon)
+        for some in parts_of(len(f), f[:1].numel()):
+            root[:, some] = loss.part(some).root(f[some], epsilon[:, some])
         return root
 
 
@@ -132,13 +132,13 @@ class Draws(NamedTuple):
         P = self.values[rows]
         return diagonal_of(P) - P.square().sum(-2)
 
-    def root(self, epsilon: Tensor) -> Tensor:
-        """Return S ε, (K, N, ..., C), with S Sᵀ = H."""
-        root = torch.empty_like(epsilon)
-        for some in parts_of(len(self.values), self.values[:1].numel()):
+    def root(self, epsilon: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return S ε, (K, n, ..., C), with S Sᵀ = H of these examples."""
+        drawn, root = self.values[rows], torch.empty_like(epsilon)
+        for some in parts_of(len(drawn), drawn[:1].numel()):
             # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has
             # eigenvalues up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
-            P = self.values[some].double()
+            P = drawn[some].double()
             size = diagonal_of(P).sqrt().unsqueeze(-1)
             A = P.mT / size.clamp_min(torch.finfo(P.dtype).tiny)
             values, vectors = torch.linalg.eigh(A.mT @ A)

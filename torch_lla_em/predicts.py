@@ -269,7 +269,8 @@ class Predicts(Holder, nn.Module):
         predicted entropy, or by the predicted mean and noise. For images, the result also shows how
         well ``is_ood`` detects shifted copies of up to 200 examples. For a regression with one
         observation noise, ``residuals`` is a test of whether the size of residuals depends on the
-        inputs, at a level of 5 %; if it does, the result names the likelihood to use.
+        inputs, at a level of 5 %, through the noise or through the network's errors; if it does,
+        the result names the likelihood to use.
 
         Args:
             x (DataLoader, Dataset, list of batches, or inputs): Data that neither ``fit`` nor

@@ -36,8 +36,8 @@ _BLIND, _UNFLAGGED = 0.7, 0.2
 with this AUROC is 0.18."""
 
 _ALARM = 0.05
-"""The rate at which a regression whose noise is the same everywhere is said to need another
-likelihood."""
+"""The p-value up to which a regression with one noise is said to need another likelihood. At most
+this share of tests has a smaller one if neither the noise nor the network's errors depend on x."""
 
 _WITHOUT_SETS = (
     "No coverage was measured: sets and intervals are for one label, or one row of values, per "

@@ -1,5 +1,6 @@
 """Fits of a last layer by products of its features, against dense matrices in double precision."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -21,6 +22,10 @@ def fit_of(name, draws=40, many=False, memory=1e9, em_steps=0, precision=3.0):
     case = tiny(name)
     pieces = batched((9, 20), case.x, case.y)
     problem = problem_of(case.model, likelihood_of(name), pieces, ["2.*"])
+    return posterior_of(problem, draws, many, memory, em_steps, precision)
+
+
+def posterior_of(problem, draws=0, many=False, memory=1e9, em_steps=0, precision=3.0):
     problem.loss_and_gradient(problem.zeros(1)[0])
     noise = basis_noise(problem, g_prior=True, layerwise=False)
     settings = Settings(1e-7, memory, draws, many)
@@ -83,6 +88,42 @@ def test_it_is_the_dense_posterior_at_the_networks_outputs(name):
     assert_close(q.bounds.mean(), -loss - 0.5 * kl, rtol=1e-4, atol=1e-4)
     _, q = fit_of(name, draws=0, em_steps=20, precision=30.0)
     assert abs((q.gamma.mean() / q.norm / q.precision).log()) < 0.06
+
+
+@pytest.mark.parametrize("form", ["weights", "unlabelled", "sites", "no bias", "bias fixed"])
+def test_every_form_of_a_last_layer_is_the_dense_posterior(form):
+    case, weights = tiny("classification"), None
+    model, x, y = copy.deepcopy(case.model), case.x, case.y
+    if form == "weights":
+        weights = torch.rand(30, generator=torch.Generator().manual_seed(0)).double() + 0.1
+    elif form == "unlabelled":
+        y = torch.where(torch.arange(30) % 3 == 0, -100, y)
+    elif form == "sites":
+        x, y = x.view(10, 3, 2), y.view(10, 3).clone()
+        y[:4, 1] = -100
+    elif form == "no bias":
+        model[2] = nn.Linear(4, 3, bias=False).double()
+    names = ["2.weight" if form == "bias fixed" else "2.*"]
+    parts, last = ((x, y), None) if weights is None else ((x, y, weights), "last")
+    pieces = batched((3, 7), *parts)
+    problem = problem_of(model, likelihood_of("classification"), pieces, names, last)
+    over, q = posterior_of(problem)
+    sizes, scale = over.span.sizes, over.noise.prior.scale
+
+    def loss(w, shift=0):
+        parts = dict(zip(problem.layout.names, w.split(sizes), strict=True))
+        parts = {name: part.view_as(model.get_parameter(name)) for name, part in parts.items()}
+        f = (torch.func.functional_call(model, parts, x) - shift).flatten(0, -2)
+        losses = nn.functional.cross_entropy(f, y.flatten(), reduction="none")
+        return losses.sum() if weights is None else losses @ weights
+
+    A = scale[:, None] * torch.func.hessian(loss)(problem.w_MAP) * scale + 3 * torch.eye(len(scale))
+    z, m = q.samples / scale, q.mean / scale
+    assert_close(z.T @ z / len(z), torch.linalg.inv(A), rtol=1e-6, atol=1e-8)
+    shift = model[2].bias.detach() if form == "bias fixed" else 0  # which is no part of J w
+    assert_close(scale * torch.func.grad(loss)(q.mean, shift), -3 * m, rtol=1e-6, atol=1e-6)
+    assert_close(q.gamma.mean(), len(A) - 3 * torch.linalg.inv(A).trace(), rtol=1e-6, atol=0)
+    assert q.loss == pytest.approx(loss(q.mean, shift).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "classification"])

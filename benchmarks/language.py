@@ -7,8 +7,8 @@ ten pages eight are for training, one for validation and one for the test. The s
 test NLL in nats of the network, of the network with a temperature, and of the posterior over the
 last layer, as fitted and calibrated. Expect 2.63, 2.55, 2.56 and 2.51. As fitted, the posterior has
 a temperature from a posterior of all parameters; without it the NLL is 2.71, because its features
-were learnt from the same windows. This takes three times as long as the training, and the rest of
-the fit as long as the training.
+were learnt from the same windows. This takes three to five times as long as the training, and
+the rest of the fit as long as the training.
 """
 
 import time

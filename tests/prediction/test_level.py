@@ -156,3 +156,11 @@ def test_weights_and_several_labels_stay_as_they_were(memorised):
     sites = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     la = fit(sites, x, (x > 5).long())
     assert any("several labels" in words for words in la.messages)
+
+
+@pytest.mark.cuda
+def test_a_temperature_on_a_gpu(memorised):
+    model, x, y = memorised
+    la = fit(copy.deepcopy(model).cuda(), x.cuda(), y.cuda())
+    assert la.mixture.is_cuda
+    assert temperature(la) == pytest.approx(temperature(fit(model, x, y)), rel=0.1)

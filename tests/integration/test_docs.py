@@ -43,6 +43,12 @@ def run_page(name, **names):
     return names
 
 
+def test_code_on_pages_has_the_syntax_of_python():
+    for path in (ROOT / "docs").glob("*.md"):
+        for block in blocks(path.stem):
+            compile(block, path.name, "exec")
+
+
 def test_the_readme_prints_what_it_shows(capsys):
     pytest.importorskip("sklearn")
     code, shown = re.findall(r"```(?:python|text)\n(.*?)```", README, re.DOTALL)

@@ -253,6 +253,17 @@ class Named(nn.Module):
         return self.net(torch.cat([columns, last[:, None]], 1))
 
 
+def test_many_examples_are_moved_only_if_asked(memorised, monkeypatch):
+    model, x, y, _ = memorised
+    monkeypatch.setattr(sys.modules["torch_lla_em.prediction.calibrate"], "MANY", len(x) - 1)
+    la = fit(model, x, y, parameters="last_layer")
+    assert la.calibration is None and "have a temperature" in la.messages[-1]
+    assert la.calibrate().calibration.length >= 1
+    onehot = nn.functional.one_hot(y, 2).float()
+    real = fit(model, x, onehot, parameters="last_layer", likelihood="regression")
+    assert real.calibration is not None
+
+
 def test_a_calibration_that_nobody_asked_for_never_loses_a_fit(monkeypatch):
     x, y = blobs(80, noise=0.3)
     model = trained(x, y)

@@ -18,7 +18,7 @@ from torch_lla_em.prediction.calibration import (
     reference_of,
 )
 from torch_lla_em.prediction.level import at_level
-from torch_lla_em.prediction.moved import Batches, NoSubstitute, moved, moves_of
+from torch_lla_em.prediction.moved import MANY, Batches, NoSubstitute, moved, moves_of
 from torch_lla_em.prediction.numbers import temperature_of
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Fitted, Posterior, Posteriors, Record, required
@@ -89,7 +89,7 @@ def calibrated_on_moved(
 
     Raises:
         NoSubstitute: If training examples cannot be moved or have changed, or if the user has not
-            ``asked`` for it and inputs are not columns.
+            ``asked`` for it and inputs are not columns, or labels are too many.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
     network, group = setting.linear_model.network, group_of(setting.shard)
@@ -99,6 +99,8 @@ def calibrated_on_moved(
         first = group.agree(lambda: tensors_in(data.first().inputs))
         if not asked and any(t.dim() > 2 for t in first):
             raise NoSubstitute("only columns of numbers are compared without being asked")
+        if not asked and likelihood.gives_probabilities and (posterior.num_data or 0) > MANY:
+            raise NoSubstitute(f"there are more than {MANY:,}, of which only a part is compared")
         moves = moves_of(data, likelihood, network.class_dim)
         share, compared = data.facts.shared_with(posterior.trained_on)
         if compared and posterior.trained_on and share < 1:

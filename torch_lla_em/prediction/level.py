@@ -27,8 +27,6 @@ _MOST = 800
 if there are more. With 200 instead of 400 windows of text the temperature was too high: the test
 NLL was 1.19 instead of 1.02 times that of temperature scaling."""
 
-_HALVINGS = 30
-
 
 def at_level(
     posterior: Posterior, loader: Loader, fit_all: Callable[[Batches], Posterior]
@@ -91,7 +89,7 @@ def _least_factor(posterior: Posterior, own: Pushforward, level: float) -> float
     low, high = 0.0, 1.0
     if not value(low) < level:
         raise NoSubstitute("a posterior of all parameters predicts no better than chance")
-    for _ in range(_HALVINGS):
+    for _ in range(30):
         middle = (low + high) / 2
         low, high = (low, middle) if value(middle) > level else (middle, high)
     return high

@@ -63,17 +63,14 @@ from torch_lla_em.runtime import (
     check_choice,
     check_whole,
     check_within,
+    collected,
     files,
     group_of,
-    quiet,
     refuse_former,
     report,
     require,
 )
 from torch_lla_em.session import Session
-
-_FEW_SAMPLES = 4
-"""Samples of the posterior of all parameters that a temperature is taken from."""
 
 _FORMER = {
     "loader": "pass it as x",
@@ -463,7 +460,7 @@ class LinearisedLaplace(Predicts):
         whole = LinearisedLaplace(
             self.model,
             self._given_likelihood,
-            num_samples=_FEW_SAMPLES,
+            num_samples=4,  # only one temperature is taken from them
             class_dim=network.class_dim,
             adapter=Adapter(self.adapter.outputs),
             seed=self.seed,
@@ -477,7 +474,7 @@ class LinearisedLaplace(Predicts):
                 "free memory"
             )
         options = whole._options(em_steps=20, prior_precision=None)
-        with quiet():
+        with collected([], is_shown=False):
             return whole._fit(part, None, options, False, None)
 
     def _options(self, **of_fit: Any) -> FitOptions:

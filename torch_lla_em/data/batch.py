@@ -29,7 +29,7 @@ Tally = dict[int, tuple[int, Tensor]]
 """For each piece of the first pass, by the number of its first example: the number of outputs, and
 that of labelled examples, ()."""
 
-_IGNORED = -100
+_IGNORED = nn.CrossEntropyLoss().ignore_index
 _UNSIGNED = torch.uint16, torch.uint32, torch.uint64  # for which torch has few operations
 
 

@@ -27,17 +27,17 @@ _FEWEST, _CLEAR = 10, 3.0
 """Smallest number of examples of a group, and number of standard errors by which its coverage has
 to be below the level to count as low; it is large because there are many groups."""
 
-_COPIES, _AT_ONCE, _RATE = 200, 50, 0.05
-"""Largest number of images of which shifted copies are made, the number of images at once, and the
-rate of false alarms at which copies are flagged."""
+_COPIES, _AT_ONCE = 200, 50
+"""Largest number of images of which shifted copies are made, and the number of images at once."""
+
+_RATE = 0.05
+"""The rate of false alarms at which copies are flagged, and the p-value up to which a regression
+with one noise is said to need another likelihood. At most this share of tests has a smaller one if
+neither the noise nor the network's errors depend on x."""
 
 _BLIND, _UNFLAGGED = 0.7, 0.2
 """The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores
 with this AUROC is 0.18."""
-
-_ALARM = 0.05
-"""The p-value up to which a regression with one noise is said to need another likelihood. At most
-this share of tests has a smaller one if neither the noise nor the network's errors depend on x."""
 
 _WITHOUT_SETS = (
     "No coverage was measured: sets and intervals are for one label, or one row of values, per "
@@ -112,7 +112,7 @@ class Check(Printed):
                 "rely on is_ood for such shifts."
             )
         found = self.residuals
-        if found is not None and found.p_value <= _ALARM:
+        if found is not None and found.p_value <= _RATE:
             lines.append(
                 "The size of residuals depends on the inputs (permutation test, p = "
                 f"{found.p_value:.3f}; correlation {found.correlation:.2f} with "

@@ -19,7 +19,6 @@ from torch_lla_em.prediction.moved import LEAST, Batches, NoSubstitute, labelled
 from torch_lla_em.prediction.numbers import log_probs
 from torch_lla_em.prediction.passes import pushed
 from torch_lla_em.prediction.posterior import Posterior
-from torch_lla_em.prediction.pushforward import Pushforward
 from torch_lla_em.runtime import CALL, group_of, report
 
 _MOST = 800
@@ -46,14 +45,24 @@ def at_level(
         part = [labelled_examples(data, likelihood, network.class_dim, _MOST, real=False)]
         if len(part[0][1]) < LEAST:
             raise NoSubstitute(f"there are only {len(part[0][1])} examples with a label")
-        own = _at(posterior, part)
-        if own.f.dim() > 2:
+        if part[0][1].dim() > 1:
             raise NoSubstitute("an example has several labels")
         whole = fit_all(part)
-        level = log_probs([_at(whole, part)], whole.tables).mean()
-        a = _least_factor(posterior, own, level.item())
-    if a == 1:
-        return posterior
+        read = (
+            replace(each, setting=each.setting._replace(target_fn=None))
+            for each in (posterior, whole)
+        )
+        own, of_all = (pushed((each,), part)[1] for each in read)
+        level = log_probs([of_all], whole.tables).mean().item()
+        low, high, a = 0.0, 1.0, 1.0
+        for _ in range(30):
+            is_surer = log_probs([own], tempered(posterior, a)).mean().item() > level
+            low, high = (low, a) if is_surer else (a, high)
+            if low == high:
+                return posterior
+            a = (low + high) / 2
+        if not low:
+            raise NoSubstitute("a posterior of all parameters predicts no better than chance")
     words = (
         f"Predictions have a temperature of {1 / a:.3g}, because the features were learnt from the "
         "same labels: with it they are as certain of training labels as a posterior of all "
@@ -70,26 +79,3 @@ def tempered(posterior: Posterior, a: float) -> torch.Tensor:
     table[:, [MODE, NETWORK]] *= a
     table[:, SCALE] *= a**2
     return table
-
-
-def _at(posterior: Posterior, part: Batches) -> Pushforward:
-    read = replace(posterior, setting=posterior.setting._replace(target_fn=None))
-    return pushed((read,), part)[1]
-
-
-def _least_factor(posterior: Posterior, own: Pushforward, level: float) -> float:
-    """Return the factor of logits, between 0 and 1, at which the mean log-probability of labels
-    has fallen to the level."""
-
-    def value(a: float) -> float:
-        return log_probs([own], tempered(posterior, a)).mean().item()
-
-    if value(1.0) <= level:
-        return 1.0
-    low, high = 0.0, 1.0
-    if not value(low) < level:
-        raise NoSubstitute("a posterior of all parameters predicts no better than chance")
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if value(middle) > level else (middle, high)
-    return high

@@ -12,7 +12,7 @@ from torch_lla_em.runtime.memory import (
     shortage_of,
     suppressed,
 )
-from torch_lla_em.runtime.messages import CALL, collected, or_float64, quiet, report
+from torch_lla_em.runtime.messages import CALL, collected, or_float64, report
 from torch_lla_em.runtime.modes import ONE_AT_A_TIME, tf32, without_autocast
 from torch_lla_em.runtime.noise import normals
 from torch_lla_em.runtime.options import (
@@ -48,7 +48,6 @@ __all__ = [
     "is_shortage",
     "normals",
     "or_float64",
-    "quiet",
     "refuse_former",
     "release",
     "report",

@@ -17,7 +17,7 @@ CALL = "Call la.calibrate(validation_loader)"
 """The remedy in warnings about predictions as fitted; calibrated predictions do not have these
 warnings."""
 
-_IS_QUIET: ContextVar[bool] = ContextVar("whether nothing is shown", default=False)
+_IS_SHOWN: ContextVar[bool] = ContextVar("whether messages are shown", default=True)
 _LISTS: ContextVar[tuple[list[str], ...]] = ContextVar("lists of messages", default=())
 
 
@@ -43,7 +43,7 @@ def report(kind: Literal["log", "warn"], text: str) -> None:
     for messages in lists:
         if text not in messages:
             messages.append(text)
-    if told or _IS_QUIET.get():
+    if told or not _IS_SHOWN.get():
         return
     if kind == "log":
         logger.warning("%s", text)
@@ -52,20 +52,13 @@ def report(kind: Literal["log", "warn"], text: str) -> None:
 
 
 @contextmanager
-def collected(messages: list[str]) -> Iterator[None]:
-    """Append the texts of ``report`` in this thread to ``messages``, each text once."""
-    token = _LISTS.set((*_LISTS.get(), messages))
+def collected(messages: list[str], is_shown: bool = True) -> Iterator[None]:
+    """Append the texts of ``report`` in this thread to ``messages``, each text once. Without
+    ``is_shown``, which is for fits that the user has not asked for, they are not shown."""
+    lists = _LISTS.set((*_LISTS.get(), messages))
+    shown = _IS_SHOWN.set(is_shown and _IS_SHOWN.get())
     try:
         yield
     finally:
-        _LISTS.reset(token)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Show nothing that ``report`` is given in this thread: for a fit that nobody has asked for."""
-    token = _IS_QUIET.set(True)
-    try:
-        yield
-    finally:
-        _IS_QUIET.reset(token)
+        _LISTS.reset(lists)
+        _IS_SHOWN.reset(shown)

@@ -178,8 +178,8 @@ class Student(Printed, nn.Module):
         return self
 
     def monitor(self, rate: float = 0.01, *, level: float = 0.9, seed: int = 0) -> Monitor:
-        """Return a monitor of new inputs, which ever raises a false alarm with a probability of at
-        most ``rate``. The arguments are those of ``la.monitor``."""
+        """Return a monitor of new inputs. The probability that it ever raises a false alarm is at
+        most ``rate``; ``level`` and ``seed`` are as for ``la.monitor``."""
         return Monitor(self, rate, level, seed)
 
     def note(self, error: StudentError) -> Student:

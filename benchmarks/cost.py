@@ -14,7 +14,7 @@ the same network in the same run. Last layers of made data have NLLs on 2,000 fu
 laplace-torch's Kronecker factors and full matrix of the last layer beside them. Lines go to
 results/cost.jsonl.
 
-Expected: trainings 1 to 8 for fits of a few thousand examples, 3 to 300 for last layers; predict F 1 to 60; served 8 0.3 to 13.
+Expected: trainings 1 to 8 for fits of a few thousand examples, .3 to 60 for last layers; predict F 1 to 60; served 8 0.3 to 13.
 """
 
 import argparse

@@ -117,7 +117,11 @@ COSTS = FIT | {
     "laplace_torch": "laplace-torch KFAC, s",
 }
 UNSEEN = tuple(
-    f"last layer, {size}" for size in ("1000 x 50 x 7", "5000 x 512 x 10", "2000 x 64 x 50")
+    f"last layer, {size}"
+    for size in (
+        *("1000 x 50 x 7", "2000 x 128 x 10", "5000 x 512 x 10", "30000 x 256 x 10"),
+        *("50000 x 512 x 10", "2000 x 64 x 50", "20000 x 256 x 100"),
+    )
 )
 LAST_LAYERS = {
     "seconds": "fit, s",

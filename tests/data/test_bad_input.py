@@ -213,7 +213,7 @@ def test_questions_about_one_example_or_other_inputs_name_the_remedy(tmp_path):
             (TypeError, r"Pass arrays or lists as torch.tensor\(x\)", X.tolist()),
             (TypeError, r"torch.stack\(x\)", list(X)),
             (TypeError, "to_numpy", FRAME),
-            (TypeError, "weights torch.float32 .* the training data in the new dtype", X.double()),
+            (TypeError, "weights torch.float32 .* dtype of the training data", X.double()),
         ):
             with pytest.raises(error, match=message):
                 each(x)

@@ -101,8 +101,8 @@ class Network:
         (one, *_), (other, *_) = given, expected
         raise TypeError(
             f"Inputs have the dtype {one}, but the network's weights {other} ({error}). Pass "
-            f"inputs.to({other}). If the network was converted after fit, its dtype differs from "
-            "that of the training data: pass the training data in the new dtype, too."
+            f"inputs.to({other}). If the network was converted after fit, it no longer has the "
+            "dtype of the training data: pass these in the new dtype, too."
         ) from error
 
     @contextmanager

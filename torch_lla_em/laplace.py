@@ -359,8 +359,9 @@ class LinearisedLaplace(Predicts):
                 Default None: no validation set. If only some of the network's parameters are in the
                 posterior (a last layer, or a head on a frozen backbone) and the inputs are columns
                 of numbers, predictions are calibrated on moved training examples, as by
-                ``calibrate()``. With other inputs, class probabilities get a temperature from a
-                small posterior of all parameters. False: predictions stay as fitted.
+                ``calibrate()``. With other inputs, or more than 10,000 labels, class probabilities
+                get a temperature from a small posterior of all parameters. False: predictions stay
+                as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the
                 data.

@@ -63,8 +63,6 @@ def test_every_logit_has_the_temperature(memorised):
     la, own = fit(model, x, y), fit(model, x, y, validation=False)
     T, (new, _) = temperature(la), windows(50, seed=2)
     for mean in ("network", "linear"):
-        found, expected = (one.predict(new, mean=mean).log_prob for one in (la, own))
-        del found, expected
         found, expected = (one.predict(new, mean=mean) for one in (la, own))
         torch.testing.assert_close(found.samples, expected.samples / T)
 

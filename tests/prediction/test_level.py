@@ -126,6 +126,16 @@ def test_what_is_left_as_fitted(memorised):
     assert sure is plain.posterior  # where all parameters are as certain
 
 
+def test_a_frozen_backbone_costs_no_pass_over_the_data(memorised, monkeypatch):
+    model, x, y = memorised
+
+    def read(*_, **__):
+        raise AssertionError("all examples are read")
+
+    monkeypatch.setattr("torch_lla_em.prediction.level.labelled_examples", read)
+    assert any("require gradients" in words for words in fit(frozen(model), x, y).messages)
+
+
 def frozen(model):
     model = copy.deepcopy(model)
     model[:-1].requires_grad_(False)

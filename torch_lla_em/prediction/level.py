@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from torch_lla_em.data import Data, Loader
+from torch_lla_em.jacobian import select_parameters
 from torch_lla_em.prediction.calibration import Correction
 from torch_lla_em.prediction.mixture import MODE, NETWORK, SCALE
 from torch_lla_em.prediction.moved import LEAST, Batches, NoSubstitute, labelled_examples
@@ -37,7 +38,10 @@ def at_level(
         NoSubstitute: If that does not determine a temperature.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
-    network = setting.linear_model.network
+    network, layout = setting.linear_model.network, setting.linear_model.layout
+    # before all examples are read
+    if {*select_parameters(network.module)} <= {*layout.names}:
+        raise NoSubstitute("all parameters that require gradients are in the posterior")
     if group_of(setting.shard).size > 1:
         raise NoSubstitute("several ranks share the fit")
     with torch.inference_mode(False), torch.no_grad():

@@ -76,12 +76,14 @@ class Head(NamedTuple):
         parts = tables.split([size // self.classes for size in self.sizes], 2)
         return torch.cat([part.flatten(1) for part in parts], 1)
 
-    def parts(self, columns: int) -> Iterator[slice]:
-        """Yield slices of examples whose outputs of so many columns are in memory at once: a
-        quarter of ``ENTRIES`` (whole, a product of 2,000 x 64 x 50 took a third more), of as many
-        examples as there are features at least, or reading the columns would take longer."""
-        numbers = 4 * self.rows.f[:1].numel() * columns
-        yield from parts_of(len(self.h), min(numbers, ENTRIES // self.h.shape[-1]))
+    def parts(self, columns: int, step: int = 1) -> Iterator[slice]:
+        """Yield slices of examples, or of every ``step``-th one, whose outputs of so many columns
+        are in memory at once: a quarter of ``ENTRIES`` (whole, a product of 2,000 x 64 x 50 took a
+        third more), of as many examples as there are features at least, or reading the columns
+        would take longer."""
+        numbers = min(4 * self.rows.f[:1].numel() * columns, ENTRIES // self.h.shape[-1])
+        for part in parts_of(-(-len(self.h) // step), numbers):
+            yield slice(step * part.start, step * part.stop, step)
 
     def push(self, w: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return J w of these examples, (n, ..., C, k), for parameters (k, P)."""
@@ -91,10 +93,10 @@ class Head(NamedTuple):
     def pull(self, parts: Iterable[tuple[slice, Tensor]]) -> Tensor:
         """Return Jᵀ u, (k, P), for parts of u, (n, ..., C, k), and of every rank's examples."""
         products = (
-            u.flatten(-2).flatten(0, -2).T @ self.h[rows].flatten(0, -2) for rows, u in parts
+            self.h[rows].flatten(0, -2).T @ u.flatten(-2).flatten(0, -2) for rows, u in parts
         )
-        tables = reduce(torch.add, products).view(self.classes, -1, self.h.shape[-1])
-        pulled: Tensor = self.rows.share.group.sum(self.vectors(tables.transpose(0, 1)))
+        tables = reduce(torch.add, products).view(self.h.shape[-1], self.classes, -1)
+        pulled: Tensor = self.rows.share.group.sum(self.vectors(tables.permute(2, 1, 0)))
         return pulled
 
     def blocks(self, H: Hessian, scale: Tensor, memory: float) -> tuple[Tensor, Tensor | None]:

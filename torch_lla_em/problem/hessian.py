@@ -25,6 +25,9 @@ DRAWS = 16_000
 """Number of draws of all examples together. With 2,000 examples, 8 draws for each gave an NLL that
 was 1 % higher, and 32 the same NLL."""
 
+ROUNDING = 1e-13
+"""What is added to matrices in double precision whose smallest eigenvalue is 0."""
+
 COPIES = 6
 """Number of copies of H that must fit into memory."""
 
@@ -124,7 +127,7 @@ class Draws(NamedTuple):
         # H maps constants to 0; relative to the likeliest class nothing cancels where p is near 1
         likeliest = mean.argmax(-1)[..., None, None].expand(*u.shape[:-2], 1, u.shape[-1])
         u = u - u.gather(-2, likeliest)
-        within = P.mT @ (P @ u)
+        within = ((P @ u).mT @ P).mT  # a third of the time of P.mT @ (P @ u) for one column
         return u.mul_(mean.unsqueeze(-1)).sub_(within).view_as(Jw)
 
     def diagonal(self, rows: slice) -> Tensor:
@@ -136,13 +139,14 @@ class Draws(NamedTuple):
         """Return S ε, (K, n, ..., C), with S Sᵀ = H of these examples."""
         drawn, root = self.values[rows], torch.empty_like(epsilon)
         for some in parts_of(len(drawn), drawn[:1].numel()):
-            # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ, whose S × S matrix AᵀA has
-            # eigenvalues up to 1, it has the root D^½ (I - A (I + (I - AᵀA)^½)⁻¹ Aᵀ).
+            # H = D - Pᵀ P with D = diag(mean p). With A = D^-½ Pᵀ and I - AᵀA = L Lᵀ, which is
+            # S × S, it has the root D^½ (I - A (I + L)⁻¹ Aᵀ)
             P = drawn[some].double()
             size = diagonal_of(P).sqrt().unsqueeze(-1)
             A = P.mT / size.clamp_min(torch.finfo(P.dtype).tiny)
-            values, vectors = torch.linalg.eigh(A.mT @ A)
-            inner = (vectors / (1 + (1 - values).clamp_min(0).sqrt()).unsqueeze(-2)) @ vectors.mT
+            eye = torch.eye(P.shape[-2], dtype=P.dtype, device=P.device)
+            L = torch.linalg.cholesky((1 + ROUNDING) * eye - A.mT @ A)
+            inner = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False)
             A, inner, size = A.to(epsilon), inner.to(epsilon), size.to(epsilon)
             columns = epsilon[:, some].movedim(0, -1)
             u = size * (columns - A @ (inner @ (A.mT @ columns)))
@@ -153,7 +157,7 @@ class Draws(NamedTuple):
 
 def diagonal_of(P: Tensor) -> Tensor:
     """Return w times the mean of p, (..., C), from √(w / S) p, (..., S, C)."""
-    return (P * P.sum(-1, keepdim=True)).sum(-2)
+    return (P.sum(-1, keepdim=True).mT @ P).squeeze(-2)
 
 
 Hessian = Diagonal | Blocks | AtOutputs | Draws

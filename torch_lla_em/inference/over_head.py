@@ -40,9 +40,10 @@ LOOSE, NEAR, FEW = (0.15, 0.06), (0.1, 0.015), 2
 """Errors of samples and mean while λ moves, and where it has hardly moved; and samples by which its
 log evidence is estimated: the preconditioner leaves little variance."""
 
-CAP, GATE = 0.35, 0.15
-"""Largest change of log a in a step; and the part of γ by which E[H] may differ from H where q is
-scaled: with .3 λ of separable labels went around its place of rest."""
+CAP, GATE, LONGER = 0.35, 0.15, 3
+"""Largest change of log a in a step; the part of γ by which E[H] may differ from H where q is
+scaled: with .3 λ of separable labels went around its place of rest; and the most by which a secant
+lengthens such a step: the 29 steps of 2,500 x 64 x 1,000 become 15."""
 
 REST, CLOSE = 0.05, 0.06
 """Distance that is left for log λ, and the part of γ by which E[H] differs from H, at which λ
@@ -94,7 +95,7 @@ class OverHead:
         )
         if q.fate.why:
             of_samples = of_mean = tolerance
-        solver = BlockCG(of_samples, preconditioner=inverse)
+        solver = BlockCG(of_samples, preconditioner=inverse, verified=bool(q.fate.why))
         of_newton = (lambda _: inverse) if self.expected.number else partial(self._inverse, q)
         newton = Newton(of_mean, preconditioner=of_newton)
         probes = self.noise._replace(eta=eta)
@@ -136,7 +137,8 @@ class OverHead:
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
         prior, inverse, some = self.noise.prior, problem.inverse, None if q.fate.why else FEW
         product = Whitened(problem, prior.deviation(q.precision))
-        dets = log_dets(product, problem.probes.right_hand_side(q.precision)[:some], inverse)
+        sides = problem.probes.right_hand_side(q.precision)[:some]
+        dets = log_dets(product, sides, inverse, 0.003 if q.fate.why else 0.05)
         norm, total = prior.squared_norm(mode.w), dets.mean() + inverse.log_det()
         # E[loss] and the log det vary with the samples as γ does
         kl = q.precision * norm + total * gamma / gamma.mean()
@@ -199,13 +201,15 @@ class OverHead:
     # λ
 
     def ahead(self, q: State, H: Hessian) -> float:
-        """Return by how much γ is larger at another H, with the same samples."""
+        """Return by how much γ is larger at another H, with the same samples, from some
+        examples."""
         apart = q.samples.new_zeros((), dtype=torch.float64)
-        for rows in self.span.parts(len(q.samples)):
+        step = max(1, len(self.f) // BLOCKS)
+        for rows in self.span.parts(len(q.samples), step):
             pushed = self.span.push(q.samples, rows).flatten(0, -2)
             change = H.product(pushed, rows) - q.in_head.H.product(pushed, rows)
             apart += (change * pushed).sum(dtype=torch.float64)
-        return float(self.share.group.sum(apart)) / len(q.samples)
+        return float(self.share.group.sum(step * apart)) / len(q.samples)
 
     def best_scale(self, q: State, gamma: float) -> float:
         """Return log a of the best scale of q, at most ``CAP``, for its γ at E[H]."""
@@ -222,7 +226,7 @@ class OverHead:
             for rows, drawn in functions(a * f, a * deviations):
                 slopes = loss.part(rows).gradient(drawn) * drawn
                 total += slopes.sum(dtype=torch.float64) / len(drawn)
-            return float(step * group.sum(total))
+            return float(group.sum(step * total))
 
         here, apart = 0.0, of_draws(0.0) - value  # their Monte Carlo error
         way = math.copysign(0.1, -value)
@@ -244,11 +248,15 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     if not over.expected.number:
         return _at_outputs(q, em_steps)
     H, way = over.expected.H(over.loss, q.in_head.outputs, q.in_head.deviations), 0.0
+    last = None
     more = over.ahead(q, H)
     apart = abs(more) / max(1.0, gamma)
     share = 1.0
     if learns and apart < GATE:
         way = over.best_scale(q, gamma + more)
+        here = math.log(q.precision)
+        last = here, here - 2 * way
+        way = -0.5 * accelerated(*last, q.fate.last, 2 * min(CAP, LONGER * abs(way)))
         share = min(1.0, SETTLED / number) if _is_near(2 * abs(way)) else 1.0
         a, of_head = math.exp(share * way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)
@@ -258,14 +266,15 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     elif learns:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))
-    rests = 2 * abs(way) < _allowed(q, rises=way < 0) and _is_near(q.fate.moved)
+    allowed = _allowed(q, rises=way < 0)
+    rests = 2 * abs(way) < allowed and (allowed > 2 * CAP or _is_near(q.fate.moved))
     converged = apart < CLOSE and rests
     H = towards(q.in_head.H, H, share * DAMPING)
     q = q._replace(head=q.in_head._replace(H=H)) if number % STEPS else over.curved(q, H)
     most = STEPS * em_steps if learns else STEPS * 20
     why = "converged" if converged else "all steps" if number >= most else ""
     moved = math.inf if learns and apart >= GATE else 2 * abs(way)
-    fate = q.fate._replace(number=number, moved=moved, converged=converged, why=why)
+    fate = q.fate._replace(number=number, last=last, moved=moved, converged=converged, why=why)
     return q._replace(fate=fate)
 
 

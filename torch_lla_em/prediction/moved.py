@@ -127,13 +127,13 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
     """Return the leave-one-out predictions of kernel ridge regression for the columns of a table,
     (n, columns)."""
     few, best = slice(_SEARCHED), (torch.inf, 1.0, 1.0)
-    some = table[few] - table[few].mean(0)
+    some = (table[few] - table[few].mean(0)).float()
 
     def kernel(width: float, rows: slice) -> Tensor:
         return (-squares[rows, rows] / (2 * width)).exp()
 
     for width in torch.logspace(-1.3, 0.5, 5, device="cpu").tolist():
-        values, vectors = torch.linalg.eigh(kernel(width, few))
+        values, vectors = torch.linalg.eigh(kernel(width, few).float())
         for ridge in torch.logspace(-3, 1, 7, device="cpu").tolist():
             weights = 1 / (values.clamp_min(0) + ridge)
             errors = vectors @ (weights[:, None] * (vectors.T @ some))
@@ -141,9 +141,8 @@ def without_itself(squares: Tensor, table: Tensor) -> Tensor:
             best = min(best, (errors.square().mean().item(), width, ridge))
     whole = kernel(best[1], slice(None))
     whole.diagonal().add_(best[2])
-    eye, centred = torch.eye(len(whole), device=whole.device).to(whole), table - table.mean(0)
-    root = torch.linalg.solve_triangular(torch.linalg.cholesky(whole), eye, upper=False)
-    found: Tensor = table - root.T @ (root @ centred) / root.square().sum(0)[:, None]
+    inverse, centred = torch.cholesky_inverse(torch.linalg.cholesky(whole)), table - table.mean(0)
+    found: Tensor = table - inverse @ centred / inverse.diagonal()[:, None]
     return found
 
 

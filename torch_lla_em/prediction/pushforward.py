@@ -172,12 +172,16 @@ class Pushforward(NamedTuple):
             targets=None if self.targets is None else self.targets[examples],
         )
 
-    def pieces(self) -> Iterator[Pushforward]:
-        """Yield a few examples at a time, in double precision."""
+    def pieces(self, exact: bool = True) -> Iterator[Pushforward]:
+        """Yield a few examples at a time, ``exact`` in double precision, otherwise at least in
+        single precision."""
+        least = torch.float64 if exact else torch.float32
         size = max(1, NUMBERS // max(1, 64 * self.f[:1].numel()))
         for start in range(0, len(self.f), size):
             part = self.part(slice(start, start + size))
-            members = (own._replace(f=own.f.double(), Jw=own.Jw.double()) for own in part.members)
+            dtypes = [torch.promote_types(own.f.dtype, least) for own in part.members]
+            pairs = zip(part.members, dtypes, strict=True)
+            members = (own._replace(f=own.f.to(dtype), Jw=own.Jw.to(dtype)) for own, dtype in pairs)
             yield part._replace(members=tuple(members))
 
 

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from torch_lla_em import Compute, LinearisedLaplace
 from torch_lla_em.inference import fit as fits
+from torch_lla_em.inference import over_head
 from torch_lla_em.inference.em import e_step, em
 from torch_lla_em.inference.head import Head
 from torch_lla_em.inference.over_head import OverHead, Settings, updated
@@ -215,6 +216,28 @@ def test_lambda_of_separable_labels_comes_to_rest(seed, monkeypatch):
     assert len(la.history) < 40 and not any("converged" in words for words in la.messages)
     # plain EM on dense matrices rests at 4.9 after hundreds of steps
     assert 4.9 / 1.7 < float(la.prior_precision) < 4.9 * 1.7
+
+
+def test_a_secant_comes_closer_to_the_place_of_rest_in_fewer_steps(monkeypatch):
+    ends = {}
+    for longer in (1, over_head.LONGER):
+        monkeypatch.setattr(over_head, "LONGER", longer)
+        names = "classification", "bernoulli"
+        ends[longer] = [fit_of(name, draws=100, em_steps=20, precision=30.0)[1] for name in names]
+    plain, lengthened = (
+        [(q.fate.number, abs((q.gamma.mean() / q.norm / q.precision).log())) for q in every]
+        for every in ends.values()
+    )
+    assert sum(number for number, _ in lengthened) < sum(number for number, _ in plain)
+    assert sum(left for _, left in lengthened) < sum(left for _, left in plain)
+
+
+def test_a_prior_precision_without_bound_ends_the_fit():
+    """Labels that do not depend on inputs: what is left of γ does not matter."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 6, generator=generator), torch.randint(12, (120,), generator=generator)
+    la = fitted(nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 12)), x, y)
+    assert len(la.history) < 30 and la.effective_dim < 1
 
 
 def test_every_step_has_its_evidence():

@@ -127,6 +127,19 @@ def test_a_start_is_left_alone_and_saves_products(A):
     assert_close(solution.x, truth)
 
 
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-2])
+def test_the_residual_of_the_recursion_is_the_true_one_up_to_rounding(tolerance, A):
+    b = draw(K, P)
+    solution = BlockCG(tolerance, verified=False).solve(A, b)
+    assert solution.converged and solution.passes == A.passes
+    residual = b - solution.x - solution.x @ A.matrix
+    assert_close(solution.certificate, residual.norm(dim=1), rtol=1e-3, atol=1e-3 * tolerance)
+    passes, A.passes = A.passes, 0
+    assert BlockCG(tolerance).solve(A, b).passes == passes + 1
+    stuck = BlockCG(1e-12, max_passes=2, verified=False).solve(A, b)
+    assert not stuck.converged or stuck.certificate.max() < 1e-9  # one product may suffice
+
+
 def test_more_columns_need_fewer_passes_and_too_few_passes_are_told():
     A = rooted(torch.logspace(4, -4, P))
     passes = [BlockCG(tolerance=1e-3).solve(A, draw(k, P)).passes for k in (1, 4, 16)]

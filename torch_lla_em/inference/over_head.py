@@ -45,7 +45,7 @@ CAP, GATE, LONGER = 0.35, 0.15, 3
 scaled: with .3 λ of separable labels went around its place of rest; and the most by which a secant
 lengthens such a step: the 29 steps of 2,500 x 64 x 1,000 become 15."""
 
-REST, CLOSE = 0.05, 0.06
+REST = 0.05
 """Distance that is left for log λ, and the part of γ by which E[H] differs from H, at which λ
 rests. With .3 for the second, it rested at .6 of its value where H still moved."""
 
@@ -268,7 +268,7 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
         q = q._replace(precision=new.clamp(q.precision / math.e, q.precision * math.e))
     allowed = _allowed(q, rises=way < 0)
     rests = 2 * abs(way) < allowed and (allowed > 2 * CAP or _is_near(q.fate.moved))
-    converged = apart < CLOSE and rests
+    converged = apart < REST and rests
     H = towards(q.in_head.H, H, share * DAMPING)
     q = q._replace(head=q.in_head._replace(H=H)) if number % STEPS else over.curved(q, H)
     most = STEPS * em_steps if learns else STEPS * 20

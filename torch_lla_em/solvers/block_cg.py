@@ -96,16 +96,13 @@ class BlockCG:
                 return solution  # the precision of the dtype is exhausted
             last = error
             most = self.max_passes - passes - 1
-            ends: list[Solution] = []
-
-            def enough(x: Tensor, r: Tensor, ends: list[Solution] = ends) -> bool:
-                ends[:] = [Solution.of(b, x, r)]
-                return ends[0].error <= least  # with a margin for rounding
-
-            x, used = self.descend(product, x, residual, enough, most)
+            # until the residual of the recursion meets the tolerance, with a margin for rounding
+            x, residual, used = self.descend(
+                product, x, residual, lambda x, r: Solution.of(b, x, r).error <= least, most
+            )
             passes += used
-            if ends and not self.verified:
-                return ends[0]._replace(passes=passes, tolerance=self.tolerance)
+            if not self.verified:
+                return Solution.of(b, x, residual)._replace(passes=passes, tolerance=self.tolerance)
             residual, passes = (b - product(x)).sub_(x), passes + 1
 
     def descend(
@@ -115,7 +112,7 @@ class BlockCG:
         residual: Tensor,
         enough: Callable[[Tensor, Tensor], bool],
         max_passes: int,
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, Tensor, int]:
         """Iterate until ``enough`` returns True, or the residual stops decreasing.
 
         Args:
@@ -127,7 +124,7 @@ class BlockCG:
             max_passes (int): Largest number of products.
 
         Returns:
-            X, and the number of products.
+            X, the residual of the recursion, and the number of products.
         """
         x, (basis, directions, coefficients) = start.clone(), self._basis(residual)
         passes, best = 0, (coefficients.norm(), 0)
@@ -140,18 +137,18 @@ class BlockCG:
             step = torch.linalg.inv(curvature)
             add_combined(x, coefficients @ step, directions)
             floor = torch.finfo(x.dtype).eps * curvature.diagonal().max().item() ** 0.5
-            residual = torch.addmm(basis, step.to(basis), image, alpha=-1)
-            basis, images, turn = self._basis(residual, floor)
+            rest = torch.addmm(basis, step.to(basis), image, alpha=-1)
+            basis, images, turn = self._basis(rest, floor)
             coefficients = coefficients @ turn
             directions = torch.addmm(images, turn.T.to(images), directions)
-            norms = coefficients.norm(dim=1)
-            if norms.norm() < 0.9 * best[0]:
-                best = norms.norm(), passes
+            residual, size = coefficients.to(basis) @ basis, coefficients.norm()
+            if size < 0.9 * best[0]:
+                best = size, passes
             elif passes - best[1] > _PATIENCE:
                 break
-            if enough(x, coefficients.to(basis) @ basis):
+            if enough(x, residual):
                 break
-        return x, passes
+        return x, residual, passes
 
     def _basis(self, residual: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """Return an orthonormal basis of a residual, its product with the preconditioner, and

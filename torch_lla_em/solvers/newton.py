@@ -77,7 +77,7 @@ class Newton:
 
             zeros, hessian = torch.zeros_like(x)[None], loss.hessian(x)
             solver = BlockCG(preconditioner=self.preconditioner and self.preconditioner(x))
-            steps, used = solver.descend(hessian, zeros, -slope[None], enough, left)
+            steps, _, used = solver.descend(hessian, zeros, -slope[None], enough, left)
             step, passes = steps[0], passes + used
             descent, fraction, before = dot(slope, step), 1.0, (total, value, gradient)
             while True:

@@ -1,11 +1,11 @@
 """EM on a last linear layer by its stored features: λ, the mean, the samples, and H if it moves,
 do so together, by a few products in every step.
 
-Where features separate the classes, MacKay's update alone closes a tenth of its distance in a step,
-since the bound hardly changes if the outputs grow while λ falls. So the whole posterior q is
-scaled: by a, and λ by 1/a². The divergence from the prior stays, and dE[loss] / d log a = γ - λ
-‖m‖² at a = 1: the best a is at the root of that function, which takes draws of the outputs and no
-product. It is 1 where MacKay's update rests.
+Where features separate the classes, MacKay's update alone closes less than a tenth of the distance
+in a step, since the bound hardly changes if the outputs grow while λ falls. So the whole posterior
+q is scaled by a, and λ by 1/a². Its divergence from the prior stays the same, and dE[loss] / d log a
+= γ - λ ‖m‖² at a = 1. The best a is at the root of that function, which is computed from draws of
+the outputs without a product; it is 1 where MacKay's update rests. A secant lengthens the steps.
 """
 
 from __future__ import annotations

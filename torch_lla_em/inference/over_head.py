@@ -3,9 +3,10 @@ do so together, by a few products in every step.
 
 Where features separate the classes, MacKay's update alone closes less than a tenth of the distance
 in a step, since the bound hardly changes if the outputs grow while λ falls. So the whole posterior
-q is scaled by a, and λ by 1/a². Its divergence from the prior stays the same, and dE[loss] / d log a
-= γ - λ ‖m‖² at a = 1. The best a is at the root of that function, which is computed from draws of
-the outputs without a product; it is 1 where MacKay's update rests. A secant lengthens the steps.
+q is scaled by a, and λ by 1/a². Its divergence from the prior stays, and at a = 1 the derivative
+dE[loss] / d log a is γ - λ ‖m‖². The best a is at the root of that function, which is computed from
+draws of the outputs without a product; it is 1 where MacKay's update rests. A secant lengthens
+these steps.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ log evidence is estimated: the preconditioner leaves little variance."""
 CAP, GATE, LONGER = 0.35, 0.15, 3
 """Largest change of log a in a step; the part of γ by which E[H] may differ from H where q is
 scaled: with .3 λ of separable labels went around its place of rest; and the most by which a secant
-lengthens such a step: the 29 steps of 2,500 x 64 x 1,000 become 15."""
+lengthens such a step where H is at rest (elsewhere λ of separable labels went around, too)."""
 
-REST = 0.05
-"""Distance that is left for log λ, and the part of γ by which E[H] differs from H, at which λ
-rests. With .3 for the second, it rested at .6 of its value where H still moved."""
+REST = 0.06
+"""Distance that is left for log λ, and the part of γ by which E[H] differs from H, at which λ and H
+rest. With .3 for the second, λ rested at .6 of its value where H still moved."""
 
 SETTLED = 8
 """Steps after which those near the place of rest become shorter: with few draws for each example H
@@ -254,9 +255,9 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     share = 1.0
     if learns and apart < GATE:
         way = over.best_scale(q, gamma + more)
-        here = math.log(q.precision)
+        here, most = math.log(q.precision), LONGER if apart < REST else 1.0
         last = here, here - 2 * way
-        way = -0.5 * accelerated(*last, q.fate.last, 2 * min(CAP, LONGER * abs(way)))
+        way = -0.5 * accelerated(*last, q.fate.last, 2 * min(CAP, most * abs(way)))
         share = min(1.0, SETTLED / number) if _is_near(2 * abs(way)) else 1.0
         a, of_head = math.exp(share * way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)

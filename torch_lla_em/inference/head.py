@@ -1,9 +1,9 @@
-"""A last linear layer: J w = W h + b for stored features h, so products with J and Jᵀ take no pass
-over the data, and no span.
+"""A last linear layer, where J w = W h + b for stored features h. Products with J and Jᵀ then take
+no pass over the data, and the fit needs no span.
 
 Conjugate gradients are preconditioned by the (D, D) block of every class, and for a softmax also by
-the exact inverse on vectors that are the same for all classes, which G annihilates. One to five
-products are then enough, for ten as for a thousand classes.
+the exact inverse on vectors that are the same for all classes, which G maps to 0. One to five
+products are then enough, for ten classes as for a thousand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch_lla_em.problem import (
 )
 
 BLOCKS = 4000
-"""Examples from which the blocks of the preconditioner, and the best scale of q, are found."""
+"""The number of examples from which the blocks of the preconditioner, the best scale of q, and γ at
+another H are computed."""
 
 
 class Head(NamedTuple):
@@ -44,14 +45,14 @@ class Head(NamedTuple):
     """The features, (N, ..., D), with a 1 if the layer has a bias."""
 
     sizes: tuple[int, ...]
-    """Those of the layer's weight and bias."""
+    """The numbers of elements of the layer's weight and bias."""
 
     sites: Sites | None = None
 
     @classmethod
     def of(cls, problem: Problem, sites: Sites | None) -> Head | None:
-        """Return that of a problem, by a pass; None if the parameters are not those of one last
-        layer."""
+        """Return the head of a problem, after a pass over the data; None if the parameters are not
+        those of one last layer."""
         take = None if sites is None else partial(sites.take, problem)
         kept = problem.features(take)
         rows = None if kept is None else gathered(problem, kept, 1, sites.most if sites else 1)
@@ -63,7 +64,7 @@ class Head(NamedTuple):
 
     @property
     def classes(self) -> int:
-        """C."""
+        """The number of classes, C."""
         return self.rows.f.shape[-1]
 
     def tables(self, vectors: Tensor) -> Tensor:
@@ -77,10 +78,12 @@ class Head(NamedTuple):
         return torch.cat([part.flatten(1) for part in parts], 1)
 
     def parts(self, columns: int, step: int = 1) -> Iterator[slice]:
-        """Yield slices of examples, or of every ``step``-th one, whose outputs of so many columns
-        are in memory at once: a quarter of ``ENTRIES`` (whole, a product of 2,000 x 64 x 50 took a
-        third more), of as many examples as there are features at least, or reading the columns
-        would take longer."""
+        """Yield slices of examples, or of every ``step``-th example, whose outputs for this number
+        of columns are in memory at once.
+
+        They have a quarter of ``ENTRIES`` numbers (with all of them, a product of 2,000 x 64 x 50
+        takes a third more time), but at least as many examples as there are features, since reading
+        the columns would take longer otherwise."""
         numbers = min(4 * self.rows.f[:1].numel() * columns, ENTRIES // self.h.shape[-1])
         for part in parts_of(-(-len(self.h) // step), numbers):
             yield slice(step * part.start, step * part.stop, step)
@@ -91,7 +94,8 @@ class Head(NamedTuple):
         return (h @ tables.reshape(len(tables), -1)).view(*h.shape[:-1], self.classes, len(w))
 
     def pull(self, parts: Iterable[tuple[slice, Tensor]]) -> Tensor:
-        """Return Jᵀ u, (k, P), for parts of u, (n, ..., C, k), and of every rank's examples."""
+        """Return Jᵀ u, (k, P), summed over the examples of all ranks, for parts of u, (n, ..., C,
+        k)."""
         products = (
             self.h[rows].flatten(0, -2).T @ u.flatten(-2).flatten(0, -2) for rows, u in parts
         )
@@ -100,11 +104,11 @@ class Head(NamedTuple):
         return pulled
 
     def blocks(self, H: Hessian, scale: Tensor, memory: float) -> tuple[Tensor, Tensor | None]:
-        """Return the blocks of G of all classes, (C, D, D), from some examples, in parameters
-        divided by a scale, (P,).
+        """Return the blocks of G for all classes, (C, D, D), estimated from some of the examples,
+        for parameters divided by a scale, (P,).
 
-        If they exceed the memory, return what is on their diagonals, (C, D), in an eigenbasis that
-        all classes share, (D, D)."""
+        If the blocks exceed the memory, return their diagonals, (C, D), in an eigenbasis that all
+        classes share, and this basis, (D, D)."""
         step = max(1, len(self.rows.f) // BLOCKS)
         h = self.h[::step].flatten(0, -2)
         curvature = H.diagonal(slice(None, None, step)).flatten(0, -2) * step
@@ -125,8 +129,8 @@ class Head(NamedTuple):
 
 
 class Preconditioner:
-    """M ≈ (A + I)⁻¹: the inverse of the blocks of all classes, and I on whitened parameters that
-    add the same to the outputs of all."""
+    """M ≈ (A + I)⁻¹, which is the inverse of the blocks of all classes, plus I on whitened
+    parameters that add the same to the outputs of all classes."""
 
     def __init__(
         self,
@@ -135,16 +139,16 @@ class Preconditioner:
         scale: Tensor | None,
         precision: Tensor,
     ):
-        """``blocks`` are those of ``Head.blocks``; ``scale``: of the prior, (P,), if G annihilates
-        such parameters."""
+        """``blocks`` are those of ``Head.blocks``; ``scale`` is that of the prior, (P,), if G maps
+        parameters that add the same to all outputs to 0."""
         of_G, self._basis = blocks
         of_A, self._head = of_G / precision.to(of_G), head
         self._alike: Tensor | None = None
-        """Those parameters, normalised for every feature, (C, D), or as if the scales of classes
-        were proportional, (C, 1)."""
+        """These parameters, normalised for every feature, (C, D), or computed as if the scales of
+        classes were proportional, (C, 1)."""
 
         self._within = of_A[:0]
-        """I plus the blocks between these parameters, (D, D)."""
+        """I plus the block of A for these parameters, (D, D)."""
 
         if self._basis is None:
             floor = 100 * torch.finfo(of_A.dtype).eps * of_A.diagonal(dim1=1, dim2=2).amax(1)
@@ -191,7 +195,7 @@ class Preconditioner:
 
 @dataclass(frozen=True)
 class HeadProblem(LinearProblem):
-    """A ``LinearProblem`` by stored features, at one H."""
+    """The ``LinearProblem`` of a last layer with stored features, at one H."""
 
     head: Head
     expected: Expectations
@@ -208,7 +212,7 @@ class HeadProblem(LinearProblem):
 
     @property
     def rounding(self) -> float:
-        """That of the features."""
+        """The rounding error of the features' dtype."""
         return torch.finfo(self.head.h.dtype).eps
 
     def zeros(self, num_vectors: int) -> Tensor:
@@ -226,7 +230,7 @@ class HeadProblem(LinearProblem):
         return self.H.product(Jw.flatten(0, -2), rows).view_as(Jw)
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return the loss, in expectation if there are draws, and its gradient, (P,), for w
+        """Return the loss at w, (P,), which is an expectation if there are draws, and its gradient,
         (P,)."""
         outputs = self.head.push(w[None])[..., 0]
         loss, slope = self.expected.loss_and_slope(self.loss, outputs, self.deviations)

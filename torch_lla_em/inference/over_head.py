@@ -33,26 +33,29 @@ from torch_lla_em.runtime import PRECISION_BOUNDS
 from torch_lla_em.solvers import BlockCG, Minimum, Newton, log_dets
 
 STEPS, DAMPING = 3, 0.75
-"""Steps after which the preconditioner is found anew, and for which ``em_steps`` counts one; and
-the share of the change of H in a step: with .6 fits take half as many steps more, with 1 H of 1,000
-x 50 x 7 alternates."""
+"""The number of steps after which the preconditioner is computed again, and which ``em_steps``
+counts as one; and the share of its way that H moves in a step: with .6 fits take half as many steps
+more, with 1 the H of 1,000 x 50 x 7 alternates."""
 
 LOOSE, NEAR, FEW = (0.15, 0.06), (0.1, 0.015), 2
-"""Errors of samples and mean while λ moves, and where it has hardly moved; and samples by which its
-log evidence is estimated: the preconditioner leaves little variance."""
+"""The errors of samples and mean that are allowed while λ moves, and where it hardly moves; and the
+number of samples that estimate the log evidence on the way, which the preconditioner leaves little
+variance of."""
 
 CAP, GATE, LONGER = 0.35, 0.15, 3
-"""Largest change of log a in a step; the part of γ by which E[H] may differ from H where q is
-scaled: with .3 λ of separable labels went around its place of rest; and the most by which a secant
-lengthens such a step where H is at rest (elsewhere λ of separable labels went around, too)."""
+"""The largest change of log a in a step; the part of γ by which γ at E[H] may differ from that at H
+for q to be scaled; and the factor by which a secant may lengthen such a step where H is at rest.
+With .3 for the second, or a secant elsewhere, the λ of separable labels circles around its place of
+rest."""
 
 REST = 0.06
-"""Distance that is left for log λ, and the part of γ by which E[H] differs from H, at which λ and H
-rest. With .3 for the second, λ rested at .6 of its value where H still moved."""
+"""λ and H are at rest if log λ would move by less than this, and if γ at E[H] differs from that at
+H by less than this part. With .3 for the second, λ stopped at .6 of its value while H still
+moved."""
 
 SETTLED = 8
-"""Steps after which those near the place of rest become shorter: with few draws for each example H
-and λ of 800 went around it until the last step."""
+"""The number of steps after which steps near the place of rest become shorter: with few draws for
+each of 800 examples, H and λ circled around it until the last step."""
 
 
 class Settings(NamedTuple):
@@ -62,8 +65,8 @@ class Settings(NamedTuple):
     memory: float
     draws: int
     many: bool
-    """Draws of the outputs of an example, 0: H is that at the network's outputs; and whether H is
-    stored as draws."""
+    """The number of draws of an example's outputs, 0 if H is that at the network's outputs; and
+    whether H is stored as draws."""
 
 
 class OverHead:
@@ -83,8 +86,8 @@ class OverHead:
     # EM's linear model
 
     def at(self, q: State) -> tuple[HeadProblem, StochasticPrior, BlockCG, Newton]:
-        """Return the problem at H of a state, its random probes, and the solvers; they are accurate
-        if EM has ended."""
+        """Return the problem at the H of a state, its random probes, and the solvers, which are
+        accurate if EM has ended."""
         H, inverse = q.in_head.H, self._inverse(q)
         eta = self.span.pull(
             (rows, H.root(self._epsilon[:, rows], rows).movedim(0, -1))
@@ -104,9 +107,9 @@ class OverHead:
         return problem, probes, solver, newton
 
     def _inverse(self, q: State, x: Tensor | None = None) -> Preconditioner:
-        """Return the preconditioner at H of a state, or at the outputs of whitened parameters x:
-        where H stays that of a network which is too sure, it is nearly 0, and of no use for the
-        mean."""
+        """Return the preconditioner at the H of a state, or at the outputs of whitened parameters
+        x. If H stays that of a network that is too certain, it is nearly 0 and does not help to
+        find the mean."""
         prior, blocks = self.noise.prior, q.in_head.blocks
         if x is not None:
             outputs = self.span.push((prior.deviation(q.precision) * x)[None])[..., 0]
@@ -118,7 +121,8 @@ class OverHead:
     def expecting(
         self, problem: HeadProblem, samples: PosteriorSamples, precision: Tensor
     ) -> HeadProblem:
-        """Return the problem with the loss in expectation over the posterior, or as it is."""
+        """Return the problem with its loss in expectation over the posterior, or as it is without
+        draws."""
         if not self.expected.number:
             return problem
         return replace(problem, deviations=self._deviations(samples.w))
@@ -132,8 +136,8 @@ class OverHead:
     def found(
         self, q: State, samples: PosteriorSamples, mode: Minimum, problem: HeadProblem
     ) -> State:
-        """Return the state with the posterior, and the bound on its log evidence: by few samples
-        while λ moves."""
+        """Return the state with the posterior and the bound on its log evidence, which few samples
+        estimate while λ moves."""
         gamma, targets = samples.effective_dims, self.share.total * self.f.shape[1:].numel()
         gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
         prior, inverse, some = self.noise.prior, problem.inverse, None if q.fate.why else FEW
@@ -158,8 +162,8 @@ class OverHead:
     # other states
 
     def first(self, precision: float | None) -> State:
-        """Return the state at this λ, or one chosen by the prior's outputs, with the network's
-        weights as mean and no samples."""
+        """Return the state at this λ, or at one chosen by the prior's outputs. Its mean is the
+        network's weights, and it has no samples."""
         prior, xi = self.noise.prior, self.noise.xi
         H = self.expected.H(self.loss, self.f, None)
         if self.expected.number:
@@ -177,7 +181,7 @@ class OverHead:
         return self.curved(q, H)
 
     def curved(self, q: State, H: Hessian) -> State:
-        """Return the state at another H, with the blocks of the preconditioner."""
+        """Return the state at another H, with the blocks of G there for the preconditioner."""
         blocks = self.span.blocks(H, self.noise.prior.scale, self.settings.memory / 8)
         return q._replace(head=OfHead(H, blocks))
 
@@ -186,7 +190,8 @@ class OverHead:
         return self.loss
 
     def saved(self, q: State) -> tuple[State, StoredHead]:
-        """Return a state with what determines its part of a last layer."""
+        """Return a state without its part for a last layer, and the values that determine that
+        part."""
         stored = StoredHead(self.share.gathered(q.in_head.H.values), q.in_head.blocks)
         return q._replace(head=None), stored
 
@@ -202,8 +207,8 @@ class OverHead:
     # λ
 
     def ahead(self, q: State, H: Hessian) -> float:
-        """Return by how much γ is larger at another H, with the same samples, from some
-        examples."""
+        """Return by how much γ is larger at another H, estimated by the same samples and by some of
+        the examples."""
         apart = q.samples.new_zeros((), dtype=torch.float64)
         step = max(1, len(self.f) // BLOCKS)
         for rows in self.span.parts(len(q.samples), step):
@@ -213,7 +218,7 @@ class OverHead:
         return float(self.share.group.sum(step * apart)) / len(q.samples)
 
     def best_scale(self, q: State, gamma: float) -> float:
-        """Return log a of the best scale of q, at most ``CAP``, for its γ at E[H]."""
+        """Return log a of the best scale of q, at most ``CAP``, given its γ at E[H]."""
         group, outputs = self.share.group, q.in_head.outputs
         slope = self.expected.loss_and_slope(self.loss, outputs, q.in_head.deviations)[1]
         value = gamma + float(group.sum((slope * outputs).sum(dtype=torch.float64)))
@@ -222,7 +227,7 @@ class OverHead:
         deviations, scale = q.in_head.deviations[:, ::step], max(gamma, 1e-12)
 
         def of_draws(way: float) -> float:
-            """Return dE[loss] / d log a by draws of some examples."""
+            """Return dE[loss] / d log a, estimated from draws for some of the examples."""
             a, total = math.exp(way), f.new_zeros((), dtype=torch.float64)
             for rows, drawn in functions(a * f, a * deviations):
                 slopes = loss.part(rows).gradient(drawn) * drawn
@@ -243,8 +248,8 @@ class OverHead:
 
 
 def updated(over: OverHead, q: State, em_steps: int) -> State:
-    """Return a posterior with the λ and H that follow, or why EM has ended; without steps of λ H
-    alone moves."""
+    """Return a posterior with the next λ and H, or with the reason why EM has ended. If ``em_steps``
+    is 0, only H moves."""
     number, learns, gamma = q.fate.number + 1, em_steps > 0, q.gamma.mean().item()
     if not over.expected.number:
         return _at_outputs(q, em_steps)
@@ -280,8 +285,8 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
 
 
 def _at_outputs(q: State, em_steps: int) -> State:
-    """Return a posterior with the λ that follows where H stays at the network's outputs, by a
-    secant through MacKay's updates."""
+    """Return a posterior with the next λ, by a secant through MacKay's updates, where H stays at the
+    network's outputs."""
     number, way, last = q.fate.number + 1, 0.0, None
     if em_steps:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)
@@ -294,8 +299,8 @@ def _at_outputs(q: State, em_steps: int) -> State:
 
 
 def _is_near(moved: Tensor | float) -> bool:
-    """Whether a step by so much of log λ hardly moves it: then what the mean lags behind would
-    count, which MacKay's update multiplies."""
+    """Whether log λ hardly moves in a step. The mean must then be more accurate, since MacKay's
+    update multiplies its error."""
     return float(moved) < 0.3
 
 

@@ -248,8 +248,8 @@ class OverHead:
 
 
 def updated(over: OverHead, q: State, em_steps: int) -> State:
-    """Return a posterior with the next λ and H, or with the reason why EM has ended. If ``em_steps``
-    is 0, only H moves."""
+    """Return a posterior with the next λ and H, or with the reason why EM has ended. If
+    ``em_steps`` is 0, only H moves."""
     number, learns, gamma = q.fate.number + 1, em_steps > 0, q.gamma.mean().item()
     if not over.expected.number:
         return _at_outputs(q, em_steps)
@@ -285,8 +285,8 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
 
 
 def _at_outputs(q: State, em_steps: int) -> State:
-    """Return a posterior with the next λ, by a secant through MacKay's updates, where H stays at the
-    network's outputs."""
+    """Return a posterior with the next λ, by a secant through MacKay's updates, where H stays at
+    the network's outputs."""
     number, way, last = q.fate.number + 1, 0.0, None
     if em_steps:
         new = function_space_Mackay_update(q.gamma.mean(), q.norm, q.precision)

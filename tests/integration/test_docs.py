@@ -66,6 +66,7 @@ def test_the_readme_prints_what_it_shows(capsys):
 # pages and their sentences; a figure is {table > row > column}, of cells with several numbers {table > row > column > which}
 SENTENCES = [
     ("README", "finds [wrong labels](docs/wrong_labels.md) without training again (AUROC {labels > tuning tables, ours > AUROC} on ten tables, where cleanlab with five trainings has {labels > tuning tables, cleanlab, self_confidence > AUROC})"),
+    ("cost", "and has a lower NLL than the network ({cost of last layers > last layer, 10000 x 64 x 1000 > NLL, posterior} and {cost of last layers > last layer, 10000 x 64 x 1000 > NLL, network})."),
     ("README", "with 50,000 examples, 512 features and 10 classes takes {cost of last layers > last layer, 50000 x 512 x 10 > fit, s} s on one core"),
     ("paper", "AUROC {labels > tuning tables, ours > AUROC} on ten tables, where cleanlab with five trainings has {labels > tuning tables, cleanlab, self_confidence > AUROC}"),
     ("paper", "**All weights** have {headline > torch_lla_em, as fitted > 100 epochs} times that NLL and {headline > torch_lla_em, as fitted > joint NLL} times the joint NLL; the last layer {headline > torch_lla_em, last layer, as fitted > 100 epochs} and {headline > torch_lla_em, last layer, as fitted > joint NLL}."),

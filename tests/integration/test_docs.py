@@ -114,8 +114,8 @@ def cells():
                 )
                 for row in rows:
                     names = [cell for cell in row if re.search("[a-z]", cell)]
+                    title = ", ".join(filter(None, (block, caption)))
                     for column, cell in zip(head, row, strict=True):
-                        title = ", ".join(filter(None, (block, caption)))
                         numbers = [float(number) for number in NUMBER.findall(cell)]
                         for key in (title, f"{title}, {head[0]}"):
                             found.setdefault((key, ", ".join(names), column), numbers)

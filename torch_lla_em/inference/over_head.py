@@ -76,6 +76,7 @@ class OverHead:
     def __init__(self, problem: Problem, noise: StochasticPrior, head: Head, settings: Settings):
         self.problem, self.noise, self.span, self.settings = problem, noise, head, settings
         self.share, self.f = head.rows.share, problem.less_shift(head.rows.f)
+        self._step = max(1, len(self.f) // BLOCKS)
         self.loss = problem.loss(head.rows.targets, head.rows.weights)
         draws, many = settings.draws, settings.many
         self.expected = Expectations(self.f, self.share, noise.seed, draws, many)
@@ -210,19 +211,18 @@ class OverHead:
         """Return by how much γ is larger at another H, estimated by the same samples and by some of
         the examples."""
         apart = q.samples.new_zeros((), dtype=torch.float64)
-        step = max(1, len(self.f) // BLOCKS)
-        for rows in self.span.parts(len(q.samples), step):
+        for rows in self.span.parts(len(q.samples), self._step):
             pushed = self.span.push(q.samples, rows).flatten(0, -2)
             change = H.product(pushed, rows) - q.in_head.H.product(pushed, rows)
             apart += (change * pushed).sum(dtype=torch.float64)
-        return float(self.share.group.sum(step * apart)) / len(q.samples)
+        return float(self.share.group.sum(self._step * apart)) / len(q.samples)
 
     def best_scale(self, q: State, gamma: float) -> float:
         """Return log a of the best scale of q, at most ``CAP``, given its γ at E[H]."""
         group, outputs = self.share.group, q.in_head.outputs
         slope = self.expected.loss_and_slope(self.loss, outputs, q.in_head.deviations)[1]
         value = gamma + float(group.sum((slope * outputs).sum(dtype=torch.float64)))
-        step = max(1, len(outputs) // BLOCKS)
+        step = self._step
         loss, f = self.loss.part(slice(None, None, step)), outputs[::step]
         deviations, scale = q.in_head.deviations[:, ::step], max(gamma, 1e-12)
 
@@ -260,9 +260,9 @@ def updated(over: OverHead, q: State, em_steps: int) -> State:
     share = 1.0
     if learns and apart < GATE:
         way = over.best_scale(q, gamma + more)
-        here, most = math.log(q.precision), LONGER if apart < REST else 1.0
+        here, longer = math.log(q.precision), LONGER if apart < REST else 1.0
         last = here, here - 2 * way
-        way = -0.5 * accelerated(*last, q.fate.last, 2 * min(CAP, most * abs(way)))
+        way = -0.5 * accelerated(*last, q.fate.last, 2 * min(CAP, longer * abs(way)))
         share = min(1.0, SETTLED / number) if _is_near(2 * abs(way)) else 1.0
         a, of_head = math.exp(share * way), q.in_head
         of_head = of_head._replace(outputs=a * of_head.outputs, deviations=a * of_head.deviations)

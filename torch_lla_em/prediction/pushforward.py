@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -176,12 +177,11 @@ class Pushforward(NamedTuple):
         """Yield a few examples at a time, ``exact`` in double precision, otherwise at least in
         single precision."""
         least = torch.float64 if exact else torch.float32
+        dtype = reduce(torch.promote_types, (own.f.dtype for own in self.members), least)
         size = max(1, NUMBERS // max(1, 64 * self.f[:1].numel()))
         for start in range(0, len(self.f), size):
             part = self.part(slice(start, start + size))
-            dtypes = [torch.promote_types(own.f.dtype, least) for own in part.members]
-            pairs = zip(part.members, dtypes, strict=True)
-            members = (own._replace(f=own.f.to(dtype), Jw=own.Jw.to(dtype)) for own, dtype in pairs)
+            members = (own._replace(f=own.f.to(dtype), Jw=own.Jw.to(dtype)) for own in part.members)
             yield part._replace(members=tuple(members))
 
 

@@ -92,9 +92,9 @@ class AtOutputs(NamedTuple):
     def diagonal(self, rows: slice) -> Tensor:
         """Return the diagonal of H of these examples, (n, ..., C)."""
         f, loss = self.values[rows], self.loss.part(rows)
-        elementwise, parts = loss.likelihood.elementwise, [f[:0]]
         if loss.likelihood.is_softmax:
             return Draws(loss.roots_of_probabilities(f[None])).diagonal(slice(None))
+        elementwise, parts = loss.likelihood.elementwise, [f[:0]]
         for some in parts_of(len(f), f[:1].numel() * f.shape[-1]):
             H = loss.part(some).expected_hessian(f[None, some])
             parts.append(H if elementwise else H.diagonal(dim1=-2, dim2=-1))

@@ -58,6 +58,13 @@ OURS: dict[str, tuple[int, dict]] = {
 }
 """Training images and options of posteriors."""
 
+SPARSE = {
+    "laplace-torch, ELLA, last layer": ("ELLA", 50_000),
+    "laplace-torch, VaLLA, last layer": ("VaLLA", 50_000),
+    "laplace-torch, ELLA, 2,000 images": ("ELLA", 2_000),
+}
+"""Gaussian processes and their training images. VaLLA of all layers would take half a day."""
+
 PEERS = (
     *("network", "temperature", "moved", "ensemble"),
     *("laplace-torch, last layer", "laplace-torch, last layer, grid search"),
@@ -219,13 +226,16 @@ def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> I
         yield from posterior(images, name, members[0], args, seed)
         return
     members = [in_parts(network) for network in members]
-    body, parts = nn.Identity(), (images.train, images.held_out, images.test)
-    if name.startswith("laplace-torch"):  # its factors of the last layer need the features alone
+    kind, count = SPARSE.get(name, (name, 50_000))
+    train = Rows(*(part[:count] for part in images.train))
+    body, parts = nn.Identity(), (train, images.held_out, images.test)
+    if "last layer" in name:  # laplace-torch's factors of the last layer need the features alone
         body, last = members[0]
         parts = [Rows(torch.no_grad()(body)(part.x), part.y) for part in parts]
         members = [nn.Sequential(nn.Identity(), last)]
     task = Task(*parts, {}, 10, getattr(networks, args.network))
-    for row, predict in METHODS[name](Case(task, members, seed, [""], args.epochs, args.quick)):
+    for row, predict in METHODS[kind](Case(task, members, seed, [""], args.epochs, args.quick)):
+        row = name if name in SPARSE else row
         yield row, lambda x, predict=predict: predict(body(x)), {}
     if args.wrong and name == "network":
         log_p = torch.no_grad()(members[0])(images.train.x).log_softmax(1)
@@ -299,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--members", type=int, default=1, help="networks of an ensemble")
-    parser.add_argument("--methods", nargs="+", default=[*PEERS, DETECTORS, *OURS])
+    parser.add_argument("--methods", nargs="+", default=[*PEERS, *SPARSE, DETECTORS, *OURS])
     parser.add_argument("--wrong", type=float, default=0.0, help="share of labels replaced")
     parser.add_argument("--budget", type=float, help="seconds of each fit")
     parser.add_argument("--students", action="store_true", help="distil posteriors too")

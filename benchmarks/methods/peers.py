@@ -170,31 +170,38 @@ def _of_laplace_torch(case: Case, la, everything: bool, link: dict) -> Predictor
 
 
 def sparse_gp(name: str, network: nn.Module, x: Tensor, y: Tensor, quick: bool = False) -> Callable:
-    """Return a function from inputs to mean and variance of y, (B,), of a Gaussian process around a network.
+    """Return a function from inputs to the prediction of a Gaussian process around a network.
 
-    ELLA and VaLLA are laplace-torch's, with the noise of the residuals; VaLLA tunes prior and noise. FMGP is that
-    of BayesiPy (a clone on PYTHONPATH), by the example of its README with more steps.
+    It returns mean and variance of y, (B,), or class probabilities, (B, C). ELLA and VaLLA are laplace-torch's: ELLA
+    has its default prior and, for regressions, the noise of the residuals; VaLLA tunes both. FMGP is that of BayesiPy
+    (a clone on PYTHONPATH), by the example of its README with more steps, for regressions alone.
     """
     from laplace import ELLA, VaLLA
+    from laplace.curvature import CurvlinopsGGN
 
+    classes = not y.is_floating_point()
     network, kind = copy.deepcopy(network), torch.double if name == "FMGP" else x.dtype
-    sigma, options = (network(x) - y).square().mean().sqrt().item(), {}
-    rows = torch.utils.data.TensorDataset(x.to(kind), y.to(kind))
-    rows = torch.utils.data.DataLoader(rows, 100, shuffle=True)
+    task = "classification" if classes else "regression"
+    noise = {} if classes else {"sigma_noise": (network(x) - y).square().mean().sqrt().item()}
+    rows, options = torch.utils.data.TensorDataset(x.to(kind), y if classes else y.to(kind)), {}
+    many = 100 if x.ndim == 2 else 20  # Jacobians of a residual network for 100 images take 25 GB
+    rows = torch.utils.data.DataLoader(rows, many, shuffle=True)
     if name == "FMGP":
         from bayesipy.fmgp import FMGP
 
         options = {"inducing_locations": "kmeans", "num_inducing": 50, "noise_variance": exp(-5)}
-        gp = FMGP(None, network.double()[1:], "regression", "RBF", **options)  # without Flatten
+        gp = FMGP(None, network.double()[1:], task, "RBF", **options)  # without Flatten
         options = {"iterations": 20_000, "lr": 1e-3, "verbose": False}
     elif name == "VaLLA":
-        gp = VaLLA(network, "regression", "kmeans", 50, sigma_noise=sigma)
+        gp = VaLLA(network, task, "kmeans", 50, **noise)
         options = {"iterations": 1000, "lr": 0.01}
-    else:
-        gp = ELLA(network, "regression", min(300, len(x) // 2), 20, sigma_noise=sigma)
+    else:  # with this backend, it needs no Jacobians but those of its basis
+        gp = ELLA(network, task, min(300, len(x) // 2), 20, **noise, backend=CurvlinopsGGN)
     gp.fit(train_loader=rows, **options | ({"iterations": 5} if quick and options else {}))
 
-    def predict(at: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(at: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        if classes:
+            return torch.cat([gp(part).detach() for part in at.split(100)]).clamp_min(1e-30)
         mean, variance = getattr(gp, "predict", gp)(at.to(kind))
         noise = 0.0 if name == "FMGP" else float(gp.sigma_noise) ** 2
         return mean.detach().flatten().float(), variance.detach().flatten().float() + noise
@@ -203,10 +210,20 @@ def sparse_gp(name: str, network: nn.Module, x: Tensor, y: Tensor, quick: bool =
 
 
 def sparse(name: str, case: Case) -> Found:
-    """A Gaussian process around the network of a regression, whose predictions are of one input each."""
+    """A Gaussian process around the network, whose predictions are of one input each."""
     predict = sparse_gp(name, case.networks[0], *case.task.train, case.quick)
+    if case.task.classes:
+        yield name, lambda x: Marginals.of(predict(x).log()[None])
+        return
     independent = lambda mean, variance: Numbers(mean, variance.diag(), 0.0)  # noqa: E731
     yield name, lambda x: independent(*predict(x))
+
+
+class Marginals(Classes):
+    """Class probabilities without joint scores."""
+
+    def scores(self, y: Tensor, groups: Groups | None = None) -> dict[str, float]:
+        return super().scores(y, {})
 
 
 def ours(name: str, form: dict, case: Case) -> Found:

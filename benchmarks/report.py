@@ -175,6 +175,9 @@ TABLES = {
         {"coverage": "coverage", "width": "width", "score": "interval score"},
         decimals=2,
     ),
+    "language": Shown(
+        BENCHMARKS, "language", {"row": "method"}, {"nll": "NLL", "seconds": "CPU s"}, decimals=3
+    ),
     "passes": Shown(
         BENCHMARKS, "paper", {"solver": "solver"}, {s: s for s in ("10 %", "3 %", "1 %")}
     ),

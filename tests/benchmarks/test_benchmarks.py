@@ -12,6 +12,7 @@ import distil
 import gpu
 import images
 import labels
+import language
 import monitor
 import numpy as np
 import pytest
@@ -191,7 +192,7 @@ def quick_costs(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
+def test_small_scripts_run_whole(tmp_path, quick_costs, capsys, monkeypatch):
     def run(script, options):
         out = tmp_path / f"{script.__name__}.jsonl"
         script.main([*shlex.split(options), "--out", str(out)])
@@ -214,6 +215,8 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys):
         assert fit[key] > 0
     (line,) = run(segmentation, "--tiny")
     assert line["weights"] == 72 and line["posterior"] > 0 < line["trainings"]
+    monkeypatch.setattr(language, "COUNTS", {"train": 100, "held out": 50, "test": 50})
+    assert len(run(language, "")) == 5
     assert len(run(paper, "--rows 60 --epochs 2 --num-samples 2")) == 3
     lines = run(distil, "--tasks wdbc diabetes --quick")
     assert {line["nll"] for line in lines if line["method"] == "posterior"} == {1.0, 0.0}

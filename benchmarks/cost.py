@@ -3,6 +3,7 @@
     python benchmarks/cost.py                              # every network: an hour and a half
     python benchmarks/cost.py --problems mlp regression cnn
     python benchmarks/cost.py --problems "last layer, 2000 x 64 x 50"
+    python benchmarks/cost.py --predictions                # of small networks alone: a minute
 
 One thread, processor seconds; with --device cuda, wall-clock seconds. There is a line for each network, which is trained by
 Adam in batches of 100. Classifiers are fitted with the defaults, and a second time with ``curvature="network"``. K is 16, and
@@ -11,8 +12,9 @@ without gradients. "served 1" and "served 8" are the times of an exported progra
 examples, with all samples, divided by that of five networks. The ensemble costs four further
 trainings; laplace-torch is Kronecker factors of all layers, tuned by its marginal likelihood, on
 the same network in the same run. Last layers of made data have NLLs on 2,000 further examples, and
-laplace-torch's Kronecker factors and full matrix of the last layer beside them. Lines go to
-results/cost.jsonl.
+laplace-torch's Kronecker factors and full matrix of the last layer beside them. Predictions of small ReLU networks are
+measured with 32 samples, 500 training examples and 250 for validation, without and with p-values, in forward passes.
+Lines go to results/cost.jsonl.
 
 Expected: trainings 1 to 8 for fits of a few thousand examples, .3 to 630 for last layers; predict F 1 to 60; served 8 0.3 to 13.
 """
@@ -195,6 +197,11 @@ JACOBIAN = 2e8
 """Bytes of laplace-torch's Jacobians of a last layer, with which it predicts, that are made at once."""
 
 NETWORK = {"curvature": "network"}
+SMALL = (
+    *(([2, 16, 2], 512), ([8, 50, 50, 3], 512), ([26, 64, 64, 4], 512), ([26, 64, 64, 4], 1)),
+    *(([20, 200, 200, 10], 512), ([8, 50, 50, 1], 512)),
+)
+"""Layers of a network, and the inputs that are predicted at once."""
 
 
 def seconds(run: Callable[[], object], repeats: int = 1) -> float:
@@ -331,6 +338,32 @@ def fits(args: argparse.Namespace) -> Iterator[dict]:
         yield found
 
 
+def predictions() -> Iterator[dict]:
+    """Yield a line of what predictions cost for every small network."""
+    for sizes, rows in SMALL:
+        torch.manual_seed(0)
+        network, teacher = (tasks.perceptron(sizes)() for _ in range(2))
+        x = torch.randn(500 + 250 + rows, sizes[0])
+        with torch.no_grad():
+            f = teacher(x)
+        f = (f - f.mean(0)) / f.std() + 0.3 * torch.randn(f.shape)
+        y = f if sizes[-1] == 1 else f.argmax(1)
+        (x, held_out, some), (y, of_held_out, _) = (t.split([500, 250, rows]) for t in (x, y))
+        problem = Problem(network, x, y, 30)
+        train(problem)
+        la = fitted(problem, 32)[0].calibrate(held_out, of_held_out)
+        with torch.no_grad():
+            once = seconds(lambda: [network(some) for _ in range(100)], 9) / 100
+        yield {
+            "part": "predictions",
+            "problem": "-".join(map(str, sizes)) + (", regression" if problem.regression else ""),
+            "rows": rows,
+            "forward": 1000 * once,
+            "predict F": seconds(lambda: la(some), 9) / once,
+            "p_value F": seconds(lambda: la.predict(some).p_value, 9) / once,
+        }
+
+
 def made(make: Callable[[], Problem], device: str = "cpu") -> Problem:
     torch.manual_seed(0)
     return make().on(device)
@@ -341,14 +374,16 @@ SHOWN = "weights", "rows", "seconds", "trainings", "network_curvature", "predict
 
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "cost")
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, help="default: all")
+    parser.add_argument("--predictions", action="store_true", help="of small networks alone")
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     args = begin(parser, arguments)
     origin = provenance(("torch",))
     origin |= {"machine": torch.cuda.get_device_name()} if args.device != "cpu" else {}
     fitted(Problem(nn.Linear(2, 2), torch.randn(9, 2), torch.arange(9) % 2, 1), 2)  # burn-in
-    for record in () if args.report else fits(args):
+    lines = predictions() if args.predictions else fits(args)
+    for record in () if args.report else lines:
         markdown.append(args.out, [record], origin)
     print("\n" + markdown.table(markdown.read(args.out), ["problem"], SHOWN))
 

@@ -138,6 +138,11 @@ PREDICTIONS = {
     "served 1": "exported, 1 example / five networks",
     "served 8": "exported, 8 examples / five networks",
 }
+SMALL = {
+    "forward": "forward pass, ms",
+    "predict F": "`la(x)` / forward pass",
+    "p_value F": "with `p_value` / forward pass",
+}
 PREDICTED = (
     *("mlp", "regression", "lenet", "resnet20", "bert", "bert, last_layer", "flights, late or not"),
     *("many rows", *(f"last layer, {size}" for size in ("5000 x 512 x 10", "2000 x 64 x 50"))),
@@ -190,6 +195,14 @@ TABLES = {
     ),
     "cost of predictions": Shown(
         COST, "cost", OF_NETWORK, PREDICTIONS, {"part": "fits", "problem": PREDICTED}
+    ),
+    "predictions of small networks": Shown(
+        COST,
+        "cost",
+        {"problem": "network", "rows": "inputs"},
+        SMALL,
+        {"part": "predictions"},
+        decimals=2,
     ),
     "gpu fits": Shown(COST, "gpu", GPU_NETWORK, GPU_FITS, {"part": "fit"}),
     "gpu cost": Shown(COST, "gpu", OF_NETWORK, COSTS | PREDICTIONS, {"part": "cost"}),

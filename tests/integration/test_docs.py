@@ -90,6 +90,13 @@ SENTENCES = [
     ("benchmarks", "With a twentieth replaced, both find them with an AUROC of {cifar, 5% wrong labels > network, suspicious > AUROC of wrong labels}. The F1 is {cifar, 5% wrong labels > torch_lla_em, last layer, suspicious > F1 of the mask} (network {cifar, 5% wrong labels > network, suspicious > F1 of the mask}), because"),
     ("benchmarks", "calibrated, the NLL is {cifar, 5% wrong labels > torch_lla_em, last layer, calibrated > NLL} (temperature scaling {cifar, 5% wrong labels > temperature scaling > NLL}) and the joint NLL {cifar, 5% wrong labels > torch_lla_em, last layer, calibrated > joint NLL} ({cifar, 5% wrong labels > temperature scaling > joint NLL})."),
     ("calibration", "The test NLL of a small transformer for text is {language > torch_lla_em, last layer, as fitted > NLL} instead of {language > torch_lla_em, last layer, `validation=False` > NLL} (network {language > network alone > NLL}, with a temperature from a validation set {language > temperature scaling > NLL};"),
+    ("paper", "are moved towards their neighbours: {headline > torch_lla_em, last layer, as fitted > 100 epochs} times the NLL of temperature scaling after 100 epochs, and {headline > torch_lla_em, last layer, `validation=False` > 100 epochs} without the correction."),
+    ("calibration", "have an NLL of {cost of last layers > last layer, 20000 x 256 x 100 > NLL, posterior} and {cost of last layers > last layer, 30000 x 256 x 10 > NLL, posterior} so,"),
+    ("calibration", "(network {cost of last layers > last layer, 20000 x 256 x 100 > NLL, network} and {cost of last layers > last layer, 30000 x 256 x 10 > NLL, network})."),
+    ("benchmarks", "posterior of all layers has the lowest NLL ({large > 196,407, torch_lla_em, as fitted > NLL}), and with a budget of 60 s the next ({large > 196,407, torch_lla_em, a budget of 60 s, as fitted > NLL}); the ensemble of two has {large > 196,407, ensemble of two > NLL}, the network alone {large > 196,407, network alone > NLL}, and the last layer, which `fit` corrects on moved examples, {large > 196,407, torch_lla_em, last layer, as fitted > NLL}."),
+    ("benchmarks", "energy, kNN, ViM and ReAct have a mean AUROC of {cifar > ReAct > mean AUROC} to {cifar > kNN > mean AUROC}, the p-values of our last layer {cifar > torch_lla_em, last layer, calibrated > mean AUROC}, the entropy {cifar > entropy > mean AUROC}, and Mahalanobis {cifar > Mahalanobis > mean AUROC}."),
+    ("benchmarks", "Calibrated, the NLL is that of temperature scaling ({cifar, 20% wrong labels > temperature scaling > NLL}), and the joint NLL {cifar, 20% wrong labels > torch_lla_em, last layer, calibrated > joint NLL} ({cifar, 20% wrong labels > temperature scaling > joint NLL}). As fitted, our last layer is worse than the network ({cifar, 20% wrong labels > torch_lla_em, last layer, as fitted > NLL} and {cifar, 20% wrong labels > network alone > NLL}),"),
+    ("benchmarks", "the AUROC of `la.suspicious` is {labels > tuning tables, ours > AUROC} on the ten tuning tables (cleanlab with five trainings: {labels > tuning tables, cleanlab, self_confidence > AUROC}), {labels > other tables, ours > AUROC} on ten others ({labels > other tables, cleanlab, self_confidence > AUROC}), and {labels > MNIST, ours > AUROC} on MNIST ({labels > MNIST, cleanlab, self_confidence > AUROC})."),
     ("benchmarks", "has {testbed > ours > KL, ten labels at two inputs} times the network's divergence for joint predictions and {testbed > ours > KL, one label} times for single labels. laplace-torch (KFAC of all layers, functions of the linear model) has {testbed > laplace-torch > KL, ten labels at two inputs} and {testbed > laplace-torch > KL, one label}"),
 ]  # fmt: skip
 
@@ -116,10 +123,12 @@ def cells():
                 for row in rows:
                     names = [cell for cell in row if re.search("[a-z]", cell)]
                     title = ", ".join(filter(None, (block, caption)))
+                    both = ", ".join(row[:2])
                     for column, cell in zip(head, row, strict=True):
                         numbers = [float(number) for number in NUMBER.findall(cell)]
                         for key in (title, f"{title}, {head[0]}"):
-                            found.setdefault((key, ", ".join(names), column), numbers)
+                            for line in (", ".join(names), both):
+                                found.setdefault((key, line, column), numbers)
     return found
 
 

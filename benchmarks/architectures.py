@@ -170,7 +170,7 @@ LANGUAGE = {
 
 
 def probe(make, dtype):
-    """Return the probe's report, or the error that says why there is none."""
+    """Return the report of the probe, or the error if there is none."""
     torch.manual_seed(0)
     model, inputs, *selection = make()
     try:

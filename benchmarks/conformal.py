@@ -7,7 +7,7 @@ rows is held out. All intervals have a level of 90 % and use the same rows: inte
 around our means as fitted, with its default score and with ``StdConformityScore`` and our standard
 deviations; and our intervals after ``calibrate``. Width and interval score (Winkler, 1972; lower is
 better) are in standard deviations of the targets. Expect a coverage of .87 to .94, and lower
-interval scores of MAPIE with our deviations than without.
+interval scores of MAPIE with our standard deviations than without.
 """
 
 from collections.abc import Iterator

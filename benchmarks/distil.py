@@ -106,7 +106,7 @@ def run(name: str, seed: int, quick: bool) -> Iterator[dict]:
 def compared(
     task: tasks.Task, networks: list[nn.Module], quick: bool
 ) -> Iterator[tuple[str, dict]]:
-    """Yield the scores of each method, and what it takes; the first network is that of the posterior."""
+    """Yield the scores and the cost of each method; the first network is that of the posterior."""
     network = networks[0]
     likelihood = "classification" if task.classes else "regression"
     (x, y), shifted = task.test, next(iter(task.shifted.values()))

@@ -95,7 +95,7 @@ def costs(name: str, args: argparse.Namespace) -> Lines:
 
 
 def draws(args: argparse.Namespace) -> Lines:
-    """Return where fits of 1,000 classes are after 150 s, with the usual draws of H and with twice as many."""
+    """Return the results of fits of 1,000 classes after 150 s, with the usual draws of H and twice as many."""
     rows, test, classes = (60, 20, 40) if args.tiny else (10_000, 4_000, 1_000)
     every = cost.made(partial(cost.head, rows + test, 64, classes), args.device)
     problem = every._replace(x=every.x[:rows], y=every.y[:rows])
@@ -118,7 +118,7 @@ def draws(args: argparse.Namespace) -> Lines:
 
 
 def steps(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespace], Lines]]:
-    """Return what is run, in order: what is cheap and tells most comes first."""
+    """Return the steps in order: the cheap and informative ones come first."""
     names = ["lenet"] if args.tiny else list(NETWORKS)
     found: dict[str, Callable[[argparse.Namespace], Lines]] = {}
     found |= {f"fit {name}": partial(fit, name) for name in names}

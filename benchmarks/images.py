@@ -76,7 +76,7 @@ def shifted(x: Tensor, noise: float = 0.5) -> dict[str, Tensor]:
 
 
 class Cells(NamedTuple):
-    """Features of solar cells, of the last 500 with shifts too."""
+    """Features of solar cells; for the last 500, also those of shifted images."""
 
     x: Tensor
     shifts: dict[str, Tensor]
@@ -149,7 +149,7 @@ CASES: dict[str, Callable[[Path, int], Task]] = {
 
 
 def detectors(network: nn.Module, rows: Rows) -> Iterator[tuple[str, Score]]:
-    """Yield what pytorch-ood, and the entropy, make of the inputs of the last layer."""
+    """Yield the entropy, and the scores of pytorch-ood for the inputs of the last layer."""
     from pytorch_ood.detector import KNN, EnergyBased, Mahalanobis, ReAct, ViM
 
     *body, last = network

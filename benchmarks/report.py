@@ -280,12 +280,12 @@ def named(name: object) -> object:
 
 
 def with_names(lines: list[dict]) -> list[dict]:
-    """Return lines whose rows are called as on the pages."""
+    """Return lines with the names that rows have on the pages."""
     return [line | {"row": named(line["row"])} for line in lines]
 
 
 def kept(path: Path) -> list[dict]:
-    """Return what is stored of a run; of tables.py means over tables and seeds, with their commit."""
+    """Return the lines of a run that are stored: for tables.py, means over tables and seeds, with commit."""
     lines = markdown.read(path)
     if path.stem == "tables":
         return [line | {"commit": lines[-1]["commit"]} for line in tables.lines(lines)]
@@ -299,7 +299,7 @@ def kept(path: Path) -> list[dict]:
 
 
 def replaced(stored: list[dict], lines: list[dict]) -> list[dict]:
-    """Return a run's lines in the place of those stored; of comparisons, other methods' lines stay."""
+    """Replace stored lines by those of a run; in comparisons, lines of methods that were not run stay."""
     keys = "kind", "set", "network", "row"
     if not all(key in line for line in lines for key in keys):
         return lines

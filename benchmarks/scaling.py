@@ -86,7 +86,7 @@ def unitless(
 def powered(
     power: float, squares: Tensor, layout: ParameterLayout, w: Tensor, g_prior: bool | None = None
 ) -> Tensor:
-    """Return the default scale with a power of m / s, which the g-prior's, 1 / s, tells."""
+    """Return the default scale with a power of m / s; s is that of the g-prior, 1 / s."""
     scale, g = (unitless(squares, layout, w, kind).double() for kind in (None, True))
     live = g > 0
     s = torch.where(live, g.pow(-2), 0)

@@ -8,7 +8,7 @@ probabilities, by the network and by the posterior as fitted. "trainings" are th
 of the fit divided by those of the training. "error" is the numerical error of the samples in
 posterior standard deviations. Lines go to results/segmentation.jsonl.
 
-Expected: the NLL falls from .21 to .15, for two to six trainings.
+Expected: the NLL falls from .21 to .15, and the fit takes about two trainings.
 """
 
 import argparse

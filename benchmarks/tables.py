@@ -45,7 +45,7 @@ SETS = {
 
 
 def measured(case: Case, name: str) -> Iterator[dict]:
-    """Yield a record of each row of a method; of one that says why where it fails."""
+    """Yield a record for each row of a method, or one with the error if the method fails."""
     test, row = case.task.test, name
     groups = {"near": neighbours(test.x)}
     groups |= {"dyadic": dyadic(len(test.x))} if case.task.classes else {}
@@ -92,7 +92,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Iterator[dict]:
 def compared(records: list[dict]) -> Iterator[dict]:
     """Yield every record relative to temperature scaling on the same network.
 
-    Ratios are in logarithms; of regression they are differences, whose scores may be negative.
+    Ratios are logarithms. For regressions they are differences, because scores may be negative.
     """
     at = lambda record: (record["table"], record["seed"], record["network"])  # noqa: E731
     of = {(*at(record), record["row"]): record for record in records}
@@ -117,7 +117,7 @@ def compared(records: list[dict]) -> Iterator[dict]:
 
 
 def lines(records: list[dict]) -> list[dict]:
-    """Return means over tables and seeds, one line a network and method."""
+    """Return means over tables and seeds, one line for each network and method."""
     groups: dict[tuple, list[dict]] = {}
     for record in compared(records):
         key = record["kind"], record["set"], record["network"], record["row"]

@@ -119,7 +119,7 @@ def train(split: Split, seed: int, epochs: int, outputs: int = 1, rate: float = 
 
 
 def with_noise(case: Case, f: Callable[[Tensor], Tensor]) -> Gaussians:
-    """Return the Gaussian of functions (S, B) with the noise that the training rows like best."""
+    """Return the Gaussian of functions (S, B), with the noise of maximum likelihood on training rows."""
     (x, y), seen = case.split.train, f(case.split.test[0])
     variance = seen.var(0, correction=0) + best_noise(f(x), y[:, 0]) ** 2
     return seen.mean(0)[None], variance.sqrt()[None]
@@ -184,13 +184,13 @@ def ours(case: Case) -> Found:
 
 
 def around(case: Case) -> Found:
-    """The posterior around the network, with the noise of its residuals, in the place of the linear model."""
+    """The posterior around the network instead of the linear model, with the noise of its residuals."""
     la = LinearisedLaplace(case.plain[0], "regression").fit(*case.split.train, progress_bar=False)
     yield "ours, around the network", predicted(la, case.split.test[0], "network")
 
 
 def calibrated(case: Case) -> Found:
-    """The posterior of a network that a tenth of the training rows was kept from, and five folds."""
+    """The posterior of a network trained without a tenth of the rows, calibrated on it; five folds."""
     (x, y), seen = case.split.train, case.split.test[0]
     kept = len(x) // 10
     la = LinearisedLaplace(case.again(x[kept:], y[kept:]), "regression")
@@ -215,7 +215,7 @@ METHODS = {
 
 
 def scores(found: Gaussians, y: Tensor, unit: float) -> dict[str, float]:
-    """Return what the targets say of Gaussians, in the unit of the targets."""
+    """Return the scores of Gaussian predictions, in the unit of the targets."""
     (centre, deviation), y = (part.double()[0] for part in found), y[:, 0].double()
     z = (y - centre) / deviation
     half = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.95)).item()
@@ -229,7 +229,7 @@ def scores(found: Gaussians, y: Tensor, unit: float) -> dict[str, float]:
 
 
 def run(split: Split, seed: int, stage: str, methods: list[str]) -> Iterator[dict]:
-    """Train the networks of a split and yield the scores of all methods; of one that fails, why."""
+    """Train the networks of a split; yield the scores, or the error, of every method."""
     epochs, clock = STAGES[stage], time.process_time()
     many = MEMBERS if "ensembles" in methods else 1
     plain = [train(split, 10 * seed + i, epochs) for i in range(many)]

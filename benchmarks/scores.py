@@ -5,7 +5,7 @@
     python benchmarks/scores.py --report        # the means of results/scores.jsonl
 
 The combination was chosen on networks for digits with seed 0 and on six tuning tables; seed 1 and
-six other tables are "held out". Networks are calibrated on a validation set, half of which is the
+six other tables are "held out" (the stored results leave out splice). Networks are calibrated on a validation set, half of which is the
 reference. Digits are rotated, blurred, noisy and so on, rows of tables permuted, noisy, scaled and
 moved: 17 shifts of each network, 8 of each table. d is the posterior standard deviation of the difference to a training example, σ that of the
 input's outputs and σ' that of the example's; the nearest example is that with the smallest value.

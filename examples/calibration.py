@@ -90,7 +90,8 @@ print(f"\na threshold for each class: coverage {inside.mean():.1%}, of the worst
 # ## Prediction intervals
 #
 # For continuous targets `interval(level)` has the same guarantee. It is wider where the posterior is less
-# certain.
+# certain. With 71 examples in the calibration set (half of the validation set), the coverage varies between validation
+# sets with a standard deviation of 3.6 %.
 
 # %%
 x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))

@@ -51,7 +51,7 @@ for name, prior in priors.items():
 # %% [markdown]
 # With a layerwise prior the precision of a tensor can grow without bound, which removes the tensor
 # from the posterior; `fit` warns if this happens. `la.history` has the precisions of each EM step: here those of
-# three of the four tensors grow.
+# three of the four tensors become very large.
 
 # %%
 layerwise = LinearisedLaplace(model, "classification", num_samples=K, prior="g", layerwise=True)

@@ -26,7 +26,7 @@ def by_class(check):
 by_class(la.check(x, y, level=0.9))
 
 # %% [markdown]
-# The sets contain the cut of 90 % of all diamonds, but of fewer diamonds in some classes: the guarantee
+# The sets contain the cut of 90 % of all diamonds, but of less than 90 % in some classes: the guarantee
 # holds on average. `print(la.check(x, y))` shows this table with further groups and recommendations.
 #
 # ## Sets that hold for each class
@@ -71,5 +71,5 @@ for name, p in probs.items():
     print(f"{name:26}{nll:7.3f}{found[0]:12.1%}{sum(found) / 5:17.1%}{right.mean():10.1%}")
 
 # %% [markdown]
-# With weights more of the cuts "Fair" are found, but the NLL over all diamonds is higher. `calibrate` on
+# With weights more diamonds of the cut "Fair" are found, but the NLL over all diamonds is higher. `calibrate` on
 # unweighted data reduces it only a little: use weights for decisions, and no weights for probabilities.

@@ -36,8 +36,8 @@ la.calibrate(x[validation], y[validation])
 # %% [markdown]
 # ## Distil
 #
-# The student learns from inputs without labels. Pass as many kinds of inputs as you expect in use; more
-# are made from them, here also by rotating the images.
+# The student learns from inputs without labels. Pass as many kinds of inputs as you expect in use. More inputs
+# are generated from them, here also by rotating the images.
 
 # %%
 images = torch.cat([x[train], x[validation]])

@@ -31,8 +31,8 @@ train, validation, test = shuffled[:800], shuffled[800:1000], shuffled[1000:]
 #   negative log-likelihood with respect to f. S must not depend on y.
 # - `mean` is the inverse link function.
 #
-# Gradient and Hessian follow by differentiation. Every fit compares the methods with derivatives
-# of `log_prob` on the first batch. Optional methods add features: `variance` adds the aleatoric
+# The gradient and the Hessian are computed by differentiation. Every fit compares the methods with
+# derivatives of `log_prob` on the first batch. Optional methods add features: `variance` adds the aleatoric
 # uncertainty, and `sample` adds random targets.
 
 # %%

@@ -95,9 +95,10 @@ right.legend()
 figure.tight_layout()
 
 # %% [markdown]
-# The posterior's intervals are still slightly too narrow, because σ is learnt from data that the
-# network was fitted to. With a validation set, `la.calibrate(loader)` corrects this, and
-# `la.predict(x).interval(0.9)` has [guaranteed coverage](../calibration.md).
+# The posterior's intervals have about the right coverage here. They can still be too narrow for networks
+# that have overfitted more, because σ is learnt from data that the network was fitted to. With a validation set,
+# `la.calibrate(loader)` corrects this, and `la.predict(x).interval(0.9)` has [guaranteed
+# coverage](../calibration.md).
 #
 # ## Far from the data
 #

@@ -95,7 +95,7 @@ print(f"posterior {nll:.3f}")
 # the pixels of digits of an image are missed on average. The bound holds for new images like those of the validation
 # set, whatever the quality of the probabilities, if neither the network nor the posterior has seen any of these images.
 # (Here `calibrate` has fitted six numbers to the validation set; use other images for an exact bound.) The mean entropy
-# is a score of an image: images with a high score have more wrong pixels.
+# is a score of an image: images with a high score have more pixels that are classified wrongly.
 
 # %%
 level = 0.1

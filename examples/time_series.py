@@ -59,8 +59,8 @@ axes.set(
 axes.legend()
 
 # %% [markdown]
-# Calibrated once, the coverage of 90 % intervals differs between spans of twelve years from 77 to 94 %,
-# because the cycles of the sun differ. Calibrating again helps from 1977 on, but not from 1953 to 1964, whose
+# If `calibrate` is called once, the coverage of 90 % intervals is 77 to 94 % in spans of twelve years, because the
+# cycles of the sun differ. Calibrating again raises the coverage from 1977 on, but hardly from 1953 to 1964, whose
 # cycle was stronger than those before: no calibration can anticipate what has not been seen.
 # For your own series:
 #

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # The method on two weights
 #
-# The network has only two weights, so that everything can be computed on a grid and drawn: the exact
+# The network has only two weights, so everything can be computed on a grid and drawn: the exact
 # posterior of the linear model, the Gaussian approximation q that the library finds, the path of the prior precision
 # λ and of the curvature H (the second derivative of the loss in the outputs), posterior samples, and the error bound. The
-# method is written in a few lines of dense algebra, which are compared with the library at each step. Try changes here first.
+# method is written in a few lines of dense algebra, which are compared with the library at each step. Try changes to the method here first.
 
 # %%
 import matplotlib.pyplot as plt
@@ -87,8 +87,8 @@ def exact(precision):
 # - λ = γ / ‖m‖², with the effective dimension γ = Tr(Σ Jᵀ E_q[H] J) (MacKay's fixed point).
 #
 # The expectations are over one number per example, h_n ~ N(J_n m, J_n Σ J_nᵀ), so they are computed by
-# Gauss–Hermite quadrature here, and by random draws in the library. Each step takes H and λ from q,
-# then Newton's method moves m, and Σ follows.
+# Gauss–Hermite quadrature here, and by random draws in the library. In each step Newton's method moves m,
+# H moves towards its expectation under q, and Σ and λ follow.
 
 # %%
 nodes, weights = map(torch.as_tensor, np.polynomial.hermite_e.hermegauss(40))
@@ -243,8 +243,8 @@ while True:
     q = e_step(over, over.widened(q))  # extend
 
 # %% [markdown]
-# The restricted problem has another λ and a lower bound on the evidence, and its residuals show that it is inaccurate. Over both
-# directions λ is that of the dense algebra.
+# With one direction, λ differs and the bound is lower, and the residuals show that this solution is inaccurate. With both
+# directions, λ is that of the dense algebra.
 #
 # ## Change it
 #

@@ -35,7 +35,7 @@ def train(model, x, y, steps):
 # %% [markdown]
 # ## Digits
 #
-# A twentieth of the labels is replaced. After 400 steps the CNN has learnt most of the wrong ones.
+# A twentieth of the labels is replaced. After 400 steps the CNN has learnt the wrong labels as well.
 
 # %%
 x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))

@@ -97,6 +97,20 @@ def scored(la: Laplace, rows: tasks.Rows) -> dict[str, float]:
     return {"lambda": float(la.prior_precision), "nll": nll}
 
 
+def of_intervals(lines: list[dict]) -> str:
+    """Return the mean coverage at every place, by each λ."""
+    regressions = [line for line in lines if "seed" in line]
+    places = {place: place for place in PLACES}
+    return markdown.table(regressions, {"row": "90 % intervals with"}, places, decimals=2)
+
+
+def of_probabilities(lines: list[dict]) -> str:
+    """Return λ and NLL of every classifier, by each λ."""
+    names = {"name": "table", "stage": "network", "row": "λ"}
+    classifiers = [line for line in lines if "name" in line]
+    return markdown.table(classifiers, names, {"lambda": "value", "nll": "NLL"})
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "interface")
     parser.add_argument("--quick", action="store_true", help="one regression and one table")
@@ -106,9 +120,7 @@ def main(argv: list[str] | None = None) -> None:
             lines = (next(part) for _ in range(2)) if args.quick else part
             markdown.append(args.out, lines, provenance(("torch",)))
     lines = markdown.read(args.out)
-    print(markdown.table([ln for ln in lines if "seed" in ln], ["row"], ("lambda", *PLACES)))
-    shown = [ln for ln in lines if "name" in ln]
-    print(markdown.table(shown, ["name", "stage", "row"], ("lambda", "nll")))
+    print(of_intervals(lines), of_probabilities(lines), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import cifar
 import distil
 import images
+import interface
 import labels
+import mixtures
 import monitor
 import residuals
 import scaling
@@ -95,8 +97,8 @@ class Shown(NamedTuple):
     decimals: int | None = None
 
 
-BENCHMARKS, COST, CALIBRATION = (
-    f"docs/{name}.md" for name in ("benchmarks", "cost", "calibration")
+BENCHMARKS, COST, CALIBRATION, COMING = (
+    f"docs/{name}.md" for name in ("benchmarks", "cost", "calibration", "coming_from_laplace_torch")
 )
 STAGED = {
     "near": "joint NLL, neighbours",
@@ -252,6 +254,9 @@ TEXTS = {
         lambda lines: images.report(with_names(lines)),
     ),
     "cifar": (BENCHMARKS, "cifar", lambda lines: cifar.report(with_names(lines))),
+    "mixtures": ("docs/mixtures.md", "mixtures", mixtures.report),
+    "intervals": (COMING, "interface", interface.of_intervals),
+    "probabilities": (COMING, "interface", interface.of_probabilities),
     "testbed": (BENCHMARKS, "testbed", testbed.summary),
     "distil": ("docs/serving.md", "distil", distil.summary),
     "uci": (BENCHMARKS, "uci", uci.summary),

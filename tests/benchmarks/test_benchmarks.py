@@ -11,8 +11,10 @@ import cost
 import distil
 import gpu
 import images
+import interface
 import labels
 import language
+import mixtures
 import monitor
 import numpy as np
 import pytest
@@ -217,6 +219,10 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys, monkeypatch):
     assert line["weights"] == 72 and line["posterior"] > 0 < line["trainings"]
     monkeypatch.setattr(language, "COUNTS", {"train": 100, "held out": 50, "test": 50})
     assert len(run(language, "")) == 5
+    lines = run(mixtures, "")
+    assert len(lines) == 18 and min(line["training"] for line in lines) > -0.01
+    lines = run(interface, "--quick")
+    assert lines[0]["lambda"] < lines[1]["lambda"] and lines[2]["lambda"] > lines[3]["lambda"]
     assert len(run(paper, "--rows 60 --epochs 2 --num-samples 2")) == 3
     lines = run(distil, "--tasks wdbc diabetes --quick")
     assert {line["nll"] for line in lines if line["method"] == "posterior"} == {1.0, 0.0}

@@ -30,6 +30,7 @@ PLACES = {"at the examples": (0.5, 2.0), "in the gap": (0.0, 0.5), "outside": (2
 
 HALF = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.95)).item()
 BY_NETWORK, BY_LINEAR = "γ / ‖w_MAP‖²", "γ / ‖w_lin‖²"
+STAGES = {"early": "early stopping", "on": "100 epochs"}
 NEAR, FITS = 0.02, 20
 """Change of log λ at which fits are no longer repeated, and their largest number."""
 
@@ -107,7 +108,7 @@ def of_intervals(lines: list[dict]) -> str:
 def of_probabilities(lines: list[dict]) -> str:
     """Return λ and NLL of every classifier, by each λ."""
     names = {"name": "table", "stage": "network", "row": "λ"}
-    classifiers = [line for line in lines if "name" in line]
+    classifiers = [line | {"stage": STAGES[line["stage"]]} for line in lines if "name" in line]
     return markdown.table(classifiers, names, {"lambda": "value", "nll": "NLL"})
 
 

@@ -4,7 +4,7 @@
     python benchmarks/labels.py --cases vehicle --seeds 0
     python benchmarks/labels.py --report            # the table of results/labels.jsonl
 
-A tenth of the labels of 800 rows is replaced (``--rate``), on the ten tuning tables and ten of the twenty others, on the digits of
+A tenth of the labels of 800 rows is replaced (``--rate``), on the ten tuning tables, ten of the twenty others and letter, on the digits of
 scikit-learn (1,000, 5 % of the labels) and of MNIST (LeNet, 1,000). Networks are trained for 30 epochs, or 200; the CNNs for 20,
 or 100. The seconds are those of a method once the network is trained: five more trainings, or a fit
 and ``la.suspicious``. For cleanlab, ``find_label_issues`` and ``get_label_quality_scores`` are
@@ -39,6 +39,10 @@ SHOWN = {
     "estimated": "labels in the mask",
     "seconds": "CPU s",
 }
+
+
+KINDS = dict.fromkeys(TUNING, "tuning tables") | dict.fromkeys(OTHERS, "other tables")
+"""What a table counts among, where that is not its name."""
 
 
 def problem(case: str, seed: int) -> tuple[Rows, Callable[[], nn.Module], tuple[int, int]]:
@@ -113,10 +117,10 @@ def measured(case: str, seed: int, rate: float) -> Iterator[dict]:
     (x, y), make, stages = problem(case, seed)
     share = rate / 2 if case == "digits" else rate
     given = replaced(y, share, seed)
-    wrong, kind = given != y, "tuning tables" if case in TUNING else "other tables"
+    wrong = given != y
     for stage, epochs in zip(("early", "late"), stages, strict=True):
         for row, score, mask, seconds in methods(Rows(x, given), make, epochs, seed):
-            record = {"kind": case if case in ("digits", "MNIST") else kind, "stage": stage}
+            record = {"kind": KINDS.get(case, case), "stage": stage}
             record |= {"row": row, "estimated": mask.double().mean().item(), "seconds": seconds}
             yield record | (judged(score, mask, wrong) if wrong.any() else {})
 
@@ -160,7 +164,7 @@ def of_means(lines: list[dict], rows: dict[str, str], columns: dict[str, str]) -
 
 def main(argv: list[str] | None = None) -> None:
     parser = script_parser(__doc__, "labels")
-    parser.add_argument("--cases", nargs="+", default=[*TUNING, *OTHERS, "digits", "MNIST"])
+    parser.add_argument("--cases", nargs="+", default=[*KINDS, "letter", "digits", "MNIST"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rate", type=float, default=0.1, help="share of labels that are replaced")
     args = begin(parser, argv)

@@ -99,14 +99,14 @@ def test_a_last_layer_that_is_too_large_is_told_beforehand(monkeypatch, caplog):
     assert 15e9 < large.plan(x, y).memory[0] < 22e9 and not caplog.messages
     la.plan(x, y)
     (words,) = caplog.messages
-    assert "take 20 GB" in words and "Use fewer samples or fewer examples" in words
+    assert "needs 20 GB" in words and "Use fewer samples or fewer examples" in words
     x, y, model = torch.randn(80, 20), torch.arange(80) % 3, network(20, 60, 3)
     la = LinearisedLaplace(model, "classification", num_samples=4, parameters="last_layer")
     la = la.fit(x, y, validation=False, em_steps=1, progress_bar=False)
-    assert not any("of this last layer take" in message for message in la.messages)
+    assert not any("fit of this last layer" in message for message in la.messages)
     monkeypatch.setattr(FREE, lambda _: 1e6)
     la = la.fit(x, y, validation=False, em_steps=1, progress_bar=False)
-    assert any("of this last layer take" in message for message in la.messages)
+    assert any("fit of this last layer" in message for message in la.messages)
 
 
 def test_one_large_tensor_is_taken_in_batches():

@@ -49,8 +49,8 @@ class Engine(Protocol[Problems]):
         """Return the state with its posterior."""
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Iterable[Tensor]]]:
-        """For parts of this rank's examples yield y, E[y | J m], and every J w_k if there is a σ
-        per output."""
+        """Yield y, E[y | J m] and, if there is a σ per output, every J w_k, for parts of this
+        rank's examples."""
 
 
 def em(

@@ -7,7 +7,7 @@ accurate                         λ has converged, or used all steps, and errors
 all directions                   the span has all directions; the rest of the error is rounding
 all steps                        by a solver: λ used all its steps before it converged
 budget                           the time was over
-rounding leaves no new direction residuals are in the span up to rounding, unlike in float64
+rounding leaves no new direction residuals are in the span up to rounding; float64 has less
 no memory for more directions    a span of the allowed size was restricted too often
 rounding dominates ...           at the learnt λ; the posterior is at a larger λ instead
 the solver has not converged     by a solver: the last solve used all its passes
@@ -15,8 +15,8 @@ the solver has not converged     by a solver: the last solve used all its passes
 
 ``SpanFit`` decides over a span, ``over_head`` for a last layer, and ``by_solver`` for a solver; the
 session decides when the time is over. All of them use the functions of this file. For a last layer
-and a solver EM itself ends before, by "converged" or "all steps", which the accurate solution after
-it replaces.
+or a solver, EM itself ends first, with "converged" or "all steps"; the accurate solution that
+follows replaces this reason.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def by_directions(
     noise: StochasticPrior,
     options: FitOptions,
 ) -> FitResult:
-    """Return the result of a fit over a span, or of a last layer, whose state has no weights:
-    ``columns`` are the mean and the samples as parameters, (1 + K, P)."""
+    """Return the result of a fit over a span, or of a last layer by its features. ``columns`` are
+    the mean and the samples as parameters, (1 + K, P), which the state of a span does not have."""
     tell(over, q, noise, options)
     problem, error, tolerance = over.problem, max(q.errors), options.tolerance
     if q.fate.why != "budget" and not is_accurate(error, tolerance):

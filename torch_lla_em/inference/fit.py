@@ -37,7 +37,7 @@ contain all directions."""
 
 
 class Progress(NamedTuple):
-    """What a checkpoint stores of a fit: tensors, numbers and tuples."""
+    """The part of a fit that a checkpoint stores: tensors, numbers and tuples."""
 
     eta: Tensor
     scale: Tensor
@@ -115,7 +115,7 @@ def learn(
                 start = start._replace(state=None, stored=None)
             result = result or over_span(problem, noise, options, around, start)
         except DoesNotFit as error:
-            release()  # what the failed attempt held
+            release()  # frees what the failed attempt held
             start = start._replace(state=None, stored=None, basis=None)
             report(
                 "log",
@@ -187,7 +187,7 @@ def over_head(
     around: Surroundings,
     start: Progress,
 ) -> FitResult | None:
-    """Return the posterior of a last layer by products of its features; None: it needs a span."""
+    """Return the posterior of a last layer, fitted by its features; None if it needs a span."""
     over = _head_of(problem, noise, options, start)
     if over is None:
         return None
@@ -215,10 +215,10 @@ def over_head(
         if q.fate.why != "accurate":
             q = around.run(steps(q), saved, q.fate.number)
     except DivergenceError as error:
-        report("log", f"Products of features diverge: {error} The fit takes a span.")
+        report("log", f"The fit by features diverged: {error} A span is used instead.")
         return None
     if q.fate.why != "budget" and not is_accurate(max(q.errors), options.tolerance):
-        words = f"Products of features reach an error of {max(q.errors):.2g}: the fit takes a span."
+        words = f"The fit by features has an error of {max(q.errors):.2g}: a span is used instead."
         report("log", words)
         return None
     columns = torch.cat([q.mean[None], q.samples])
@@ -228,7 +228,7 @@ def over_head(
 def _head_of(
     problem: Problem, noise: StochasticPrior, options: FitOptions, start: Progress
 ) -> OverHead | None:
-    """Return the fit of a last layer by its features; None: the fit takes a span."""
+    """Return the engine for the features of a last layer, or None if the fit needs a span."""
     live, K = int((noise.prior.scale > 0).sum()), len(noise.xi)
     if not takes_features(problem, live, K) or start.basis is not None:
         return None
@@ -262,7 +262,7 @@ def settings_of(
     many = likelihood.is_softmax and 0 < 4 * draws < classes  # then products take less arithmetic
     of_H = 1 if likelihood.elementwise or not draws else 2 * draws if many else classes
     outputs, K = problem.data.largest_share * sites * classes, options.num_samples
-    # copies of H, of draws and of outputs, ε, and vectors; and what is in memory of a part
+    # copies of H, of draws and of outputs, ε, and vectors; and the tensors of one part
     numbers = (5 * of_H + 4 * draws + K + 10) * outputs + 8 * K * problem.size
     numbers += 5 * max(ENTRIES, K * problem.size)
     nbytes = numbers * problem.dtype.itemsize
@@ -270,14 +270,14 @@ def settings_of(
 
 
 def has_memory(nbytes: float, memory: float) -> bool:
-    """Whether a last layer whose products of features take so many bytes has the memory for them.
-    If not, log what would."""
+    """Whether the fit of a last layer by its features, which needs this many bytes, fits into
+    memory. If it does not, log a remedy."""
     if nbytes > memory:
         report(
             "log",
-            f"Products of the features of this last layer take {nbytes / 1e9:.2g} GB, and at most "
-            "half of the free memory, or Compute(span_memory=bytes), is used: the fit takes a "
-            "span of directions or a solver. Use fewer samples or fewer examples.",
+            f"The fit of this last layer by its features needs {nbytes / 1e9:.2g} GB, but may use "
+            "only half of the free memory, or Compute(span_memory=bytes): a span of directions or "
+            "a solver is used instead. Use fewer samples or fewer examples.",
         )
     return nbytes <= memory
 
@@ -315,7 +315,7 @@ def by_solver(
 
 
 def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
-    """Return for how many samples there is memory, beside that for H if H moves."""
+    """Return the number of samples that fit into memory, besides H if H moves."""
     facts, K, left = problem.data.facts, len(span.probes), span.memory
     classes = facts.num_outputs // max(1, facts.num_targets)
     every = facts.num_outputs if span.sites is None else span.sites.outputs
@@ -330,6 +330,6 @@ def _that_fits(problem: Problem, span: Span, moves: bool) -> int:
         report(
             "log",
             f"There is memory for {fits} posterior samples instead of {K}. The fit continues with "
-            f"{fits}. For more samples free memory, or choose fewer `parameters`.",
+            f"{fits}. For more samples, free memory or choose fewer `parameters`.",
         )
     return min(fits, K)

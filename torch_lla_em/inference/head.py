@@ -31,8 +31,8 @@ from torch_lla_em.problem import (
 )
 
 BLOCKS = 4000
-"""The number of examples from which the blocks of the preconditioner, the best scale of q, and γ at
-another H are computed."""
+"""The approximate number of a rank's examples from which the blocks of the preconditioner, the best
+scale of q, and γ at another H are computed."""
 
 
 class Head(NamedTuple):
@@ -140,7 +140,7 @@ class Preconditioner:
         precision: Tensor,
     ):
         """``blocks`` are those of ``Head.blocks``; ``scale`` is that of the prior, (P,), if G maps
-        parameters that add the same to all outputs to 0."""
+        to 0 all parameters that add the same to all outputs."""
         of_G, self._basis = blocks
         of_A, self._head = of_G / precision.to(of_G), head
         self._alike: Tensor | None = None
@@ -148,7 +148,7 @@ class Preconditioner:
         classes were proportional, (C, 1)."""
 
         self._within = of_A[:0]
-        """I plus the block of A for these parameters, (D, D)."""
+        """I plus the block of A + I for these parameters, (D, D)."""
 
         if self._basis is None:
             floor = 100 * torch.finfo(of_A.dtype).eps * of_A.diagonal(dim1=1, dim2=2).amax(1)
@@ -216,7 +216,7 @@ class HeadProblem(LinearProblem):
         return torch.finfo(self.head.h.dtype).eps
 
     def zeros(self, num_vectors: int) -> Tensor:
-        """Return parameters, (num_vectors, P)."""
+        """Return parameters that are 0, (num_vectors, P)."""
         return self.head.h.new_zeros(num_vectors, sum(self.head.sizes))
 
     def ggn_product(self, w: Tensor) -> Tensor:

@@ -25,22 +25,22 @@ class LinearProblem(Protocol):
         """Relative rounding error of products."""
 
     def zeros(self, num_vectors: int) -> Tensor:
-        """Return vectors in the space of w, (num_vectors, P)."""
+        """Return zeros in the space of w, (num_vectors, P)."""
 
     def ggn_product(self, w: Tensor) -> Tensor:
         """Return G w for vectors w, both (K, P)."""
 
     def minibatch_products(self) -> tuple[int, Iterator[Product]]:
-        """Return the number of parts of the data, and their products, whose sum is G w: one of all
-        data where that takes no pass."""
+        """Return the number of parts of the data, and their products, whose sum is G w. By default
+        all data are one part."""
         return 1, iter([self.ggn_product])
 
     def loss_and_gradient(self, w: Tensor) -> tuple[float, Tensor]:
         """Return the loss at w, (P,), and its gradient, (P,)."""
 
     def with_curvature_at(self, w: Tensor) -> LinearProblem:
-        """Return the same problem with H evaluated at J w, for w (P,); if H is an expectation,
-        return the problem itself."""
+        """Return the same problem with H evaluated at J w, for w (P,), or the problem itself if H
+        stays the same during the search for the mode."""
 
 
 class Whitened:

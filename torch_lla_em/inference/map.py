@@ -20,7 +20,7 @@ def optimise_MAP(
     """Find the mode of the linear model, w_lin = argmin_w Σ_n loss(J_n w, y_n) + ½ ‖w‖²_Λ.
 
     Args:
-        problem (LinearProblem): The network, the likelihood and the data, as ``Problem``.
+        problem (LinearProblem): The network, the likelihood and the data: a ``Problem``.
         prior (Prior): The prior of ``get_sto_samples``.
         precision (Tensor): Prior precision λ, shape () or (blocks,).
         solver (Newton): The solver with its options. Default Newton().

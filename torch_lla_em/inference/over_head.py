@@ -1,11 +1,11 @@
-"""EM on a last linear layer by its stored features: λ, the mean, the samples, and H if it moves,
-do so together, by a few products in every step.
+"""EM on a last linear layer by its stored features. In every step λ, the mean, the samples and, if
+it moves, H change together, by a few products.
 
 Where features separate the classes, MacKay's update alone closes less than a tenth of the distance
 in a step, since the bound hardly changes if the outputs grow while λ falls. So the whole posterior
 q is scaled by a, and λ by 1/a². Its divergence from the prior stays, and at a = 1 the derivative
 dE[loss] / d log a is γ - λ ‖m‖². The best a is at the root of that function, which is computed from
-draws of the outputs without a product; it is 1 where MacKay's update rests. A secant lengthens
+draws of the outputs without a product; it is 1 where MacKay's update is at rest. A secant lengthens
 these steps.
 """
 
@@ -34,13 +34,13 @@ from torch_lla_em.solvers import BlockCG, Minimum, Newton, log_dets
 
 STEPS, DAMPING = 3, 0.75
 """The number of steps after which the preconditioner is computed again, and which ``em_steps``
-counts as one; and the share of its way that H moves in a step: with .6 fits take half as many steps
-more, with 1 the H of 1,000 x 50 x 7 alternates."""
+counts as one; and the share of the way to E[H] that H moves in a step. With .6, fits take 50 % more
+steps; with 1, the H of a problem of 1,000 x 50 x 7 alternates."""
 
 LOOSE, NEAR, FEW = (0.15, 0.06), (0.1, 0.015), 2
 """The errors of samples and mean that are allowed while λ moves, and where it hardly moves; and the
-number of samples that estimate the log evidence on the way, which the preconditioner leaves little
-variance of."""
+number of samples that estimate the log evidence on the way, whose variance is small because of the
+preconditioner."""
 
 CAP, GATE, LONGER = 0.35, 0.15, 3
 """The largest change of log a in a step; the part of γ by which γ at E[H] may differ from that at H
@@ -59,7 +59,7 @@ each of 800 examples, H and λ circled around it until the last step."""
 
 
 class Settings(NamedTuple):
-    """What a fit of a last layer may use."""
+    """The limits of the fit of a last layer, and how it stores H."""
 
     tolerance: float
     memory: float
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
 
 class OverHead:
-    """EM's linear model by the features of a last layer, with H in expectation under the posterior,
+    """The engine of EM on the features of a last layer, with H in expectation under the posterior,
     or at the network's outputs."""
 
     def __init__(self, problem: Problem, noise: StochasticPrior, head: Head, settings: Settings):
@@ -109,8 +109,8 @@ class OverHead:
 
     def _inverse(self, q: State, x: Tensor | None = None) -> Preconditioner:
         """Return the preconditioner at the H of a state, or at the outputs of whitened parameters
-        x. If H stays that of a network that is too certain, it is nearly 0 and does not help to
-        find the mean."""
+        x. If H stays at the outputs of an overconfident network, it is nearly 0 and does not help
+        to find the mean."""
         prior, blocks = self.noise.prior, q.in_head.blocks
         if x is not None:
             outputs = self.span.push((prior.deviation(q.precision) * x)[None])[..., 0]
@@ -140,7 +140,7 @@ class OverHead:
         """Return the state with the posterior and the bound on its log evidence, which few samples
         estimate while λ moves."""
         gamma, targets = samples.effective_dims, self.share.total * self.f.shape[1:].numel()
-        gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # which samples may exceed
+        gamma = gamma * (targets / gamma.mean()).clamp_max(1)  # γ of a sample may exceed it
         prior, inverse, some = self.noise.prior, problem.inverse, None if q.fate.why else FEW
         product = Whitened(problem, prior.deviation(q.precision))
         sides = problem.probes.right_hand_side(q.precision)[:some]
@@ -197,7 +197,7 @@ class OverHead:
         return q._replace(head=None), stored
 
     def restored(self, q: State, stored: StoredHead) -> State:
-        """Return the state of which ``saved`` has returned the parts."""
+        """Rebuild a state from the parts that ``saved`` has returned."""
         H = self.expected.H(self.loss, torch.zeros_like(self.f), None)
         H = H._replace(values=self.share.rows_here(stored.H))
         deviations, outputs = NONE_YET, self.span.push(q.mean[None])[..., 0]
@@ -234,7 +234,7 @@ class OverHead:
                 total += slopes.sum(dtype=torch.float64) / len(drawn)
             return float(group.sum(step * total))
 
-        here, apart = 0.0, of_draws(0.0) - value  # their Monte Carlo error
+        here, apart = 0.0, of_draws(0.0) - value  # the error of these estimates
         way = math.copysign(0.1, -value)
         for _ in range(6):
             new = of_draws(way) - apart
@@ -305,7 +305,7 @@ def _is_near(moved: Tensor | float) -> bool:
 
 
 def _allowed(q: State, rises: bool) -> float:
-    """Return the distance of log λ that is left at rest.
+    """Return the largest distance of log λ from its fixed point that counts as convergence.
 
     Where the data determine nothing, λ grows without bound, and its value does not matter.
     """

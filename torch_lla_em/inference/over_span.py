@@ -25,8 +25,8 @@ START = 0.1
 """λ at the start, relative to the mean variance of the prior's outputs at λ = 1."""
 
 ROUGHLY = 0.02
-"""Error of the mean, in the norm of G, while H moves. With .04 the λ of single networks changes by
-20 %; .01 takes 13 % longer."""
+"""Error of the mean, in the norm of G + λ, while H moves. With .04 the λ of single networks changes
+by 20 %; .01 takes 13 % longer."""
 
 
 class OverSpan:
@@ -129,8 +129,8 @@ class OverSpan:
         return q._replace(samples=samples.w, mean=mode.w, norm=norm, loss=loss)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """For this rank's examples yield y, E[y | J m], and J w_k, (K, N, C), if there is a σ per
-        output."""
+        """Yield y, E[y | J m] and, if there is a σ per output, J w_k, (K, N, C), for this rank's
+        examples."""
         several = q.sigma is not None and q.sigma.dim() > 0
         pushed = self.span.push(q.samples).movedim(-1, 0) if several else ()
         yield (

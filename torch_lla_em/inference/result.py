@@ -69,15 +69,15 @@ class FitResult(NamedTuple):
     K there, (n, K, K), which measure how much each example determines its own outputs."""
 
     network_noise: Tensor | None = None
-    """σ of the network's residuals relative to ``sigma_noise``; None if σ was not learnt, so that
-    it is not that of J w_lin."""
+    """σ of the network's residuals relative to ``sigma_noise``; None if σ was not learnt from the
+    residuals of J w_lin."""
 
     constant: Tensor | None = None
     """The constant that is added to J w_lin for continuous targets, (C,) or (); None: 0."""
 
     mode_error: float = 0.0
-    """The error of the mode, relative to max(1, ‖w_lin‖) in the norm of the prior: compared with
-    that of the samples."""
+    """The error of the mode, relative to max(1, ‖w_lin‖) in the norm of the prior, which is
+    comparable with that of the samples."""
 
     why: str = "accurate"
     """The reason why the fit ended: "accurate", "all directions", "all steps", "budget", or what

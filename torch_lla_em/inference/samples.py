@@ -38,7 +38,7 @@ def optimise_samples(
     linear systems.
 
     Args:
-        problem (LinearProblem): The network, the likelihood and the data, as ``Problem``.
+        problem (LinearProblem): The network, the likelihood and the data: a ``Problem``.
         probes (StochasticPrior): The random probes, with their prior.
         precision (Tensor): Prior precision λ, shape () or (blocks,).
         solver (BlockCG or SGD): The solver with its options. Default BlockCG().

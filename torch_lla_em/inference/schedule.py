@@ -176,8 +176,8 @@ class SpanFit:
         return q, last
 
     def judged(self, q: State, grew: bool) -> State:
-        """Return the state with whether λ has converged, and the reason if the fit ends here (apart
-        from the budget)."""
+        """Decide whether λ has converged, and whether the fit ends here; return the state with both
+        decisions."""
         fate = q.fate
         # if H follows its own Monte Carlo noise, solutions do not converge
         rests = fate.moved < max(RESTS, fate.number / 2)

@@ -31,10 +31,10 @@ class Span:
         """The sites of dense outputs that are used; None: all examples, with all their sites."""
 
         self.blocks: list[Tensor] = []
-        """V, each (k, P)."""
+        """The blocks of V, each (k, P)."""
 
         self.stored: list[Tensor] = []
-        """J V, each (N ... C, k)."""
+        """The blocks of J V, each (N ... C, k)."""
 
         self.rows: Any = None
         """f, targets and weights of this rank's examples, once there are directions."""
@@ -46,7 +46,7 @@ class Span:
         of_data = problem.data
         every = of_data.facts.num_outputs if sites is None else sites.outputs
         self.entries = every * of_data.largest_share
-        """Outputs of the rank with the most examples."""
+        """The number of outputs of the rank with the most examples."""
 
     @property
     def is_complete(self) -> bool:
@@ -165,7 +165,7 @@ class Span:
             HJ = H.product(part[:, start:], rows).to(exact)
             part = part.to(exact)
             for i in range(0, m - start, 64):
-                lower = 0 if start else i  # of the whole G only the lower triangle
+                lower = 0 if start else i  # a whole G needs only its lower triangle
                 G[lower:, i : i + 64] += part[:, lower:].T @ HJ[:, i : i + 64]
         G = G if start else G.tril() + G.tril(-1).T
         total: Tensor = self.rows.share.group.sum(G)

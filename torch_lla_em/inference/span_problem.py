@@ -41,7 +41,7 @@ class SpanProblem(LinearProblem):
         return torch.finfo(self.span.probes.dtype).eps
 
     def zeros(self, num_vectors: int) -> Tensor:
-        """Return coordinates, (num_vectors, m)."""
+        """Return coordinates that are 0, (num_vectors, m)."""
         return self.theta.new_zeros(num_vectors, len(self.theta))
 
     def outputs(self, w: Tensor) -> Tensor:

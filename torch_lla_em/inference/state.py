@@ -55,18 +55,18 @@ class Fate(NamedTuple):
     number: int = 0
     solved: int = 0
     restarts: int = 0
-    """The number of solutions for λ, σ and H so far (with a solver, of steps); the number of
+    """The number of solutions for λ, σ and H so far (without a span, of steps); the number of
     directions at the last one; and how often a full span was restricted."""
 
     last: tuple[float, float] | None = None
-    """log λ at the beginning of the last steps, and that of MacKay's update there, for a secant."""
+    """log λ at the beginning of the last steps, and the log λ of the update there, for a secant."""
 
     cut: Cut | None = None
     """The interrupted solution with which the fit continues; None if there is none."""
 
     moved: Tensor | float = inf
     """The change of log λ (and of log σ²) by the last solution, relative to the Monte Carlo error
-    of log λ."""
+    of log λ; the change itself for a last layer by its features."""
 
     converged: bool = False
     why: str = ""
@@ -95,7 +95,7 @@ class OfSpan(NamedTuple):
 
 
 class OfHead(NamedTuple):
-    """What the fit of a last layer by its features adds to a state, for this rank's examples."""
+    """The part of a state for a last layer fitted by its features, for this rank's examples."""
 
     H: Hessian
     blocks: tuple[Tensor, Tensor | None]
@@ -122,8 +122,8 @@ class Stored(NamedTuple):
 
 
 class StoredHead(NamedTuple):
-    """What a checkpoint stores of ``OfHead``: the values of H for the examples of all ranks, and
-    blocks of G."""
+    """The parts of ``OfHead`` that a checkpoint stores: the values of H for the examples of all
+    ranks, and blocks of G."""
 
     H: Tensor
     blocks: tuple[Tensor, Tensor | None]
@@ -158,7 +158,7 @@ class State(NamedTuple):
     fate: Fate = Fate()
     span: OfSpan | None = None
     head: OfHead | None = None
-    """If both are None, a solver makes passes with H at the network's outputs."""
+    """Both are None if a solver makes passes over the data, with H at the network's outputs."""
 
     @property
     def in_span(self) -> OfSpan:

@@ -21,8 +21,8 @@ from torch_lla_em.problem import Problem, TargetFacts
 from torch_lla_em.solvers import SGD, BlockCG, Minimum, Newton, dot, dots, norm
 
 OF_SAMPLES, OF_MODE = 0.1, 0.03
-"""Tolerances for the errors of samples and mean while λ changes; with that of the mean, ‖w_lin‖²
-had an error of 0.2 %."""
+"""Tolerances for the errors of samples and mean while λ changes; with this error of the mean,
+‖w_lin‖² had an error of 0.2 %."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Whole:
     probes: StochasticPrior
     solver: BlockCG | SGD
     errors: tuple[float, float] = OF_SAMPLES, OF_MODE
-    """Errors of samples and mean."""
+    """The tolerances for the errors of samples and mean."""
 
     def at(self, q: State) -> tuple[Problem, StochasticPrior, BlockCG | SGD, Newton]:
-        """Return the problem at λ and σ of a state, its random probes, and the solvers. If there is
-        a σ per output, η is drawn again."""
+        """Return the problem at σ of a state, its random probes, and the solvers. If there is a σ
+        per output, η is drawn again."""
         problem, probes, (of_samples, of_mode) = self.problem, self.probes, self.errors
         last = problem.sigma
         if q.sigma is not None and last is not None and not torch.equal(q.sigma, last):
@@ -67,7 +67,7 @@ class Whole:
         return q._replace(errors=(samples.error, mode.error), bounds=bounds)
 
     def outputs(self, q: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each batch yield y, E[y | J m], and J w_k, (K, n, C), if there is a σ per output."""
+        """Yield y, E[y | J m] and, if there is a σ per output, J w_k, (K, n, C), of each batch."""
         several = q.sigma is not None and q.sigma.dim() > 0
         columns = torch.cat([q.mean[None], *([q.samples] if several else [])])
         for batch, _, Jw in self.problem.push_forward(columns):
@@ -107,7 +107,7 @@ def starting_precision(problem: Problem, probes: StochasticPrior, layerwise: boo
     """Return an initial λ at which solves are cheap, and which is close to the fixed point.
 
     It is the curvature G along the gradient at w = 0, in scaled coordinates: for larger λ the data
-    hardly change the mode. For layerwise priors it is the mean of diag(G).
+    hardly change the mode. It is at least the mean of diag(G), the result for layerwise priors.
     """
     scale, features = probes.prior.scale, probes.prior.scale * probes.eta
     mean = dots(features, features).mean() / (probes.prior.scale > 0).sum().clamp_min(1)

@@ -23,8 +23,8 @@ class BFGS:
 
     values: Tensor
     vectors: Tensor
-    """The eigenvalues, (P,), and eigenvectors, (P, P), of the model's Hessian, which are the
-    coordinates of a search."""
+    """The eigenvalues, (P,), and eigenvectors, (P, P), of the model's Hessian; a search uses
+    coordinates in these eigenvectors."""
 
     tolerance: float
     """‖∇‖ / ‖x‖ at the end of a search."""

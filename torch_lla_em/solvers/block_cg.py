@@ -54,8 +54,8 @@ class BlockCG:
     and positive definite. Default None: the identity."""
 
     verified: bool = True
-    """Whether one more product computes the true residual at the end. Default True. False trusts
-    that of the recursion, which rounding hardly changes in a few iterations."""
+    """Whether one more product computes the true residual at the end. Default True. If False, the
+    residual of the recursion is used, which has hardly any rounding error after few iterations."""
 
     def __post_init__(self) -> None:
         check_positive(type(self).__name__, tolerance=self.tolerance, max_passes=self.max_passes)

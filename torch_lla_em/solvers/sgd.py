@@ -72,8 +72,8 @@ class SGD:
                 count += 1
             if not norm(x) <= 10 * bound + 1:
                 raise DivergenceError(
-                    f"SGD diverged: from ‖x‖ = {norm(start):.1e} it went to {norm(x):.1e}, where "
-                    f"the solution has at most {bound:.1e}. Lower its learning_rate (now "
+                    f"SGD diverged: ‖x‖ grew from {norm(start):.1e} to {norm(x):.1e}, but that of "
+                    f"the solution is at most {bound:.1e}. Lower its learning_rate (now "
                     f"{rate:.1e}), or use the default solver, which needs none."
                 )
         solution = Solution.of(b, x, b - x - product(x))

@@ -59,7 +59,7 @@ def test_calibration_finds_the_temperature_of_the_network(likelihood, temperatur
     assert (likelihood.log_prob(f / temperature, y) - ours).mean() < 0.01
     again = fit(problem, found.table).calibration  # the better predictions are kept
     assert not again.applied and again.after > again.before < found.calibration.before
-    assert "probabilities stay as they were" in str(again)
+    assert "predictions stay as they were" in str(again)
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Regression(0.5), Poisson()])

@@ -289,7 +289,7 @@ class BasePrediction(Printed):
                 wider intervals. Default False.
 
         Returns:
-            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C).
+            An ``Interval`` of ``lower`` and ``upper``, each of shape (B, C) or (B,).
 
         Raises:
             ValueError: If the predictions are not calibrated, or on too few examples.
@@ -389,8 +389,8 @@ def _cell(values: Tensor) -> str:
 
 
 def _variance_of_error(members: tuple[BasePrediction, ...]) -> Tensor:
-    """Return the expected squared error of the mean of all members, v - D to first order in D:
-    v / (1 + D / v)."""
+    """Return the expected squared error of the mean of all members, v / (1 + D / v), for the mean v
+    of their variances and the variance D of their means; to first order it is v - D."""
     v = torch.stack([member.predictive_variance for member in members]).mean(0)
     means = torch.stack([member.expectation for member in members])
     return v / (1 + means.var(0, correction=0) / v)

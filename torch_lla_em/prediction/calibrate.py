@@ -46,8 +46,8 @@ def calibrate(
     is_stated = groups is not None or weights is not None
     if data is None or is_stated or not isinstance(known, Posterior):
         raise NoSubstitute(
-            "that needs the training data of fit, which files, copies and ensembles do not "
-            "hold, and no groups or weights"
+            "this needs the training data of fit, which files, copies and ensembles do not "
+            "contain, and is possible only without groups and weights"
         )
     return calibrated_on_moved(known, data, of_data)
 
@@ -71,7 +71,7 @@ def calibrated_on(
 
 def _agreed(known: Record, found: Correction, group: Group) -> Correction:
     """Return the correction of rank 0, because other ranks may round differently, with the marks of
-    its members."""
+    an ensemble's members."""
     table, noise = (each if each is None else group.from_first(each) for each in found[:2])
     calibration = group.meet(found.calibration, first_of)
     if calibration is None or not calibration.applied:
@@ -89,7 +89,7 @@ def calibrated_on_moved(
 
     Raises:
         NoSubstitute: If training examples cannot be moved or have changed, or if the user has not
-            ``asked`` for it and inputs are not columns, or labels are too many.
+            ``asked`` for it and the inputs are not columns, or there are too many examples.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
     network, group = setting.linear_model.network, group_of(setting.shard)
@@ -98,9 +98,9 @@ def calibrated_on_moved(
         data = Data(loader, network.device, setting.target_fn, group, weights)
         first = group.agree(lambda: tensors_in(data.first().inputs))
         if not asked and any(t.dim() > 2 for t in first):
-            raise NoSubstitute("only columns of numbers are compared without being asked")
+            raise NoSubstitute("this is done automatically only for columns of numbers")
         if not asked and likelihood.gives_probabilities and (posterior.num_data or 0) > MANY:
-            raise NoSubstitute(f"there are more than {MANY:,}, of which only a part is compared")
+            raise NoSubstitute(f"there are more than {MANY:,}, and only a part is compared")
         moves = moves_of(data, likelihood, network.class_dim)
         share, compared = data.facts.shared_with(posterior.trained_on)
         if compared and posterior.trained_on and share < 1:
@@ -127,9 +127,9 @@ def without_validation(
     weights: Weights | None,
     fit_all: Callable[[Batches], Posterior],
 ) -> Posterior:
-    """Return a posterior that leaves out parameters, calibrated on moved training examples; if they
-    cannot be moved and labels are classes, with a temperature. If neither is possible it is as
-    fitted, with a message that says why. Others are returned as they are."""
+    """Calibrate a posterior that leaves out parameters on moved training examples, or for classes
+    by a temperature if they cannot be moved. If neither is possible, return the posterior with a
+    message that explains why. Others, and those of unfinished fits, are returned unchanged."""
     model, likelihood = posterior.setting.linear_model, posterior.likelihood
     is_partial = leaves_out(model.network.module, model.layout.names)
     if not is_partial or posterior.result.why == "budget":
@@ -142,7 +142,7 @@ def without_validation(
             if weights is not None or not has_classes:
                 raise
             return at_level(posterior, loader, fit_all)
-    except Exception as error:  # this step is automatic, so no error of it may cost the fit
+    except Exception as error:  # this step is automatic, so its errors must not end the fit
         why = str(error)
         if not isinstance(error, NoSubstitute):
             why = f"{type(error).__name__}: {str(error)[:200]} {CALL}."

@@ -55,7 +55,7 @@ class Calibration(NamedTuple):
     """The mean negative log-likelihood (NLL) of a label before calibration."""
 
     after: float
-    """The NLL after it, corrected for having been fitted to the same examples."""
+    """The NLL after calibration, corrected for having been fitted to the same examples."""
 
     standard_error: float
     """Standard error of the difference over examples; NaN for a single example."""
@@ -64,7 +64,7 @@ class Calibration(NamedTuple):
     """Whether predictions were changed; they are not if the NLL before was lower."""
 
     rmse: tuple[float, float] | None = None
-    """The RMSE of the point predictions of a regression before and after; equal if they were
+    """The RMSE of the point predictions of a regression before and after; equal if these were
     kept."""
 
     network: float | None = None
@@ -101,7 +101,7 @@ class Calibration(NamedTuple):
         if not self.applied:
             return (
                 f"not applied, because it would not lower the {self.source} NLL ({before:.4g} as "
-                f"fitted, {after:.4g} calibrated): probabilities stay as they were"
+                f"fitted, {after:.4g} calibrated): predictions stay as they were"
             )
         what = "improvement" if self.is_measurable else "no measurable difference:"
         words = f"{before:.4g} → {after:.4g} ({what} {before - after:.2g} ± {error:.2g})"

@@ -36,12 +36,12 @@ with one noise is said to need another likelihood. At most this share of tests h
 neither the noise nor the network's errors depend on x."""
 
 _BLIND, _UNFLAGGED = 0.7, 0.2
-"""The AUROC below which OOD flags miss copies, and the share of flagged ones: that of normal scores
-with this AUROC is 0.18."""
+"""The AUROC, and the share of flagged copies, below which OOD flags count as missing a shift.
+Normal scores with this AUROC have a share of 0.18."""
 
 _WITHOUT_SETS = (
     "No coverage was measured: sets and intervals are for one label, or one row of values, per "
-    "example. RiskControl(la, validation_loader) has sets of classes for pixels and tokens."
+    "example. RiskControl(la, validation_loader) makes sets of classes for pixels and tokens."
 )
 
 
@@ -91,8 +91,8 @@ class Check(Printed):
     """The prediction of the examples."""
 
     residuals: ResidualSize | None = None
-    """Whether the size of residuals depends on the inputs; None for others than a regression with
-    one observation noise."""
+    """Whether the size of residuals depends on the inputs; None unless the posterior is that of a
+    regression with one observation noise."""
 
     @property
     def problems(self) -> list[str]:
@@ -146,13 +146,13 @@ class Check(Printed):
         average = "The guarantee is an average over all inputs"
         if kinds <= {"entropy,", "predicted"}:
             return (
-                f"{average}, and calibrate has none for those of one uncertainty: expect this "
+                f"{average}, and calibrate has none for inputs of similar uncertainty: expect this "
                 "coverage."
             )
         call = "la.calibrate(validation_loader, groups=labels) and la.predict(x, groups=labels)"
         if "class" in kinds and "group" not in kinds and by.groups is None:
             call = 'la.calibrate(validation_loader, groups="classes")'
-        return f"{average}. For one in each part, call {call}."
+        return f"{average}. For a guarantee in each part, call {call}."
 
     def _table(self) -> tuple[str, Cells]:
         size = "width" if self.prediction.likelihood.real_valued else "set size"

@@ -19,8 +19,8 @@ from torch_lla_em.likelihoods import Likelihood
 from torch_lla_em.runtime import NUMBERS
 
 ROUNDING = 1e-9
-"""Scores below this are rounding errors of double precision; it also covers the rounding of
-products of a level and a count."""
+"""Scores below this are rounding errors of double precision, as are such relative errors of the
+product of a level and a count."""
 
 
 class Interval(NamedTuple):
@@ -88,7 +88,7 @@ def p_values(
 
     For each score, the share of examples with at least this score is computed. The mean of the
     shares (``combined``) is ranked among those of the examples and the input. A score counts as at
-    least s if it exceeds s - ``room`` (s + ``unit``). Inputs and examples are treated alike, so
+    least s from s - ``room`` (s + ``unit``) on. Inputs and examples are treated alike, so
     p-values are exact without ties, and conservative with them. The weights of examples are
     ``weights``, (n,), and those of inputs ``own``, (1 or B,).
     """
@@ -108,8 +108,8 @@ def p_values(
     theirs, bounds, is_shared = mass_of(reference), least(reference), len(own) == 1
 
     def of_some(some: Tensor, mass: Tensor, *each: Tensor) -> Tensor:
-        # an example's share is that among the examples, or, where the input has at least its score,
-        # has the input too
+        # the share of an example counts the examples and, if the score of the input is at least as
+        # large, the input too
         weight = own if is_shared else each[0]
         total = scores.new_zeros(())
         for score, least_of, share in zip(some.T, bounds.T, theirs.T, strict=True):
@@ -186,8 +186,8 @@ def require(count: int, needed: int, asked: str, of: str = "") -> None:
     if count < needed:
         raise ValueError(
             f"{asked} needs at least {needed} reference examples{of}, and there are {count}: "
-            f"calibrate with {2 * needed} examples{of}, half of which are the reference, or a "
-            f"student with {needed}."
+            f"calibrate with {2 * needed} examples{of}, half of which are the reference, or "
+            f"calibrate a student with {needed}."
         )
 
 
@@ -229,7 +229,7 @@ def conformal_interval(
 def mass_above(probs: Tensor, room: float | Tensor) -> Tensor:
     """Return, for each class, the total probability of all classes that are more probable by a
     factor over 1 + ``room``, (B, C)."""
-    probs = probs.double()  # sorted among their products with this factor, which have no mass
+    probs = probs.double()  # sorted together with their products with this factor, of no mass
     mass = torch.cat([torch.zeros_like(probs), probs], 1)
     places = torch.cat([probs * (1 + room), probs], 1)
     order = places.sort(dim=1, descending=True, stable=True).indices

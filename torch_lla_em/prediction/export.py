@@ -90,7 +90,7 @@ def program_of(
         raise ValueError(
             f"{str(path)!r} has no known ending. Use .pt2 for torch.export or .onnx for ONNX."
         )
-    Path(path or ".").parent.resolve(strict=True)  # an error before the work
+    Path(path or ".").parent.resolve(strict=True)  # raises before any work is done
     x = map_tensors(Tensor.detach, x)
     direct(x)  # raises for inputs that cannot be predicted, checks derivatives, draws rotations
     size = len(tensors_in(x)[0])
@@ -123,7 +123,7 @@ def _onnx(program: ExportedProgram, direct: Answer, x: Inputs) -> bytes:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"Export to ONNX needs more: pip install torch_lla_em[onnx] ({error})."
+            f"Export to ONNX needs more packages: pip install torch_lla_em[onnx] ({error})."
         ) from error
     due, count = list(direct(x)), len(tensors_in(x))
     names = ["x"] if count == 1 else [f"x_{i}" for i in range(count)]

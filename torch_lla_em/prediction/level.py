@@ -1,8 +1,8 @@
 """A temperature for a posterior that leaves out parameters, from a posterior of all parameters.
 
-A last layer takes its features as given, although they were learnt from the same labels, and is
-therefore too certain. A posterior of all parameters is not, and a small one shows how certain
-predictions of training examples should be.
+A posterior of a last layer takes its features as given, although they were learnt from the same
+labels, and is therefore overconfident. A posterior of all parameters is not, and one that is fitted
+to a part of the examples shows how certain predictions of training examples should be.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch_lla_em.prediction.posterior import Posterior
 from torch_lla_em.runtime import CALL, group_of, report
 
 _MOST = 800
-"""Most examples that the posterior of all parameters is fitted to; at least half of them are taken
-if there are more. With 200 instead of 400 windows of text the temperature was too high: the test
-NLL was 1.19 instead of 1.02 times that of temperature scaling."""
+"""Largest number of examples to which the posterior of all parameters is fitted; if there are more,
+at least half as many are used. With 200 instead of 400 windows of text the temperature was too
+high: the test NLL was 1.19 instead of 1.02 times that of temperature scaling."""
 
 
 def at_level(
     posterior: Posterior, loader: Loader, fit_all: Callable[[Batches], Posterior]
 ) -> Posterior:
-    """Return a posterior as fitted with a temperature: the least one from 1 on at which the NLL of
-    training examples is that of a posterior of all parameters, which ``fit_all`` fits to them.
+    """Return a posterior with a temperature: the smallest one of at least 1 at which its NLL on
+    training examples is not below that of a posterior of all parameters, which ``fit_all`` fits.
 
     Raises:
-        NoSubstitute: If that does not determine a temperature.
+        NoSubstitute: If this does not determine a temperature.
     """
     setting, likelihood = posterior.setting, posterior.likelihood
     network, layout = setting.linear_model.network, setting.linear_model.layout

@@ -152,7 +152,7 @@ class Mixture(NamedTuple):
     def over_rows(self, take: Take, dim: int = 0, at_least: int = FUNCTIONS) -> Tensor:
         """Apply ``take`` to all functions of a few examples at a time."""
         f, counts = self.components[0].centre, [len(part.deviations) for part in self.components]
-        count = sum(2 * n + max(at_least, 2 * n) for n in counts)  # at most
+        count = sum(2 * n + max(at_least, 2 * n) for n in counts)  # an upper bound
         step = max(1, NUMBERS // max(1, count * f.shape[1:].numel()))
         with without_autocast(f.device):
             if len(f) <= step:  # without a number of rows, so that exported programs accept any
@@ -194,7 +194,7 @@ class Mixture(NamedTuple):
         return torch.cat(draws)[torch.cat(rows).argsort()]
 
     def gaussians(self) -> TargetMixture:
-        """Return the Gaussians whose mixture continuous targets are."""
+        """Return the mixture of Gaussians that continuous targets follow."""
         likelihood, mean = self.components[0].likelihood, self.components[0].likelihood.mean
         if likelihood.observation_noise is not None:
             variances = [
@@ -226,8 +226,7 @@ def rotated(deviations: Tensor, at_least: int = FUNCTIONS) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _rotations(count: int, sets: int) -> np.ndarray:
-    """Return the identity, random orthogonal matrices, and all of them with the other sign, (S,
-    K)."""
+    """Return the identity, random orthogonal matrices, and the negatives of all of them, (S, K)."""
     # not tensors, since a tensor made in torch.inference_mode cannot be differentiated later
     generator = torch.Generator("cpu").manual_seed(0)
     normal = torch.randn(sets, count, count, generator=generator, dtype=torch.float64, device="cpu")

@@ -1,5 +1,5 @@
-"""Training examples, moved by x_i + s (x_near(k) - x_k) d_i / d_k with distances d to neighbours,
-for a validation set.
+"""Training examples, moved to x_i + s (x_near(k) - x_k) d_i / d_k with distances d to neighbours,
+in place of a validation set.
 
 A network should err there as often as kernel ridge regression without the example: s is 1, or up to
 2 if it errs less often (with shorter steps NLLs of networks with wrong labels are up to 10 %
@@ -38,13 +38,13 @@ _MOST, _BYTES, LEAST = 2_000, 250_000_000, 20
 examples."""
 
 MANY = 5 * _MOST
-"""Examples above which neighbours among a part of them say too little: moved examples raised the
+"""Number of examples above which neighbours in a part of them are uninformative: moving raised the
 NLL of a last layer from 1.45 to 1.49 (30,000 examples, 10 classes) and from 2.60 to 3.07 (20,000,
 100 classes)."""
 
 _AT_ONCE, _COLUMNS, _SEARCHED = 250, 64, 500
-"""Examples that the network predicts at once, targets of an example that the simple model predicts,
-and examples by which that model is chosen."""
+"""Numbers of examples that the network predicts at once, of targets of an example that the simple
+model predicts, and of examples by which that model is chosen."""
 
 Batches = list[tuple[Any, Tensor]]
 
@@ -57,7 +57,7 @@ class NoSubstitute(ValueError):
 
 
 class Moves(NamedTuple):
-    """Different training examples, and the ways that they are moved."""
+    """Different training examples, and how they are moved."""
 
     inputs: Any
     """A tree of tensors with one row for each example, (n, ...)."""
@@ -99,11 +99,11 @@ def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
     x = torch.cat(list(numbers), 1)
     if not len(x):
         raise NoSubstitute("none of them has a label")
-    x -= x.median(0).values  # of which one missing value, coded as -99999999, moves none
+    x -= x.median(0).values  # which a missing value, coded as -99999999, hardly changes
     norms = x.square().sum(1)
     squares = torch.cdist(x, x).square().fill_diagonal_(0)
     targets = targets.to(squares.device)
-    # equal examples, up to rounding, count once: of these every one has a neighbour without it
+    # equal examples, up to rounding, count once: predictions without one would use the other
     zero = squares <= 1e-12 * (norms[:, None] + norms)
     same = targets.reshape(len(targets), -1).unique(dim=0, return_inverse=True)[1]
     order = (~(zero & (same[:, None] == same)).tril(-1).any(1)).nonzero()[:, 0]
@@ -112,7 +112,7 @@ def moves_of(data: Data, likelihood: Likelihood, class_dim: int = -1) -> Moves:
     generator = torch.Generator("cpu").manual_seed(0)
     shuffled = [torch.randperm(len(order), generator=generator, device="cpu") for _ in range(2)]
     mixed, source = (one.to(squares.device) for one in shuffled)
-    # an order that neither that of the data nor a rotation of the inputs changes
+    # this order does not depend on that of the data or on rotations of the inputs
     order = order[squares[order].mean(1).argsort()][mixed]
     squares = squares[order][:, order]
     distance, near = squares.masked_fill(zero[order][:, order], torch.inf).min(1)
@@ -162,7 +162,7 @@ def _outputs(
 
 
 def _known(likelihood: Likelihood, y: Tensor) -> Tensor:
-    """Return which targets count, in the shape of the targets."""
+    """Return which targets are known, in the shape of the targets."""
     mask = likelihood.mask(y)
     if mask is None:
         return torch.ones_like(y, dtype=torch.bool)
@@ -189,7 +189,7 @@ def _due(likelihood: Likelihood, moves: Moves, mean: Tensor, y: Tensor) -> Tenso
     if has_classes:
         table = nn.functional.one_hot(y.where(known, 0), mean.shape[-1])
         known = known[..., None]
-    # a target that is not known says nothing: it is replaced by the mean of the others
+    # targets that are not known are replaced by the mean of the others
     table = table.double().where(known, 0)
     average = table.sum(0) / known.sum(0).clamp_min(1)
     table = table.where(known, average)
@@ -244,7 +244,7 @@ def temperature_of_neighbours(
         class_dim (int): Axis of the classes in the outputs. Default -1.
 
     Raises:
-        ValueError: If inputs have no distances, as texts and graphs.
+        ValueError: If inputs have no distances, such as texts and graphs.
 
     Example:
         >>> temperature = temperature_of_neighbours(model, x, y)
@@ -260,7 +260,7 @@ def labelled_examples(
     data: Data, likelihood: Likelihood, class_dim: int, most: int = _MOST, real: bool = True
 ) -> tuple[Any, Tensor]:
     """Return the inputs and targets of the labelled examples of all ranks, or of some, spread
-    evenly, in their order. Inputs must have ``real`` numbers, if these are compared."""
+    evenly, in their order. If ``real``, inputs must have real numbers, which are compared."""
     parts: list[Any] = []
     share, limit = 1.0, most
 

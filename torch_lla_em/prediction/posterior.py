@@ -152,7 +152,7 @@ class Posterior:
         return json.dumps([self.history[-1:], self.correction.calibration])
 
     def around(self, mean: str) -> Posterior:
-        """Return the posterior alone around f(x), "network", or J(x) w_lin, "linear"."""
+        """Return the posterior alone, around f(x) for "network", or J(x) w_lin for "linear"."""
         if not isinstance(mean, str):
             raise TypeError(
                 "la.predict takes all inputs of the model as its first argument: pass several in "
@@ -226,7 +226,7 @@ class Posteriors:
     members: tuple[Posterior, ...] = ()
 
     correction: Correction = Correction()
-    """The joint result of ``calibrate``, beside the corrections of the members."""
+    """The joint result of ``calibrate``. Its table, if any, replaces those of the members."""
 
     @property
     def likelihood(self) -> Likelihood:
@@ -278,7 +278,7 @@ def required(la: Fitted, surely: bool | None = False) -> Record:
     """Return the record of an object, or a record itself. Raise an error if it is not fitted, or if
     its network or members have changed.
 
-    With ``surely=True`` every bit of a network is compared, with None nothing.
+    With ``surely=True`` every bit of a network is compared, and with None nothing is.
     """
     found = getattr(la, "posterior", la)
     if found is None:

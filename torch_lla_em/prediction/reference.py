@@ -1,5 +1,5 @@
-"""The reference of inputs: scores of examples that nothing was fitted to, and the p-values and
-quantiles that follow from them.
+"""The reference that inputs are compared with: scores of examples that nothing was fitted to, and
+the p-values and quantiles that follow from them.
 
 Guarantees hold on average, or within groups or classes (Mondrian conformal prediction); weights
 correct for shifts (Tibshirani et al., 2019).
@@ -203,12 +203,12 @@ REFERENCE = tuple(f"conformal_{name}" for name in Reference._fields)
 
 
 def second_half(labels: Tensor, weights: Tensor | None = None, word: str = "") -> Tensor:
-    """Split the examples in two halves, alternating within each label and within zero or positive
+    """Split the examples into two halves, alternating within each label and within zero or positive
     weight.
 
     Return a mask of the second half, (N,).
 
-    Raise an error if fewer than two with a positive weight have a label.
+    Raise an error if a label has fewer than two examples with a positive weight.
     """
     counts = torch.ones_like(labels) if weights is None else (weights > 0).long()
     for label in labels.unique().tolist():

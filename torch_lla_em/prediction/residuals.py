@@ -1,4 +1,4 @@
-"""A test of whether one observation noise is right: whether sizes of residuals depend on inputs."""
+"""A test of whether one noise for all inputs is right, by the sizes of residuals."""
 
 from __future__ import annotations
 

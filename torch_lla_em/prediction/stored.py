@@ -42,7 +42,7 @@ def options_of(state: State, network: nn.Module, given: dict[str, Any]) -> dict[
     """Return the arguments of ``LinearisedLaplace`` for a saved state and its network: the saved
     ones, and those ``given``."""
     if "options" not in state:
-        raise ValueError("The file holds a state_dict: construct the object and load_state_dict.")
+        raise ValueError("The file holds a state_dict: pass it to load_state_dict of a new object.")
     _refuse_other_network(state, files.fingerprint(Network(network).module))
     options = {**_saved_options(state), **given}
     needed = ["likelihood", "adapter"] if _record(state)["given"] else ["likelihood"]

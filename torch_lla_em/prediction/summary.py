@@ -89,8 +89,8 @@ def _numbers(posterior: Posterior) -> Iterator[tuple[str, str]]:
 def table_of(
     name: str, models: Sequence[LinearModel], likelihood: Likelihood, record: Record | str
 ) -> tuple[str, Cells]:
-    """Return the title and the table of ``print(la)``. Without a record, ``unfitted`` states what
-    has to be done first."""
+    """Return the title and the table of ``print(la)``. If there is no record, ``record`` is a text
+    that states what has to be done first."""
     modules = [model.network.module for model in models]
     title = f"{name} of {', '.join(sorted({type(module).__name__ for module in modules}))}"
     rows = [("likelihood", type(likelihood).__name__)]
@@ -143,7 +143,7 @@ def advice(record: Record) -> Iterator[tuple[str, str]]:
         zip(every, members, strict=True), key=lambda pair: pair[0].error / pair[0].tolerance
     )
     kind, verdict = ("good", "") if reached.is_reached else ("accuracy", "not ")
-    which = " of the worst" if several else ""
+    which = " of the worst member" if several else ""
     yield kind, f"Samples and mode{which} are {verdict}accurate: {reached}."
     of_value, of_error = worst.result.effective_dim
     gamma, error = of_value.sum(), of_error.norm()
@@ -171,7 +171,7 @@ def advice(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def of_calibration(calibration: Calibration) -> Iterator[tuple[str, str]]:
-    """Yield the result of ``calibrate``."""
+    """Yield lines on the result of ``calibrate``."""
     per, words = "NLL per label" if calibration.labels > 1 else "NLL", str(calibration)
     count, source = calibration.num_rows, calibration.source
     if calibration.applied:

@@ -76,7 +76,7 @@ class SuspiciousTargets(Printed):
     """The score of every site and output, in the same shape."""
 
     findings: Sequence[str] = (
-        "Look at record.order[: record.number]. Labels that are right can be ambiguous.",
+        "Look at record.order[: record.number]. Some of these labels may be right, but ambiguous.",
     )
 
     @property

@@ -122,7 +122,7 @@ class LinearisedLaplace(Predicts):
             as "*lora*", a list of patterns, or a predicate (name, parameter) -> bool.
         curvature (str, optional): Where the generalised Gauss–Newton matrix (GGN) is evaluated.
             "variational": in expectation under the posterior; "network": at the network's outputs,
-            as in the paper. Default None: "variational" if the likelihood is not Gaussian, the
+            as in the paper. Default None: "variational" if the likelihood is not "regression", the
             prior has one precision, the solver is the default, and memory allows it; otherwise
             "network".
         class_dim (int): Axis of the classes in the outputs. Default -1; 1 for outputs (B, C, H, W).
@@ -268,7 +268,7 @@ class LinearisedLaplace(Predicts):
 
     @property
     def mean(self) -> str | None:
-        """What samples are added to: "network" or "linear"; None before ``fit``."""
+        """The function to which samples are added: "network" or "linear"; None before ``fit``."""
         return None if self._posterior is None else self._posterior.mean
 
     @property
@@ -359,9 +359,9 @@ class LinearisedLaplace(Predicts):
                 Default None: no validation set. If only some of the network's parameters are in the
                 posterior (a last layer, or a head on a frozen backbone) and the inputs are columns
                 of numbers, predictions are calibrated on moved training examples, as by
-                ``calibrate()``. With other inputs, or more than 10,000 labels, class probabilities
-                get a temperature from a small posterior of all parameters. False: predictions stay
-                as fitted.
+                ``calibrate()``. With other inputs, or more than 10,000 examples, probabilities of
+                classes get a temperature, from a posterior of all parameters on some examples.
+                False: predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the
                 data.
@@ -651,8 +651,8 @@ def linear_problem(
         likelihood (str or Likelihood): As in ``LinearisedLaplace``.
         x (DataLoader, Dataset, list of batches, or inputs): The training data.
         y (Tensor, optional): The targets, if ``x`` are inputs.
-        parameters (str, list or callable, optional): As in ``LinearisedLaplace``. Default None:
-            all.
+        parameters (str, list or callable, optional): As in ``LinearisedLaplace``. Default None: all
+            that require gradients, except those of normalisation layers.
 
     Returns:
         A ``Problem``, for which ``get_sto_samples`` draws the random probes. For a regression, pass

@@ -1,4 +1,4 @@
-"""Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return its
+"""Plots of a fitted posterior, by matplotlib (``pip install torch_lla_em[plot]``). They return the
 axes.
 
 ``la`` is a fitted ``LinearisedLaplace`` or ``LaplaceEnsemble``. ``loader`` is a DataLoader, Dataset
@@ -50,7 +50,7 @@ def reliability(la: Fitted, loader: Examples, axes: Axes | None = None, bins: in
 
     Args:
         loader: Held-out data, as above.
-        axes: Matplotlib's, or None for those of a new figure.
+        axes: Axes of matplotlib. Default None: those of a new figure.
         bins (int): Number of bins of equal width. Default 15, as in ``report``; fewer for small
             data sets.
 
@@ -76,7 +76,7 @@ def bands(la: Fitted, loader: Examples, axes: Axes | None = None, output: int = 
 
     Args:
         loader: Held-out data, as above.
-        axes: Matplotlib's, or None for those of a new figure.
+        axes: Axes of matplotlib. Default None: those of a new figure.
         output (int): The output to plot. Default 0.
 
     Example:
@@ -106,7 +106,7 @@ def coverage(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
 
     Args:
         loader: Held-out data, as above.
-        axes: Matplotlib's, or None for those of a new figure.
+        axes: Axes of matplotlib. Default None: those of a new figure.
 
     Example:
         >>> axes = plot.coverage(regression, [(regression_x, regression_y)])
@@ -132,7 +132,7 @@ def out_of_distribution(
 
     Args:
         loader: Held-out data, as above.
-        axes: Matplotlib's, or None for those of a new figure.
+        axes: Axes of matplotlib. Default None: those of a new figure.
         other (DataLoader, Dataset or inputs): Out-of-distribution (OOD) inputs, without targets.
 
     Example:
@@ -171,7 +171,7 @@ def suspicious(la: Fitted, loader: Examples, axes: Axes | None = None) -> Axes:
 
     Args:
         loader: Data with labels, as above. Inputs are images (B, channels, H, W).
-        axes: Matplotlib's, or None for those of a new figure.
+        axes: Axes of matplotlib. Default None: those of a new figure.
 
     Example:
         >>> axes = plot.suspicious(la, train_loader)  # doctest: +SKIP
@@ -203,7 +203,7 @@ def evidence(monitor: Monitor, axes: Axes | None = None) -> Axes:
 
     Args:
         monitor (Monitor): The monitor, as returned by ``la.monitor``.
-        axes: Matplotlib's, or None for those of a new figure.
+        axes: Axes of matplotlib. Default None: those of a new figure.
 
     Example:
         >>> axes = plot.evidence(la.calibrate(x, y).monitor())

@@ -218,8 +218,8 @@ class Predicts(Holder, nn.Module):
         network. The numbers are a scale of the posterior's variance, factors of the logits of mean
         and network (temperature scaling), and the weights. For regression they are the scale, the
         observation noise σ, and the share of the linear mode in the mean. If the validation
-        negative log-likelihood (NLL) does not improve, predictions stay as they were. The members
-        of an ensemble share these numbers, and are not changed.
+        negative log-likelihood (NLL) does not improve, the numbers are not used. The members of an
+        ensemble share these numbers, and are not changed.
 
         For ``p_value``, ``is_ood``, ``prediction_set`` and ``interval`` the numbers are fitted a
         second time, to every other example; the others are the reference. Guarantees hold on
@@ -387,8 +387,8 @@ class Predicts(Holder, nn.Module):
             A ``Student``, which is not calibrated yet.
 
         Raises:
-            ValueError: If there are fewer than ten inputs, or another ``student`` has outputs of
-                another shape.
+            ValueError: If there are fewer than ten inputs, or if the outputs of ``student`` have
+                another shape than those of the model.
             TypeError: If inputs are not tensors, or for an argument of an earlier version.
             RuntimeError: If inputs have several shapes.
 

@@ -140,8 +140,8 @@ class Session:
         return state
 
     def begin(self, plan: Plan) -> Progress | None:
-        """Log the plan, and show the fit's progress from now on; return the last state of an
-        earlier run of it, None if there is none."""
+        """Log the plan, and show the fit's progress from now on. Return the last state of an
+        earlier run of this fit, or None if there is none."""
         self._stage = "drawing random numbers"
         self._first_pass = time.monotonic(), self.problem.data.num_passes
         self.problem.sweep.watch(self._draw)
@@ -202,7 +202,7 @@ class Session:
         return q
 
     def _saved_if_due(self, progress: Callable[[], Progress]) -> bool:
-        """Save the state if it is due, and return whether the budget ends."""
+        """Save the state if that is due, and return whether the budget is spent."""
         ends = self._budget is not None and self._budget.ends()
         if self._folder is not None:
             self.problem.sweep.refuse_changes()
@@ -275,7 +275,7 @@ def compare_ranks(group: Group, device: torch.device, settings: dict[str, Any]) 
 def memory_of(
     problem: Problem, options: FitOptions, plan: Plan, rows: float
 ) -> tuple[float, float]:
-    """Return the bytes of the vectors and directions of usual and of long fits, for the number of
+    """Return the bytes of the vectors and directions of usual and of long fits, for this number of
     examples.
 
     The memory of the network for a batch is not counted, because pieces are halved until they fit.

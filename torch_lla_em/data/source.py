@@ -47,8 +47,8 @@ def inputs_in_order(data: Inputs | Loader) -> Any:
 
 
 class Source:
-    """A loader of labelled batches, read in the order of its dataset; it does not change from pass
-    to pass."""
+    """A loader of labelled batches, read in the order of its dataset, which is the same in every
+    pass."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class Source:
             if not targets.dim():
                 raise TypeError(
                     f"Batch {place} of the loader is a single example: its targets are one number. "
-                    "Loaders yield batches: pass DataLoader(dataset, batch_size=256), of a list "
-                    "of examples too, or tensors, fit(x, y)."
+                    "Loaders yield batches: pass DataLoader(dataset, batch_size=256), where the "
+                    "dataset can be a list of examples, or tensors, fit(x, y)."
                 )
             if isinstance(inputs, Tensor) and inputs.dim() and len(inputs) != len(targets):
                 raise ValueError(

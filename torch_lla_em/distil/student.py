@@ -102,8 +102,8 @@ class Student(Printed, nn.Module):
     _place: Tensor
 
     def __init__(self, network: nn.Module, form: Form, example: Inputs | int):
-        """Add a head of a ``form``, with outputs 0, to a network; ``example`` are inputs, or its
-        number of features."""
+        """Add a head with outputs 0 to a network, for a ``form``; ``example`` are inputs, or the
+        number of features of the last layer."""
         super().__init__()
         self.network, self.form, self.likelihood = network, form, form.likelihood
         self.error: StudentError | None = None
@@ -160,8 +160,8 @@ class Student(Printed, nn.Module):
         The validation set is a ``loader``, a dataset, a list of batches, or inputs with their
         ``targets``. The network is not changed, so all examples are the reference, and error rates
         hold for any error of the student. They are guaranteed for examples that neither
-        ``la.calibrate`` nor ``la.distil`` has seen; those of ``la.calibrate``, which fits six
-        numbers, affect them little.
+        ``la.calibrate`` nor ``la.distil`` has seen; those of ``la.calibrate``, which fits at most
+        six numbers, affect them little.
         """
         device, found = self._place.device, []
         with torch.no_grad():

@@ -231,7 +231,7 @@ def _train(student: Student, known: Known, order: Tensor, progress_bar: bool) ->
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each column, over what is not NaN."""
+    """Return mean and standard deviation of each column, without NaN."""
     values = values.flatten(0, -2)
     mean = values.nanmean(0).nan_to_num()
     size = (values - mean).square().nanmean(0).sqrt().nan_to_num()

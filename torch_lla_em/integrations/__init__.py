@@ -1,3 +1,3 @@
-"""Integrations of other libraries; each module needs its library."""
+"""Integrations with other libraries; each module needs its library."""
 
 __all__: list[str] = []  # the names are those of the modules

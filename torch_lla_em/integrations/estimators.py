@@ -125,8 +125,8 @@ def posterior(estimator: Any, **options: Any) -> EstimatorPosterior:
     """
     if "BaseMultilayerPerceptron" not in {cls.__name__ for cls in type(estimator).__mro__}:
         raise TypeError(
-            f"{type(estimator).__name__} cannot be converted, only MLPClassifier and MLPRegressor "
-            "(for skorch copy examples/recipes/skorch_networks.py). Pass its network to "
+            f"{type(estimator).__name__} cannot be converted; MLPClassifier and MLPRegressor can "
+            "(for skorch, copy examples/recipes/skorch_networks.py). Pass its network to "
             "EstimatorPosterior."
         )
     from sklearn.utils.validation import check_is_fitted, validate_data

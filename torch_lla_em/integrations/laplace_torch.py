@@ -194,7 +194,7 @@ class Laplace:
             gamma = self.posterior.effective_dim
             assert gamma is not None
             gamma = gamma.double()
-            free = (count - gamma).clamp_min(1)  # an overfitted network has as many parameters
+            free = (count - gamma).clamp_min(1)  # γ can be close to the number of targets
             due = torch.stack([gamma / apart, (squares / (free * self.temperature)).sqrt()]).log()
             now = torch.stack(
                 [torch.as_tensor(v, device="cpu").to(due) for v in self._numbers()]

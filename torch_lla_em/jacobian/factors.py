@@ -183,7 +183,7 @@ class ByFactors(Rows):
         K = len(u)
         u = u.reshape(K, len(self.f), self.f[0].numel()).transpose(0, 1)
         for term in self.parts:
-            for name, pulled in zip(term.names, term.pull(u), strict=False):  # no bias
+            for name, pulled in zip(term.names, term.pull(u), strict=False):  # or no bias
                 pulled = pulled.reshape(K, -1)
                 total[name] = pulled if name not in total else total[name].add_(pulled)
         return total

@@ -139,7 +139,7 @@ class Family:
     those of x xᵀ in blocks; sums of φ have the same shapes.
 
     ``worth`` is the number of examples that the prior of a ``Point`` is worth; None: the fit is
-    variational. In the variational prior a mean is worth a hundredth of an example, and ν = d + 2.
+    variational. In that prior a mean is worth .01 examples, and ν = d + 2 for blocks of d × d.
     The covariance of either prior is K^(−2/D), as proposed by Fraley and Raftery (2007).
     """
 

@@ -63,7 +63,7 @@ class GaussianMixture:
         check_whole(1, num_components=num_components, max_steps=max_steps)
         check_within(1e-10, 1e10, prior=prior)
         self.num_components, self.covariance = num_components, covariance
-        self._worth: float | None = prior or 0.0  # None: all of the posterior
+        self._worth: float | None = prior or 0.0  # None: the fit is variational
         self.max_steps, self.tolerance, self.seed = max_steps, tolerance, seed
         self.lower_bounds: list[float] = []
         self.converged = False

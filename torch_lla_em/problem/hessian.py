@@ -174,7 +174,7 @@ def form_of_H(
     """Choose how an H that moves is stored. Return whether it is stored as draws, the number of
     draws of each site, and the number of entries for each output.
 
-    Draws are chosen if blocks for the outputs, ``nbytes`` in total, are too large for the memory.
+    Draws are chosen for more than 32 classes if blocks exceed the memory; outputs have ``nbytes``.
     """
     is_large = classes > 32 and COPIES * nbytes * classes > memory / 2
     many = likelihood.is_softmax and is_large

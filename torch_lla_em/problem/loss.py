@@ -107,7 +107,7 @@ class Loss:
 
     def excess(self, f: Tensor) -> Tensor:
         """Return -log p(y | f) summed over labels, whatever their weights, less that of equal
-        probabilities, (); a network whose outputs are all 0 is above it, however it is rounded."""
+        probabilities, (); for outputs that are all 0 it is positive, despite rounding."""
         mask, y = self.likelihood.mask(self.targets), self.targets
         labels = y.numel() if mask is None else mask.sum()
         of_equal = math.log(2 if self.likelihood.elementwise else f.shape[-1])

@@ -41,7 +41,7 @@ def gathered(
     if len(forms) != 1:
         return None
     ((dtype, of_targets, of_f, of_Jw, of_weights),) = forms
-    if not of_f:  # without batches, the last axis is that of the classes
+    if not of_f:  # outputs of shape (N,) get an axis of the classes
         of_f, of_targets = torch.Size([1]), torch.Size([1, *of_targets])
         of_Jw = of_Jw or torch.Size([1])
     numbers = [torch.zeros(0, dtype=torch.long, device="cpu"), *(b.rows for b, _, _ in pushed)]
@@ -77,7 +77,7 @@ def pull_back(problem: Problem, u: Tensor, share: Share, sites: Sites | None = N
         if sites is not None:
             numbers, places, _ = sites.of(problem, batch, rows.f)
         chosen, here = share.find(numbers)
-        if len(chosen) < len(numbers):  # another order, which is noticed at the end of the pass
+        if len(chosen) < len(numbers):  # another order, which raises at the end of the pass
             return {}
         some = u[columns.to(u.device)[:, None], here.to(u.device)]  # u[columns] would be copied
         if places is not None:  # neighbouring strata may share a site

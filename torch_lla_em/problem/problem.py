@@ -109,7 +109,7 @@ class Problem:
         """Return η, s² and facts about continuous targets, from one pass; the problem is not
         changed.
 
-        The probes are keyed by (seed, row). Without ``with_squares``, s² is 0.
+        The probes are keyed by (seed, sample, row). Without ``with_squares``, s² is 0.
         """
         likelihood, layout = self.likelihood, self.layout
         kinds: dict[str, Kind] = {"eta": BLOCK, **({"squares": VECTOR} if with_squares else {})}
@@ -294,7 +294,7 @@ class Problem:
         return self.linear_model.w_MAP.to(self.device, self.dtype)
 
     def zeros(self, num_vectors: int) -> Tensor:
-        """Return vectors in weight space, shape (num_vectors, P)."""
+        """Return zeros in weight space, shape (num_vectors, P)."""
         return torch.zeros(num_vectors, self.size, dtype=self.dtype, device=self.device)
 
 

@@ -193,8 +193,8 @@ class Sweep:
         return rows
 
     def _halve(self, piece: Batch, columns: int, shortage: str) -> None:
-        """Halve the number of columns or examples that are processed at once; raise if not
-        possible."""
+        """Reduce memory: leave factors, or halve the number of columns or examples that are
+        processed at once; raise if neither is possible."""
         model, size = self.linear_model, (len(piece.rows) + 1) // 2
         if model.factored:
             self._factors.clear()

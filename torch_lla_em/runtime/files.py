@@ -154,7 +154,7 @@ def check(state: object, kind: str) -> None:
     elif {"0.record", "members.0.record"} & names:  # earlier versions wrote the first one
         writer = "ensemble"
     elif "torch_lla_em_version" not in names:
-        writer = "another program: it has no version key"
+        writer = "another program (it has no version key)"
     if writer != kind:
         raise ValueError(
             f"This state is that of {_SAVED_BY.get(writer, writer)}, not of {_SAVED_BY[kind]}: "

@@ -32,7 +32,7 @@ of functions, or of vectors in float64."""
 
 
 class DoesNotFit(MemoryError):
-    """One column of one example does not fit into memory."""
+    """What a fit needs does not fit into memory, or cannot be stored."""
 
 
 def shortage_of(error: Exception) -> str:

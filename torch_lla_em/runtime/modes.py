@@ -57,8 +57,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Turns:
-    """A reentrant, fair lock: a thread that acquires it again waits until the next thread in line
-    has had its turn."""
+    """A reentrant, fair lock: a thread that releases it and acquires it again waits until the next
+    thread in line has had its turn."""
 
     def __init__(self) -> None:
         self._lock, self._next = threading.Lock(), threading.Lock()

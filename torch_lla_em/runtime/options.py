@@ -67,7 +67,7 @@ class Compute:
 
     keep_data: bool = True
     """Whether to join small batches, and to keep the batches on the device if they fit into a
-    quarter of its memory. Default True. False takes the batches from the loader in every pass."""
+    quarter of its free memory. Default True. If False, every pass reads the loader."""
 
     checkpoint: str | PathLike[str] | None = None
     """Folder to which the state is saved every few steps. If the process is killed, the same fit

@@ -377,8 +377,8 @@ class LinearisedLaplace(Predicts):
 
         Raises:
             TypeError: If an argument is one of an earlier version; the error names its replacement.
-            ValueError: If targets do not fit the outputs, outputs are not finite, or the data of a
-                checkpoint have changed.
+            ValueError: If targets do not fit the outputs, or the data of a checkpoint have changed.
+            FloatingPointError: If the network's outputs are not finite.
 
         Example:
             >>> fresh = LinearisedLaplace(model, "classification").fit(loader, em_steps=1)

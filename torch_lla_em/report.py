@@ -92,7 +92,7 @@ def to_do_for(record: Record, rows: PredictedData) -> list[str]:
     loss, error = mean_and_error(alone - own)
     to_do = [words for kind, words in advice(record) if kind == "to do"]
     if loss > 2 * error:
-        remedy = "Calibrate with other held-out data, or predict by the network."
+        remedy = "Calibrate with other held-out data, or predict with the network."
         if calibration is None or calibration.length is not None:
             remedy, to_do = f"{CALL}.", [words for words in to_do if CALL not in words]
         words = "The NLL of the posterior is higher than that of the network alone, by "

@@ -134,8 +134,8 @@ class Source:
         """Choose every ``step``-th batch of a dataset from ``first`` on; return their examples'
         numbers.
 
-        ``seed`` selects another order, if the loader shuffles. None: all examples of the loader in
-        its order.
+        ``seed`` selects another order, if the loader shuffles. The result is None for all examples
+        of the loader in its order.
         """
         if self._order is None:
             return None

@@ -185,7 +185,7 @@ class BasePrediction(Printed):
 
         Args:
             score: "all" (default); "epistemic"; or "distance", which means all scores except the
-                epistemic one, and does not exist for regressions.
+                epistemic one, and exists only after fits with variational curvature.
 
         Raises:
             ValueError: If there are no reference examples, or none with this score.

@@ -124,7 +124,7 @@ class Comparison(Printed):
                 if gap > 2 * error:
                     lines.append(
                         f"{name!r} is worse than its network {how}, by {gap:.2g} ± {error:.1g}: "
-                        "call calibrate with other held-out data, or predict by the network."
+                        "call calibrate with other held-out data, or predict with the network."
                     )
                     break
         return lines

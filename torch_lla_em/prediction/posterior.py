@@ -75,7 +75,7 @@ class Posterior:
     """The number of training examples with a label."""
 
     tolerance: float | None = None
-    """The requested largest numerical error of the fit; None: that of the object."""
+    """The requested largest numerical error of the fit; None: the default for K samples."""
 
     trained_on: tuple[int, ...] = ()
     """Hashes of some training examples; empty if there are none."""

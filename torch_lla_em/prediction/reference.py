@@ -232,8 +232,8 @@ def chosen(score: Score, computed: int, known: int) -> list[int]:
     check_choice("score", score, ("all", "epistemic", "distance"))
     if score == "distance" and computed < 3:
         raise ValueError(
-            'score="distance" needs distances to training examples, which regressions do not have: '
-            "leave score out."
+            'score="distance" needs distances to training examples, which regressions do not have, '
+            "and other fits only with variational curvature: leave score out."
         )
     if known < computed and (computed == 3 or score == "epistemic"):
         raise ValueError(

@@ -125,8 +125,8 @@ def refuse_former(
     former: Mapping[str, str],
     kind: Literal["argument", "attribute", "name"] = "argument",
 ) -> None:
-    """Raise an error for arguments, attributes or imported names that do not exist; it names the
-    replacement of those of earlier versions."""
+    """Raise an error for arguments, attributes or imported names that do not exist. For those of
+    earlier versions, the error names the replacement."""
     errors = {"argument": TypeError, "attribute": AttributeError, "name": ImportError}
     for name in given:
         if name in former:

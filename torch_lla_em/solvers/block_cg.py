@@ -38,16 +38,16 @@ class BlockCG:
     definitions of error and certificate do not change.
 
     Example:
-        >>> compute = Compute(solver=BlockCG(tolerance=1e-3))
+        >>> compute = Compute(solver=BlockCG(max_passes=1000))
         >>> la = LinearisedLaplace(model, "classification", compute=compute)
     """
 
     tolerance: float = 1e-2
-    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x. Default 0.01."""
+    """Bound on √(mean ‖r‖² / max(1, mean ⟨x, A x⟩)), the relative error of J x. Default 0.01. A fit
+    replaces it by its own tolerance, see ``Compute``."""
 
     max_passes: int = 200
-    """Largest number of products with A, after which the solver stops with a warning. Default
-    200."""
+    """Largest number of products with A; if these are too few, a fit warns. Default 200."""
 
     preconditioner: Product | None = None
     """A function from (K, P) to (K, P) that multiplies by an approximation of (A + I)⁻¹, symmetric

@@ -24,10 +24,10 @@ class SGD:
     """
 
     tolerance: float = 1e-2
-    """Largest error without a warning; all epochs are run in any case. Default 0.01."""
+    """Largest error without a warning; a fit replaces it, see ``Compute``. Default 0.01."""
 
     epochs: int = 20
-    """Passes over the loader. Default 20."""
+    """Passes over the loader, which do not end earlier. Default 20."""
 
     learning_rate: float | None = None
     """Initial step size, for the sum over all data. Default None: 0.1 / the largest eigenvalue."""

@@ -118,8 +118,8 @@ class LinearisedLaplace(Predicts):
         parameters (str, list or callable, optional): The parameters in the posterior. Default None:
             all that require gradients, except those of normalisation layers. Use "last_layer" for
             very large networks: it selects the layer that computes the outputs, or the layers of
-            all heads if there are several. Other parameters are selected by a pattern of names such
-            as "*lora*", a list of patterns, or a predicate (name, parameter) -> bool.
+            all heads if there are several. "requires_grad", "all", a pattern of names such as
+            "*lora*", a list of patterns, or a predicate (name, parameter) -> bool select others.
         curvature (str, optional): Where the generalised Gauss–Newton matrix (GGN) is evaluated.
             "variational": in expectation under the posterior; "network": at the network's outputs,
             as in the paper. Default None: "variational" if the likelihood is not "regression", the
@@ -361,7 +361,7 @@ class LinearisedLaplace(Predicts):
                 of numbers, predictions are calibrated on moved training examples, as by
                 ``calibrate()``. With other inputs, or more than 10,000 examples, probabilities of
                 classes get a temperature, from a posterior of all parameters on some examples.
-                False: predictions stay as fitted.
+                False, or None with ``em_steps=0``: predictions stay as fitted.
             em_steps (int): The largest number of EM steps. Default 20; 0 keeps ``prior_precision``.
             prior_precision (float or Tensor, optional): Initial λ. Default None: chosen from the
                 data.

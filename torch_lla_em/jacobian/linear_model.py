@@ -47,7 +47,7 @@ class LinearModel:
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether the parameters are those of one linear layer with Jacobian factors."""
+        """Whether the parameters can be those of one linear layer: at most two, with factors."""
         return bool(self.factored) and len(self.layout.names) <= 2
 
     @property

@@ -71,8 +71,8 @@ def select_parameters(
     """Return the names of the parameters in the posterior; tied parameters occur once.
 
     ``None`` selects all that require gradients, except those of normalisation layers;
-    ``"requires_grad"`` and ``"all"`` include these. ``"last_layer"`` selects the layers at the
-    paths ``last``, or the last registered one if they are not known. A name pattern
+    ``"requires_grad"`` includes these, and ``"all"`` every parameter. ``"last_layer"`` selects the
+    layers at the paths ``last``, or the last registered one if they are not known. A name pattern
     (``"encoder.*"``), a list of patterns or a predicate ``(name, parameter) -> bool`` selects what
     it matches.
     """

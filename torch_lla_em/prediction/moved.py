@@ -2,8 +2,9 @@
 in place of a validation set.
 
 A network should err there as often as kernel ridge regression without the example: s is 1, or up to
-2 if it errs less often (with shorter steps NLLs of networks with wrong labels are up to 10 %
-higher; with 1 alone, up to 60 %).
+2 if it errs less often. If it errs more often, some wrong labels are left out, or s is reduced for
+targets other than single labels. (With s below 1 for labels, NLLs of networks with wrong labels are
+up to 10 % higher; with 1 alone, up to 60 %.)
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class HeadProblem(LinearProblem):
     """The random probes at this H, and the preconditioner."""
 
     deviations: Tensor | None = None
-    """Draws of the outputs less J m, (S, N, ..., C), over which the loss is averaged; None without
+    """Draws of the outputs minus J m, (S, N, ..., C), over which the loss is averaged; None without
     draws."""
 
     @property

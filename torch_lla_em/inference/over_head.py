@@ -129,7 +129,7 @@ class OverHead:
         return replace(problem, deviations=self._deviations(samples.w))
 
     def _deviations(self, samples: Tensor) -> Tensor:
-        """Return draws of the outputs less J m, (S, N, ..., C)."""
+        """Return draws of the outputs minus J m, (S, N, ..., C)."""
         parts = self.span.parts(len(samples))
         drawn = [self.expected.deviations(self.span.push(samples, rows), rows) for rows in parts]
         return torch.cat(drawn, 1)

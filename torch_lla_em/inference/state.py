@@ -105,7 +105,7 @@ class OfHead(NamedTuple):
     """J m, (N, ..., C)."""
 
     deviations: Tensor = NONE_YET
-    """Draws of the outputs less J m, (S, N, ..., C)."""
+    """Draws of the outputs minus J m, (S, N, ..., C)."""
 
 
 class Stored(NamedTuple):

@@ -159,7 +159,7 @@ class Likelihood:
         """Return log E[p(y | f)] for normally distributed outputs, (B,), or None if it has no
         closed form.
 
-        ``f`` are the means, (B, *sites, C), and ``deviations`` samples less their mean, (K, B,
+        ``f`` are the means, (B, *sites, C), and ``deviations`` samples minus their mean, (K, B,
         *sites, C), or none. With ``joint`` all examples are one, whose outputs are correlated: the
         result is ().
         """

@@ -131,7 +131,7 @@ class BasePrediction(Printed):
         """The entropy of y in nats: one value per label for classes, (B, ...), otherwise one per
         output.
 
-        For regression it is that of a Gaussian with the same mean and variance.
+        For regression it is that of a Gaussian with the same mean and variance; counts have none.
         """
         if self.likelihood.real_valued:
             return 0.5 * (2 * pi * self.predictive_variance).log() + 0.5

@@ -136,7 +136,7 @@ class Posterior:
 
     @property
     def mean(self) -> str:
-        """Which function the samples are added to: "network" or "linear"."""
+        """The function to which the samples are added: "network" or "linear"."""
         first = self.tables[0][0]
         return "network" if abs(first[NETWORK]) >= abs(first[MODE]) else "linear"
 

@@ -106,7 +106,7 @@ class Loss:
         return (terms.flatten(1, -2) if y.dim() > 1 else terms).sum(1)
 
     def excess(self, f: Tensor) -> Tensor:
-        """Return -log p(y | f) summed over labels, whatever their weights, less that of equal
+        """Return -log p(y | f) summed over labels, whatever their weights, minus that of equal
         probabilities, (); for outputs that are all 0 it is positive, despite rounding."""
         mask, y = self.likelihood.mask(self.targets), self.targets
         labels = y.numel() if mask is None else mask.sum()

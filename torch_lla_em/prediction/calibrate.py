@@ -46,8 +46,8 @@ def calibrate(
     is_stated = groups is not None or weights is not None
     if data is None or is_stated or not isinstance(known, Posterior):
         raise NoSubstitute(
-            "this needs the training data of fit, which files, copies and ensembles do not "
-            "contain, and is possible only without groups and weights"
+            "this needs the training data of fit, which files, copies and ensembles do not hold, "
+            "and is possible only without groups and weights"
         )
     return calibrated_on_moved(known, data, of_data)
 

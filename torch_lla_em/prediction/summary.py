@@ -143,7 +143,7 @@ def advice(record: Record) -> Iterator[tuple[str, str]]:
         zip(every, members, strict=True), key=lambda pair: pair[0].error / pair[0].tolerance
     )
     kind, verdict = ("good", "") if reached.is_reached else ("accuracy", "not ")
-    which = " of the worst member" if several else ""
+    which = " of the worst" if several else ""
     yield kind, f"Samples and mode{which} are {verdict}accurate: {reached}."
     of_value, of_error = worst.result.effective_dim
     gamma, error = of_value.sum(), of_error.norm()

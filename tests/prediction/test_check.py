@@ -164,7 +164,7 @@ def test_the_error_of_the_calibration_set_counts():
 def test_nothing_is_advised_that_is_so_or_cannot_help():
     la, x, y = fitted("classification", 2, lambda x, noise: (x[:, 0] + noise > 0.5).long())
     own, parts, classes = "same distribution", "groups=labels", 'groups="classes"'
-    average = "calibrate has none for those"
+    average = "calibrate has none for inputs"
     quarter, groups = "entropy, highest quarter", torch.arange(300) % 2
     for by, words in (
         (None, {"class 1": classes, "group 1": parts, quarter: average, "all": own}),

@@ -204,7 +204,7 @@ def test_files_keep_the_calibration_and_not_the_data(memorised, tmp_path):
     assert torch.allclose(ensemble(test[0]), (la(test[0]) + second(test[0])) / 2, atol=1e-6)
     with pytest.raises(ValueError, match="ensembles do not hold"):
         ensemble.calibrate()
-    with pytest.raises(ValueError, match="no groups or weights"):
+    with pytest.raises(ValueError, match="only without groups and weights"):
         la.calibrate(groups="classes")
 
 

@@ -111,6 +111,20 @@ def test_numbers_sets_and_flags_are_of_the_mixture(members, unseen):
         assert inside.double().mean() > 0.75
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_calibrated_ensemble_of_one_is_its_member_around_each_mean(name):
+    alone = posterior(name, 1)
+    x = draw(60, 2, seed=7)
+    y = alone.likelihood.sample(3 * alone.model(x).detach(), torch.Generator().manual_seed(3))
+    together = LaplaceEnsemble([posterior(name, 1)]).calibrate(x, y)
+    alone.calibrate(x, y)
+    for mean in ("network", "linear"):
+        expected, found = alone.predict(x, mean), together.predict(x, mean)
+        assert_close(found.f_mean, expected.f_mean)
+        assert_close(found.f_variance, expected.f_variance)
+        assert_close(found.log_prob(y), expected.log_prob(y))
+
+
 def test_members_have_one_likelihood_and_the_same_classes():
     pair = [posterior(name, 0, fitted=False) for name in ("classification", "poisson")]
     case = tiny("classification")

@@ -247,8 +247,12 @@ class Posteriors:
 
     def around(self, mean: str) -> Posteriors:
         """Return the posteriors without other components, each around one mean."""
-        each = tuple(member.around(mean) for member in self.members)
-        return Posteriors(each, Correction(noise=self.correction.noise))
+        each, joint = tuple(member.around(mean) for member in self.members), self.correction
+        table = joint.table
+        if table is not None:
+            first = replace(self.members[0], correction=Correction(table))
+            table = first.around(mean).correction.table
+        return Posteriors(each, Correction(table, joint.noise))
 
     def at(self, x: Inputs) -> Pushforward:
         """Return inputs with their products under each posterior."""

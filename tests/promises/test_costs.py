@@ -58,6 +58,9 @@ def test_plans_tell_memory_and_time_and_run_nothing(caplog, monkeypatch):
     head.fit(case.x, case.y, em_steps=0, prior_precision=1.0, progress_bar=False)
     assert "last_layer" not in caplog.text and "fits take" not in str(head.plan(case.x, case.y))
     assert "Compute(budget=seconds) limits it" in str(head.plan(case.x, case.y))
+    # one layer alone is no last layer
+    first = LinearisedLaplace(case.model, "classification", parameters="0.*")
+    assert "most fits take 10 to 40" in str(first.plan(case.x, case.y))
     assert [duration(seconds) for seconds in (0.0321, 2e4)] == ["0.0321 s", "333 min"]
 
 
@@ -107,6 +110,17 @@ def test_a_last_layer_that_is_too_large_is_told_beforehand(monkeypatch, caplog):
     monkeypatch.setattr(FREE, lambda _: 1e6)
     la = la.fit(x, y, validation=False, em_steps=1, progress_bar=False)
     assert any("fit of this last layer" in message for message in la.messages)
+
+
+def test_directions_use_the_memory_that_is_given_to_them(monkeypatch, caplog):
+    case = tiny("classification")
+    monkeypatch.setattr(FREE, lambda _: 3e3)
+    for memory, stored in ((None, False), (1e8, True)):
+        caplog.clear()
+        compute = Compute(span_memory=memory, keep_data=False)
+        la = LinearisedLaplace(case.model, "classification", num_samples=4, compute=compute)
+        la.fit(case.x, case.y, em_steps=2, validation=False, progress_bar=False)
+        assert ("Directions cannot be stored" in caplog.text) != stored
 
 
 def test_one_large_tensor_is_taken_in_batches():

@@ -108,7 +108,7 @@ def learn(
     result, begins = None, start.state is None or start.stored is not None
     if begins and not layerwise and options.solver is None:
         free = free_for_each(problem.data.group, problem.device) / 2
-        start = start._replace(memory=start.memory or min(free, options.span_memory or free))
+        start = start._replace(memory=start.memory or options.span_memory or free)
         try:
             result = over_head(problem, noise, options, around, start)
             if result is None and isinstance(start.stored, StoredHead):

@@ -47,8 +47,8 @@ class LinearModel:
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether the parameters can be those of one linear layer: at most two, with factors."""
-        return bool(self.factored) and len(self.layout.names) <= 2
+        """Whether the parameters are those of one last linear layer with Jacobian factors."""
+        return self.ways is not None and bool(self.ways.names) and self.ways.is_last_layer
 
     @property
     def w_MAP(self) -> Tensor:

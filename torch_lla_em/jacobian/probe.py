@@ -84,7 +84,10 @@ def probe(network: Network, layout: ParameterLayout, x: Inputs) -> Ways | None:
                     if is_fast and (wrong := error(rows)) <= eps**0.5:
                         least, nbytes = chosen.outputs if count else 1, rows.nbytes / len(f)
                         chosen = factored[0]._replace(
-                            adjoint_error=wrong, least_columns=least, nbytes=nbytes
+                            adjoint_error=wrong,
+                            least_columns=least,
+                            nbytes=nbytes,
+                            is_last_layer=rows.features is not None,
                         )
     if chosen.fault and not chosen.names:
         raise NotImplementedError(chosen.fault)

@@ -21,6 +21,7 @@ class Ways(NamedTuple):
 
     names: tuple[str, ...] = ()  # weights with factors: all that have an influence, or none
     shared: tuple[str, ...] = ()  # tables of which one lookup is used for all examples
+    is_last_layer: bool = False  # whether the factors have the features of a last layer
     forward: bool = False  # whether J w is by forward mode, or by two reverse passes
     fault: str = ""  # if there are only factors, the error message of the other ways
     adjoint_error: float = 0.0  # relative error of J w and Jᵀu compared with the definition

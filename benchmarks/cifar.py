@@ -30,7 +30,7 @@ from images import Score, alarms, detectors
 from images import report as pictured
 from labels import at, judged, replaced
 from methods import markdown, networks
-from methods.peers import METHODS, Case, Predictor, of_ours
+from methods.peers import METHODS, Case, Predictor, of_ours, of_student
 from methods.provenance import begin, provenance, script_parser
 from methods.tasks import Rows, Task
 from torch import Tensor, nn
@@ -209,8 +209,9 @@ def posterior(
         found = la.suspicious(data)
         yield f"{name}, suspicious", None, judged(found.score, found.mask, images.wrong[:count])
     if args.students:
-        student = la.distil(x, progress_bar=False).calibrate(*images.held_out)
-        yield f"{name}, student", by_loader(of_ours(student, calibrated=True)), {}
+        steps = {"steps": 5} if args.quick else {}
+        student = la.distil(x, progress_bar=False, **steps).calibrate(*images.held_out)
+        yield f"{name}, student", of_student(student), {}
 
 
 def by_loader(predict: Predictor) -> Predictor:

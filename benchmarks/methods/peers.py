@@ -15,7 +15,13 @@ from torch.nn import functional as F
 
 from methods.metrics import Classes, Groups, Numbers, equal_functions
 from methods.tasks import Task
-from torch_lla_em import Compute, LinearisedLaplace, Prediction, temperature_of_neighbours
+from torch_lla_em import (
+    Compute,
+    LinearisedLaplace,
+    Prediction,
+    Student,
+    temperature_of_neighbours,
+)
 
 REFERENCE = "temperature"
 LEVEL, RATE = 0.9, 0.05
@@ -303,6 +309,30 @@ def of_ours(la: LinearisedLaplace, mean: str | None = None, calibrated: bool = F
         sigma = found.aleatoric.mean().sqrt().item()
         parts = found.f_mean.flatten(), found.f_covariance, sigma
         return OurNumbers(*parts, found) if calibrated else Numbers(*parts)
+
+    return predict
+
+
+@dataclass(frozen=True)
+class OfStudent(Marginals):
+    """Predictions of a calibrated student."""
+
+    p_value: Tensor
+    """(B,)."""
+
+    @property
+    def unfamiliarity(self) -> Tensor:
+        return -self.p_value
+
+
+def of_student(student: Student) -> Predictor:
+    """Return the predictions of a student, of few inputs at a time."""
+
+    def predict(x: Tensor) -> OfStudent:
+        parts = [student.predict(part) for part in x.split(100)]
+        log_probs = torch.cat([part.log_probs for part in parts])
+        p_value = torch.cat([part.p_value for part in parts])
+        return OfStudent(log_probs, lambda: log_probs[None], p_value)
 
     return predict
 

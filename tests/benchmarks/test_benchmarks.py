@@ -282,7 +282,8 @@ def test_pictures_are_trained_on_and_compared(little_pictures, capsys):
     cifar.main([*shlex.split(options), "1", "--train"])
     sparse = [name for name in cifar.SPARSE if "last layer" in name]
     methods = ["network", "temperature", cifar.DETECTORS, "ours, last layer", *sparse]
-    cifar.main([*shlex.split(options), "2", "--wrong", ".2", "--methods", *methods])
+    more = ["2", "--wrong", ".2", "--students"]
+    cifar.main([*shlex.split(options), *more, "--methods", *methods])
     lines = markdown.read(out)
     assert {line["part"] for line in lines} == {"probabilities", "ood", "labels"}
     assert all(0 <= line["flagged"] <= 1 for line in lines if line["part"] == "ood")
@@ -290,6 +291,8 @@ def test_pictures_are_trained_on_and_compared(little_pictures, capsys):
     marginal = [line for line in lines if line["row"] in sparse]
     assert [line["row"] for line in marginal] == sparse and "joint_dyadic" not in marginal[0]
     assert all(0 < line["nll"] < 10 for line in marginal)
+    students = {line["part"] for line in lines if line["row"] == "ours, last layer, student"}
+    assert students == {"probabilities", "ood"}
     assert "| ours, last layer, calibrated |" in shown and "| ViM |" in shown
     assert shown.count("epoch 1") == 2 and shown.count("epoch 2") == 1
 

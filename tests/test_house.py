@@ -24,7 +24,7 @@ BESIDE = {"mixtures": ("runtime", "data", "jacobian")}
 # the most classes, functions, tuned numbers, and different functions that a fit and a prediction call
 BOUNDS = {
     "classes": 157,
-    "functions": 1197,
+    "functions": 1196,
     "numbers": 163,
     "fit": 343,
     "predict": 58,

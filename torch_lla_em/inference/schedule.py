@@ -153,7 +153,8 @@ class SpanFit:
             moved = max(
                 abs(math.log(q.precision / began.precision)), _of_noise(q.sigma, began.sigma)
             )
-            left = max(abs(self._way(q, last)), _of_noise(sigma, q.sigma))
+            way = accelerated(math.log(q.precision), math.log(precision), last)
+            left = max(abs(way), _of_noise(sigma, q.sigma))
             rest = max(self.allowed(q), min(1.0, began.error) ** 2)
             if q.precision <= least or (self._learns and left < rest):
                 break
@@ -168,8 +169,8 @@ class SpanFit:
     ) -> tuple[State, tuple[float, float]]:
         """Return the state after a few steps, of which the first goes to the λ of a secant, and the
         point for the next secant."""
-        precision = q.precision * math.exp(self._way(q, last))
-        last = math.log(q.precision), math.log(self._update(q)[0])
+        here, there = math.log(q.precision), math.log(self._update(q)[0])
+        precision, last = q.precision * math.exp(accelerated(here, there, last)), (here, there)
         for _ in range(STEPS):
             q = self._step(q, precision.clamp_min(least), self._update(q)[1], DAMPING)
             precision = self._update(q)[0]
@@ -223,11 +224,6 @@ class SpanFit:
         if self.over.is_exact and gamma >= 1:
             return 0.003
         return float(max(0.01, (len(q.samples) * gamma) ** -0.5))
-
-    def _way(self, q: State, last: tuple[float, float] | None) -> float:
-        """Return the change of log λ to the fixed point of MacKay's update by a secant, at most log
-        2."""
-        return accelerated(math.log(q.precision), math.log(self._update(q)[0]), last)
 
     def _update(self, q: State) -> tuple[Tensor, Tensor | None]:
         """Return λ and σ by MacKay's updates; λ changes by at most a factor of e."""

@@ -16,7 +16,7 @@ laplace-torch also has Kronecker factors and the full matrix of the last layer. 
 measured with 32 samples, 500 training examples and 250 for validation, without and with p-values, in forward passes.
 Lines go to results/cost.jsonl.
 
-Expected: trainings 3 to 8 for fits of a few thousand examples, .3 to 60 for last layers; predict F 1 to 60; served 8 0.3 to 13.
+Expected: trainings 1 to 5 for fits of a few thousand examples, 2 to 60 for last layers; predict F 1 to 60; served 8 0.3 to 15.
 With 1,000 classes: trainings 630, predict F 245, served 8 27.
 """
 

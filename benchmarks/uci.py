@@ -2,7 +2,7 @@
 
     python benchmarks/uci.py --data DIR             # five splits of each kind, 40 epochs: 10 minutes of one core
     python benchmarks/uci.py --data DIR --all       # all splits, after 40 and 400 epochs, with ELLA and VaLLA: six hours
-    python benchmarks/uci.py --data DIR --stages "40 epochs" "400 epochs"    # the stored results; two hours
+    python benchmarks/uci.py --data DIR --stages "40 epochs" "400 epochs"    # most of the stored results; two hours
     python benchmarks/uci.py --data DIR --tables yacht --methods network ours --splits 0
     python benchmarks/uci.py --report               # the tables of results/uci.jsonl
 

@@ -126,7 +126,7 @@ def segmentation(wanted: Wanted) -> Iterator[dict]:
     la = LinearisedLaplace(network, Classification(), **options)
     found, parts = timed(la, (batches(x, y),)), batches(*test)
     for name, mean in (("nll_q", {"mean": "linear"}), ("nll", {})):
-        found[name] = nll([la.predict(a, **mean).log_prob(b) for a, b in parts], test[1])
+        found[name] = nll([la.predict(a, **mean).log_probs for a, _ in parts], test[1])
     yield {"name": "segmentation, last layer"} | found
 
 

@@ -18,6 +18,7 @@ import mixtures
 import monitor
 import numpy as np
 import pytest
+import reference
 import report
 import residuals
 import scaling
@@ -218,6 +219,11 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys, monkeypatch):
     (line,) = run(segmentation, "--tiny")
     assert line["weights"] == 72 and line["posterior"] > 0 < line["trainings"]
     monkeypatch.setattr(language, "COUNTS", {"train": 100, "held out": 50, "test": 50})
+    for name in ("vowel", "segmentation", "diabetes"):
+        (line,) = run(reference, f"--only {name} --groups tables segmentation natural --store")[
+            -1:
+        ]
+        assert name in line["name"] and line["nll"] > 0
     assert len(run(language, "")) == 5
     lines = run(mixtures, "")
     assert len(lines) == 18 and min(line["training"] for line in lines) > -0.01

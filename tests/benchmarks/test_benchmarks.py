@@ -220,9 +220,7 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys, monkeypatch):
     assert line["weights"] == 72 and line["posterior"] > 0 < line["trainings"]
     monkeypatch.setattr(language, "COUNTS", {"train": 100, "held out": 50, "test": 50})
     for name in ("vowel", "segmentation", "diabetes"):
-        (line,) = run(reference, f"--only {name} --groups tables segmentation natural --store")[
-            -1:
-        ]
+        (line,) = run(reference, f"--only {name} --groups tables segmentation natural --store")[-1:]
         assert name in line["name"] and line["nll"] > 0
     assert len(run(language, "")) == 5
     lines = run(mixtures, "")

@@ -347,6 +347,7 @@ METHODS: dict[str, Callable[[Case], Found]] = {
         for name, form in {
             "last layer": {},
             "last layer, grid search": {},
+            "last layer, full": {"hessian_structure": "full"},
             "all layers": {"subset_of_weights": "all"},
         }.items()
     },

@@ -30,7 +30,7 @@ from images import Score, alarms, detectors
 from images import report as pictured
 from labels import at, judged, replaced
 from methods import markdown, networks
-from methods.peers import METHODS, Case, Predictor, of_ours, of_student
+from methods.peers import METHODS, Case, Predictor, laplace_torch, of_ours, of_student
 from methods.provenance import begin, provenance, script_parser
 from methods.tasks import Rows, Task
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ OURS: dict[str, tuple[int, dict]] = {
 }
 """Training images and options of posteriors."""
 
+FULL = "laplace-torch, last layer, full"
 SPARSE = {
     "laplace-torch, ELLA, last layer": ("ELLA", 50_000),
     "laplace-torch, VaLLA, last layer": ("VaLLA", 50_000),
@@ -68,7 +69,6 @@ SPARSE = {
 PEERS = (
     *("network", "temperature", "moved", "ensemble"),
     *("laplace-torch, last layer", "laplace-torch, last layer, grid search"),
-    "laplace-torch, last layer, full",
 )
 DETECTORS = "detectors"
 
@@ -236,7 +236,10 @@ def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> I
         parts = [Rows(torch.no_grad()(body)(part.x), part.y) for part in parts]
         members = [nn.Sequential(nn.Identity(), last)]
     task = Task(*parts, {}, 10, getattr(networks, args.network))
-    for row, predict in METHODS[kind](Case(task, members, seed, [""], args.epochs, args.quick)):
+    full = partial(laplace_torch, "last layer, full", {"hessian_structure": "full"})
+    for row, predict in (METHODS | {FULL: full})[kind](
+        Case(task, members, seed, [""], args.epochs, args.quick)
+    ):
         row = name if name in SPARSE else row
         yield row, lambda x, predict=predict: predict(body(x)), {}
     if args.wrong and name == "network":
@@ -311,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--members", type=int, default=1, help="networks of an ensemble")
-    parser.add_argument("--methods", nargs="+", default=[*PEERS, *SPARSE, DETECTORS, *OURS])
+    parser.add_argument("--methods", nargs="+", default=[*PEERS, FULL, *SPARSE, DETECTORS, *OURS])
     parser.add_argument("--wrong", type=float, default=0.0, help="share of labels replaced")
     parser.add_argument("--budget", type=float, help="seconds of each fit")
     parser.add_argument("--students", action="store_true", help="distil posteriors too")

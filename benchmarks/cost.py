@@ -380,6 +380,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     args = begin(parser, arguments)
+    if args.predictions and (args.device != "cpu" or args.problems):
+        parser.error("--predictions has networks of its own, on the CPU")
     origin = provenance(("torch",))
     origin |= {"machine": torch.cuda.get_device_name()} if args.device != "cpu" else {}
     fitted(Problem(nn.Linear(2, 2), torch.randn(9, 2), torch.arange(9) % 2, 1), 2)  # burn-in

@@ -65,10 +65,12 @@ def report(lines: list[dict]) -> str:
     rows = []
     for part in ("training", "test"):
         values = torch.tensor([line[part] for line in lines])
-        found = {"mean": values.mean(), "least": values.min(), "largest": values.max()}
+        found = {"mean": values.mean(), "smallest": values.min(), "largest": values.max()}
         rows.append({"examples": part} | {k: f"{v.item():.3f}" for k, v in found.items()})
     names = {"examples": "log-likelihood per example minus that of scikit-learn"}
-    return markdown.table(rows, names, {"mean": "mean", "least": "least", "largest": "largest"})
+    return markdown.table(
+        rows, names, {"mean": "mean", "smallest": "smallest", "largest": "largest"}
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

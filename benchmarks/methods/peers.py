@@ -195,6 +195,8 @@ def sparse_gp(name: str, network: nn.Module, x: Tensor, y: Tensor, quick: bool =
     if name == "FMGP":
         from bayesipy.fmgp import FMGP
 
+        if classes:
+            raise ValueError("FMGP is used for regressions alone.")
         options = {"inducing_locations": "kmeans", "num_inducing": 50, "noise_variance": exp(-5)}
         gp = FMGP(None, network.double()[1:], task, "RBF", **options)  # without Flatten
         options = {"iterations": 20_000, "lr": 1e-3, "verbose": False}
@@ -347,7 +349,6 @@ METHODS: dict[str, Callable[[Case], Found]] = {
         for name, form in {
             "last layer": {},
             "last layer, grid search": {},
-            "last layer, full": {"hessian_structure": "full"},
             "all layers": {"subset_of_weights": "all"},
         }.items()
     },

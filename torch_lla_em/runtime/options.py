@@ -62,7 +62,7 @@ class Compute:
 
     span_memory: float | None = None
     """Largest size in bytes of the span of directions that a fit stores. Default None: half of the
-    free memory of the device of the samples. A fit whose span does not fit continues with block
+    free memory of the device of the samples; a larger value is used as given. A fit whose span does not fit continues with block
     CG."""
 
     keep_data: bool = True

@@ -61,9 +61,9 @@ class Compute:
     a few at a time are copied to the device. Default "auto": on the device if they fit."""
 
     span_memory: float | None = None
-    """Largest size in bytes of the span of directions that a fit stores. Default None: half of the
-    free memory of the device of the samples; a larger value is used as given. A fit whose span does not fit continues with block
-    CG."""
+    """Largest size in bytes of the span of directions that a fit stores, used as given. Default
+    None: half of the free memory of the device of the samples. A fit whose span does not fit
+    continues with block CG."""
 
     keep_data: bool = True
     """Whether to join small batches, and to keep the batches on the device if they fit into a

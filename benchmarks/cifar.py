@@ -58,13 +58,18 @@ OURS: dict[str, tuple[int, dict]] = {
 }
 """Training images and options of posteriors."""
 
-FULL = "laplace-torch, last layer, full"
-SPARSE = {
-    "laplace-torch, ELLA, last layer": ("ELLA", 50_000),
-    "laplace-torch, VaLLA, last layer": ("VaLLA", 50_000),
+SPARSE: dict[str, tuple[str, int | None]] = {
+    "laplace-torch, ELLA, last layer": ("ELLA", None),
+    "laplace-torch, VaLLA, last layer": ("VaLLA", None),
     "laplace-torch, ELLA, 2,000 images": ("ELLA", 2_000),
 }
-"""Gaussian processes and their training images. VaLLA of all layers would take half a day."""
+"""Gaussian processes and their training images (None: all). VaLLA of all layers would take half a day."""
+
+FULL = {
+    "laplace-torch, last layer, full": partial(
+        laplace_torch, "last layer, full", {"hessian_structure": "full"}
+    )
+}
 
 PEERS = (
     *("network", "temperature", "moved", "ensemble"),
@@ -228,7 +233,7 @@ def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> I
         yield from posterior(images, name, members[0], args, seed)
         return
     members = [in_parts(network) for network in members]
-    kind, count = SPARSE.get(name, (name, 50_000))
+    kind, count = SPARSE.get(name, (name, None))
     train = Rows(*(part[:count] for part in images.train))
     body, parts = nn.Identity(), (train, images.held_out, images.test)
     if "last layer" in name:  # laplace-torch's factors of the last layer need the features alone
@@ -236,10 +241,8 @@ def methods(images: Images, name: str, args: argparse.Namespace, seed: int) -> I
         parts = [Rows(torch.no_grad()(body)(part.x), part.y) for part in parts]
         members = [nn.Sequential(nn.Identity(), last)]
     task = Task(*parts, {}, 10, getattr(networks, args.network))
-    full = partial(laplace_torch, "last layer, full", {"hessian_structure": "full"})
-    for row, predict in (METHODS | {FULL: full})[kind](
-        Case(task, members, seed, [""], args.epochs, args.quick)
-    ):
+    method = (METHODS | FULL)[kind]
+    for row, predict in method(Case(task, members, seed, [""], args.epochs, args.quick)):
         row = name if name in SPARSE else row
         yield row, lambda x, predict=predict: predict(body(x)), {}
     if args.wrong and name == "network":
@@ -314,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--members", type=int, default=1, help="networks of an ensemble")
-    parser.add_argument("--methods", nargs="+", default=[*PEERS, FULL, *SPARSE, DETECTORS, *OURS])
+    parser.add_argument("--methods", nargs="+", default=[*PEERS, *FULL, *SPARSE, DETECTORS, *OURS])
     parser.add_argument("--wrong", type=float, default=0.0, help="share of labels replaced")
     parser.add_argument("--budget", type=float, help="seconds of each fit")
     parser.add_argument("--students", action="store_true", help="distil posteriors too")

@@ -41,19 +41,19 @@ def drawn(count: int, place: str) -> Tensor:
     return (low + (high - low) * torch.rand(count, 1)) * (1 - 2 * torch.randint(2, (count, 1)))
 
 
+def observed(x: Tensor, amplitude: Tensor, frequency: Tensor, phase: Tensor) -> Tensor:
+    """Return noisy sums of three waves, (count, 1)."""
+    f = (amplitude * (frequency * x + phase).sin()).sum(1, keepdim=True)
+    return f + NOISE * torch.randn(f.shape)
+
+
 def intervals() -> Iterator[dict]:
     """Yield the coverage of intervals by each λ, for every regression."""
     for seed in range(CURVES):
         torch.manual_seed(seed)
-        amplitude, frequency, phase = torch.randn(3), 3 * torch.rand(3), 6 * torch.rand(3)
-
-        def observed(x: Tensor, parts: tuple = (amplitude, frequency, phase)) -> Tensor:
-            amplitude, frequency, phase = parts
-            f = (amplitude * (frequency * x + phase).sin()).sum(1, keepdim=True)
-            return f + NOISE * torch.randn(f.shape)
-
+        waves = torch.randn(3), 3 * torch.rand(3), 6 * torch.rand(3)
         x = drawn(120, "at the examples")
-        y = observed(x)
+        y = observed(x, *waves)
         network = tasks.perceptron([1, 30, 30, 1], nn.Tanh)()
         optimiser = torch.optim.Adam(network.parameters(), 1e-2, weight_decay=1e-4)
         descend(network, (x, y), 1_500, optimiser, None, F.mse_loss)
@@ -62,7 +62,7 @@ def intervals() -> Iterator[dict]:
         by_evidence.optimize_prior_precision()
         la = LinearisedLaplace(network, "regression").fit(x, y, progress_bar=False)
         new = {place: drawn(500, place) for place in PLACES}
-        known = {place: observed(of_place) for place, of_place in new.items()}
+        known = {place: observed(of_place, *waves) for place, of_place in new.items()}
         for row, posterior in ((BY_NETWORK, by_evidence.posterior), (BY_LINEAR, la)):
             line = {"seed": seed, "row": row, "lambda": posterior.prior_precision.item()}
             for place, of_place in new.items():

@@ -211,8 +211,8 @@ def sparse_gp(name: str, network: nn.Module, x: Tensor, y: Tensor, quick: bool =
         if classes:
             return torch.cat([gp(part).detach() for part in at.split(100)]).clamp_min(1e-30)
         mean, variance = getattr(gp, "predict", gp)(at.to(kind))
-        noise = 0.0 if name == "FMGP" else float(gp.sigma_noise) ** 2
-        return mean.detach().flatten().float(), variance.detach().flatten().float() + noise
+        sigma = 0.0 if name == "FMGP" else float(gp.sigma_noise)
+        return mean.detach().flatten().float(), variance.detach().flatten().float() + sigma**2
 
     return predict
 

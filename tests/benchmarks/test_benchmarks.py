@@ -220,8 +220,8 @@ def test_small_scripts_run_whole(tmp_path, quick_costs, capsys, monkeypatch):
     assert line["weights"] == 72 and line["posterior"] > 0 < line["trainings"]
     monkeypatch.setattr(language, "COUNTS", {"train": 100, "held out": 50, "test": 50})
     for name in ("vowel", "segmentation", "diabetes"):
-        (line,) = run(reference, f"--only {name} --groups tables segmentation natural --store")[-1:]
-        assert name in line["name"] and line["nll"] > 0
+        lines = run(reference, f"--only {name} --groups tables segmentation natural --store")
+        assert name in lines[-1]["name"] and lines[-1]["nll"] > 0
     assert len(run(language, "")) == 5
     lines = run(mixtures, "")
     assert len(lines) == 18 and min(line["training"] for line in lines) > -1e-3

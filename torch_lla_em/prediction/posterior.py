@@ -247,12 +247,10 @@ class Posteriors:
 
     def around(self, mean: str) -> Posteriors:
         """Return the posteriors without other components, each around one mean."""
-        each, joint = tuple(member.around(mean) for member in self.members), self.correction
-        table = joint.table
-        if table is not None:
-            first = replace(self.members[0], correction=Correction(table))
-            table = first.around(mean).correction.table
-        return Posteriors(each, Correction(table, joint.noise))
+        each, joint = self.members, self.correction
+        if joint.table is not None:
+            each = tuple(replace(m, correction=Correction(joint.table)) for m in each)
+        return Posteriors(tuple(m.around(mean) for m in each), Correction(noise=joint.noise))
 
     def at(self, x: Inputs) -> Pushforward:
         """Return inputs with their products under each posterior."""
